@@ -1,0 +1,1 @@
+"""LoRA reinforcement learning on Megatron-Core with vLLM sampling. See README.md."""

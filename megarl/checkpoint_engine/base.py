@@ -1,0 +1,118 @@
+"""The transport protocol and its registry.
+
+A transport moves byte buckets from one sender (trainer rank 0) to all receivers (one in each vLLM worker); what the
+bytes mean is no concern of it. The sender opens, and its ``endpoint`` (a small JSON-able dictionary) travels to the
+receivers by another way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that neither host
+memory nor a ring of device buffers has to hold the whole model. A new transport is one module and one line in
+``TRANSPORTS``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from megarl.errors import pick
+
+
+class Frame(NamedTuple):
+    """One step of a transfer.
+
+    Attributes:
+        header: ``wire.metas_to_bytes`` of a bucket, or ``Manifest.to_bytes`` in the last frame.
+        payload: ``[nbytes]`` uint8, or None in the last frame. Valid for as long as a tensor refers to it.
+    """
+
+    header: bytes
+    payload: torch.Tensor | None
+
+
+class Sender(Protocol):
+    """The trainer's half; used by one thread."""
+
+    def endpoint(self) -> dict[str, Any]:
+        """What a receiver needs to find this sender; JSON-able."""
+        ...
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Return ``[nbytes]`` uint8 to be filled and given to ``put``; may wait for a free slot."""
+        ...
+
+    def put(self, header: bytes, payload: torch.Tensor) -> None:
+        """Send one bucket; ``payload`` came from ``buffer``."""
+        ...
+
+    def end(self, manifest: bytes) -> None:
+        """Send the last frame."""
+        ...
+
+    def close(self) -> None:
+        """Release everything. Called once every receiver is done, or after a failure; may be called twice."""
+        ...
+
+
+class Receiver(Protocol):
+    """A sampler worker's half; used by one thread."""
+
+    def take(self) -> Frame:
+        """Wait for the next frame."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Report this receiver's failure to the sender as far as possible; never raises."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""
+        ...
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a sender is opened with.
+
+    Attributes:
+        receivers: number of receivers over all engines.
+        timeout: seconds that the whole transfer may take.
+    """
+
+    receivers: int
+    timeout: float
+
+
+# All of these raise WeightSyncError: unreachable peer, no space, timeout.
+SenderFactory = Callable[[Link], Sender]
+ReceiverFactory = Callable[[dict[str, Any], int], Receiver]
+
+# Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and
+# ``open_receiver(endpoint, receiver_index)``. Imported when used: some need libraries that not every host has.
+TRANSPORTS: dict[str, str] = {
+    "shm": "megarl.checkpoint_engine.shm",
+    "gloo": "megarl.checkpoint_engine.gloo",
+}
+
+
+def open_sender(name: str, link: Link) -> Sender:
+    """Open the sending half.
+
+    Raises:
+        ConfigError: unknown transport.
+        WeightSyncError: it cannot be opened on this host.
+    """
+    return import_module(pick(TRANSPORTS, name, "transport")).open_sender(link)
+
+
+def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
+    """Open the receiving half.
+
+    Args:
+        endpoint: the sender's; its ``"transport"`` names the module.
+        index: this receiver's, 0 .. receivers - 1.
+
+    Raises:
+        ConfigError: unknown transport.
+        WeightSyncError: the sender cannot be reached.
+    """
+    return import_module(pick(TRANSPORTS, str(endpoint.get("transport")), "transport")).open_receiver(endpoint, index)

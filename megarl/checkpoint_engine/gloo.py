@@ -1,0 +1,169 @@
+"""TCP between hosts: every bucket is broadcast to all receivers by torch's gloo.
+
+The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched.
+It lives for one transfer (some milliseconds to set up), so that a receiver that was restarted is no special case.
+Interface: ``GLOO_SOCKET_IFNAME`` where it is set, else the one that the host's name resolves to.
+"""
+
+import contextlib
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from megarl.checkpoint_engine.base import Frame, Link
+from megarl.errors import WeightSyncError
+
+PREFIX = "megarl"
+FAILED = f"{PREFIX}-failed"
+# What precedes each frame: bytes of the header, bytes of the payload (-1: none, the last frame).
+SIZES = 2
+
+
+class _Group:
+    """Rank 0 sends, ranks 1 .. receivers receive; gloo's errors become ``WeightSyncError``."""
+
+    def __init__(self, store: TCPStore, rank: int, size: int, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
+        with self._errors("joining the group"):
+            self._group = ProcessGroupGloo(PrefixStore(PREFIX, store), rank, size, timedelta(seconds=timeout))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Broadcast from rank 0, in place."""
+        if not tensor.numel():
+            return
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        with self._errors(f"broadcasting {tensor.nbytes} bytes"):
+            self._group.broadcast([tensor], options).wait()
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Any:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WeightSyncError(f"gloo transfer: {doing} failed: {_reason(self._store) or error}") from error
+
+
+class GlooSender:
+    """Trainer half; the group forms at the first bucket, once the receivers have been told the endpoint."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._host = _own_address()
+        self._group: _Group | None = None
+        try:
+            self._store: TCPStore | None = TCPStore(
+                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=link.timeout)
+            )
+        except RuntimeError as error:
+            raise WeightSyncError(f"gloo transfer: cannot open a store on {self._host}: {error}") from error
+        self._port = self._store.port
+
+    def endpoint(self) -> dict[str, Any]:
+        """Address of the store, group size and time limit."""
+        return {
+            "transport": "gloo",
+            "host": self._host,
+            "port": self._port,
+            "receivers": self._link.receivers,
+            "timeout": self._link.timeout,
+        }
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Plain memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def put(self, header: bytes, payload: torch.Tensor) -> None:
+        """Broadcast one bucket; returns when this rank's part is done."""
+        self._frame(header, payload.numel())
+        self._join().broadcast(payload)
+
+    def end(self, manifest: bytes) -> None:
+        """Broadcast the manifest."""
+        self._frame(manifest, -1)
+
+    def close(self) -> None:
+        """Leave the group and stop the store."""
+        self._group = self._store = None
+
+    def _frame(self, header: bytes, payload_bytes: int) -> None:
+        group = self._join()
+        group.broadcast(torch.tensor([len(header), payload_bytes], dtype=torch.int64))
+        group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+
+    def _join(self) -> _Group:
+        if self._group is None:
+            if self._store is None:
+                raise WeightSyncError("gloo transfer: the sender is closed")
+            self._group = _Group(self._store, 0, self._link.receivers + 1, self._link.timeout)
+        return self._group
+
+
+class GlooReceiver:
+    """Worker half; joins when it is built."""
+
+    def __init__(self, endpoint: dict[str, Any], index: int) -> None:
+        host, port, timeout = endpoint["host"], endpoint["port"], endpoint["timeout"]
+        self._store: TCPStore | None
+        try:
+            self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise WeightSyncError(f"gloo transfer: receiver {index} cannot reach {host}:{port}: {error}") from error
+        self._index = index
+        self._group: _Group | None = _Group(self._store, index + 1, endpoint["receivers"] + 1, timeout)
+
+    def take(self) -> Frame:
+        """Receive the next frame into fresh memory."""
+        if self._group is None:
+            raise WeightSyncError("gloo transfer: the receiver is closed")
+        sizes = torch.empty(SIZES, dtype=torch.int64)
+        self._group.broadcast(sizes)
+        header = torch.empty(int(sizes[0]), dtype=torch.uint8)
+        self._group.broadcast(header)
+        if sizes[1] < 0:
+            return Frame(header.numpy().tobytes(), None)
+        payload = torch.empty(int(sizes[1]), dtype=torch.uint8)
+        self._group.broadcast(payload)
+        return Frame(header.numpy().tobytes(), payload)
+
+    def fail(self, reason: str) -> None:
+        """Leave the reason in the store and the group: the sender's next broadcast fails and quotes it."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(FAILED, f"receiver {self._index}: {reason}")
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group = self._store = None
+
+
+def open_sender(link: Link) -> GlooSender:
+    """See ``base.open_sender``."""
+    return GlooSender(link)
+
+
+def open_receiver(endpoint: dict[str, Any], index: int) -> GlooReceiver:
+    """See ``base.open_receiver``."""
+    return GlooReceiver(endpoint, index)
+
+
+def _reason(store: TCPStore) -> str | None:
+    """What a receiver left in the store, if anything."""
+    with contextlib.suppress(RuntimeError):
+        if store.check([FAILED]):
+            return store.get(FAILED).decode()
+    return None
+
+
+def _own_address() -> str:
+    """An address of this host that others can reach: that of the interface which routes outwards."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))  # UDP: nothing is sent
+            return probe.getsockname()[0]
+        except OSError:
+            return "127.0.0.1"

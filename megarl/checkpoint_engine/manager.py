@@ -1,0 +1,215 @@
+"""One sync from trainer to all samplers: prepare, transfer, verify, flip, retire. Fails closed."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from megarl.checkpoint_engine.wire import Kind, Manifest, Receipt, check_sync
+from megarl.config import CheckpointEngineConfig
+from megarl.errors import WeightSyncError
+
+# Seconds for what may not delay the report of a failure: telling samplers to refuse, closing the transport.
+CLEANUP_SECONDS = 10.0
+
+
+class Source(Protocol):
+    """The trainer, all ranks together; ``CheckpointEngineMixin`` behind remote calls."""
+
+    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+        """``prepare_sync`` on every rank; rank 0's endpoint."""
+        ...
+
+    def send(self) -> Future[bytes]:
+        """``send_weights`` on every rank; rank 0's manifest."""
+        ...
+
+    def finish(self) -> Future[Any]:
+        """``finish_sync`` on every rank."""
+        ...
+
+
+class Sink(Protocol):
+    """One sampler engine; ``VllmSampler`` behind remote calls.
+
+    Attributes:
+        name: for messages (``"sampler 0"``).
+        receivers: vLLM workers in this engine, each of which receives (``sampler.tensor``).
+    """
+
+    name: str
+    receivers: int
+
+    def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
+        """Receive and stage; this engine's receivers have the indices ``first`` and on. Their receipts."""
+        ...
+
+    def flip(self, version: int, kind: Kind, checksum: str) -> Future[Any]:
+        """Make the staged weights, which must have this checksum, the ones that are sampled from."""
+        ...
+
+    def retire(self, version: int) -> Future[Any]:
+        """Drop every adapter but ``version``'s that no request uses."""
+        ...
+
+    def refuse(self, reason: str) -> Future[Any]:
+        """Generate nothing any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """What a sync took.
+
+    Attributes:
+        version: policy version.
+        kind: ``"adapter"`` or ``"base"``.
+        nbytes: bytes of all tensors, once (not per receiver).
+        count: number of tensors.
+        checksum: of the transfer.
+        seconds: phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``retire``) -> wall seconds.
+    """
+
+    version: int
+    kind: Kind
+    nbytes: int
+    count: int
+    checksum: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class CheckpointEngineManager:
+    """Drives syncs between one source and all sinks; used from one thread.
+
+    After the first failure every sink has been told to refuse, and ``sync`` refuses too.
+    """
+
+    def __init__(self, source: Source, sinks: Sequence[Sink], config: CheckpointEngineConfig) -> None:
+        if not sinks:
+            raise WeightSyncError("there is no sampler to send weights to")
+        self._source, self._sinks, self._config = source, tuple(sinks), config
+        self._failure: str | None = None
+
+    def sync(self, version: int, kind: Kind) -> SyncReport:
+        """Bring one version's weights to every sampler and make them current.
+
+        Args:
+            version: policy version.
+            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk) and after it changed;
+                ``"adapter"`` after every update.
+
+        Raises:
+            WeightSyncError: naming the participant, the phase and the cause. No sampler generates from then on.
+        """
+        if self._failure:
+            raise WeightSyncError(f"an earlier sync failed, so no other is started: {self._failure}")
+        check_sync(version, kind)
+        seconds: dict[str, float] = {}
+        deadline = time.monotonic() + self._config.timeout_seconds
+        try:
+            manifest = self._run(version, kind, deadline, seconds)
+        except WeightSyncError as error:
+            self._fail(f"{kind} of version {version} was not synced: {error}")
+            raise WeightSyncError(str(self._failure)) from error
+        except BaseException as error:
+            self._fail(f"sync of version {version} was interrupted: {error!r}")
+            raise
+        return SyncReport(version, kind, manifest.nbytes, len(manifest.tensors), manifest.checksum, seconds)
+
+    def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Manifest:
+        """All phases; every failure is a ``WeightSyncError``."""
+        firsts = list(_offsets(sink.receivers for sink in self._sinks))
+        receivers = sum(sink.receivers for sink in self._sinks)
+        with _phase("prepare", seconds):
+            prepare = partial(self._source.prepare, version, kind, self._config, receivers)
+            [endpoint] = _gather({"trainer": prepare}, deadline, "prepare")
+        with _phase("transfer", seconds):
+            calls: dict[str, Callable[[], Future]] = {"trainer": self._source.send}
+            for sink, first in zip(self._sinks, firsts, strict=True):
+                calls[sink.name] = partial(sink.receive, endpoint, first)
+            sent, *arrived = _gather(calls, deadline, "transfer")
+        with _phase("verify", seconds):
+            manifest = Manifest.from_bytes(sent)
+            self._verify(manifest, version, kind, [receipt for engine in arrived for receipt in engine])
+        with _phase("flip", seconds):
+            _gather(
+                {sink.name: partial(sink.flip, version, kind, manifest.checksum) for sink in self._sinks},
+                deadline,
+                "flip",
+            )
+        with _phase("retire", seconds):
+            last: dict[str, Callable[[], Future]] = {"trainer": self._source.finish}
+            if kind == "adapter":
+                last |= {sink.name: partial(sink.retire, version) for sink in self._sinks}
+            _gather(last, deadline, "retire")
+        return manifest
+
+    def _verify(self, manifest: Manifest, version: int, kind: Kind, receipts: Sequence[bytes]) -> None:
+        """Every receiver must hold exactly what was sent, and what was sent must be what was asked for."""
+        if (manifest.version, manifest.kind) != (version, kind):
+            raise WeightSyncError(
+                f"the trainer sent the {manifest.kind} of version {manifest.version}, asked for was the {kind} of "
+                f"version {version}"
+            )
+        parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
+        expected = list(range(sum(sink.receivers for sink in self._sinks)))
+        if sorted(receipt.receiver for receipt in parsed) != expected:
+            raise WeightSyncError(
+                f"receipts came from receivers {[receipt.receiver for receipt in parsed]}, expected were {expected}"
+            )
+        for receipt in parsed:
+            receipt.check(manifest)
+
+    def _fail(self, reason: str) -> None:
+        """Remember, tell every sampler, close the transport; best effort, since any of them may be dead."""
+        self._failure = reason
+        calls: list[Callable[[], Future]] = [partial(sink.refuse, reason) for sink in self._sinks]
+        futures = []
+        for call in [*calls, self._source.finish]:
+            with suppress(Exception):
+                futures.append(call())
+        concurrent.futures.wait(futures, timeout=CLEANUP_SECONDS)
+
+
+def _gather(calls: dict[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
+    """Start all calls, wait for all or for the first failure; results in order.
+
+    Raises:
+        WeightSyncError: naming the first participant that failed, or those that did not answer in time.
+    """
+    futures: dict[Future, str] = {}
+    try:
+        for name, call in calls.items():
+            futures[call()] = name
+    except Exception as error:
+        raise WeightSyncError(f"{name}, {phase}: {error}") from error
+    done, pending = concurrent.futures.wait(
+        futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
+    )
+    for future in futures:
+        if future in done and future.exception() is not None:
+            raise WeightSyncError(f"{futures[future]}, {phase}: {future.exception()}") from future.exception()
+    if pending:
+        late = ", ".join(name for future, name in futures.items() if future in pending)
+        raise WeightSyncError(f"{late}: {phase} did not end within checkpoint_engine.timeout_seconds")
+    return [future.result() for future in futures]
+
+
+def _offsets(sizes: Iterable[int]) -> Iterator[int]:
+    """Running sum that starts at 0."""
+    total = 0
+    for size in sizes:
+        yield total
+        total += size
+
+
+@contextmanager
+def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Add the wall time of a phase."""
+    start = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - start

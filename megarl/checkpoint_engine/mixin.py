@@ -1,0 +1,95 @@
+"""The trainer's side of a sync, for any class that can export its weights."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megarl.checkpoint_engine.base import Link, Sender, open_sender
+from megarl.checkpoint_engine.stream import send_tensors
+from megarl.checkpoint_engine.wire import Kind, check_sync
+from megarl.config import CheckpointEngineConfig
+from megarl.errors import WeightSyncError
+
+
+class CheckpointEngineMixin:
+    """Gives a trainer rank ``prepare_sync``, ``send_weights`` and ``finish_sync``.
+
+    Every rank calls all three in this order with the same arguments. All ranks run the export (a collective); rank 0
+    sends, and what it returns is what the manager works with.
+    """
+
+    rank: int
+    _sync: "tuple[int, Kind, CheckpointEngineConfig] | None" = None
+    _sender: "Sender | None" = None
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Collective: yield full tensors by PEFT's (adapter) or Hugging Face's (base) names, on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define export_weights")
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        """The adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
+        raise NotImplementedError(f"{type(self).__name__} must define export_adapter_config")
+
+    def prepare_sync(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
+        """Open the transport on rank 0.
+
+        Args:
+            version: policy version of the weights.
+            kind: ``"adapter"`` or ``"base"``.
+            config: transport, bucket size, time limit.
+            receivers: number of vLLM workers over all engines.
+
+        Returns:
+            The endpoint as JSON (the transport's, and ``version`` and ``kind``) on rank 0, None elsewhere.
+
+        Raises:
+            WeightSyncError: the transport cannot be opened.
+        """
+        self.finish_sync()
+        check_sync(version, kind)
+        if self.rank == 0:
+            self._sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
+        self._sync = (version, kind, config)
+        if self._sender is None:
+            return None
+        return json.dumps({"version": version, "kind": kind, **self._sender.endpoint()}).encode()
+
+    def send_weights(self) -> bytes | None:
+        """Export, and on rank 0 send.
+
+        Returns:
+            The manifest as JSON on rank 0, None elsewhere.
+
+        Raises:
+            WeightSyncError: the transport failed; the export was still run to its end, so that no other rank waits in
+                a collective.
+        """
+        if self._sync is None:
+            raise WeightSyncError("send_weights was called without prepare_sync")
+        (version, kind, config), self._sync = self._sync, None
+        weights = self.export_weights(adapter_only=kind == "adapter")
+        try:
+            if self._sender is None:
+                return None
+            manifest = send_tensors(
+                self._sender,
+                weights,
+                version=version,
+                kind=kind,
+                adapter_config=self.export_adapter_config() if kind == "adapter" else None,
+                bucket_bytes=config.bucket_mib * 2**20,
+            )
+            return manifest.to_bytes()
+        finally:
+            with contextlib.suppress(Exception):
+                for _ in weights:
+                    pass
+
+    def finish_sync(self) -> None:
+        """Close the transport. Safe at any time; the manager calls it after success and after failure."""
+        sender, self._sender, self._sync = self._sender, None, None
+        if sender is not None:
+            sender.close()

@@ -1,0 +1,110 @@
+"""vLLM worker extension: weights arrive here, are proven, and are handed to vLLM.
+
+Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.ReceiverExtension"`` and call its methods with
+``collective_rpc``. Arguments and results are bytes, str or int: tensors inside untyped RPC arguments do not decode.
+Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
+"""
+
+import json
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+
+from megarl.checkpoint_engine import receiver_cpu
+from megarl.checkpoint_engine.base import open_receiver
+from megarl.checkpoint_engine.receiver_base import load_base
+from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
+from megarl.checkpoint_engine.stream import Inbox
+from megarl.checkpoint_engine.wire import Receipt
+from megarl.errors import MegarlError, WeightSyncError
+
+
+class ReceiverExtension:
+    """Mixed into vLLM's ``Worker``. Adapters are kept by LoRA id for as long as they are resident."""
+
+    model_runner: Any
+    vllm_config: Any
+    rank: int
+    _megarl_staged: dict[int, StagedAdapter]
+
+    def megarl_start(self) -> int:
+        """Make vLLM read adapters from the staged ones instead of from disk; return this worker's rank.
+
+        Raises:
+            WeightSyncError: the engine was started without LoRA.
+        """
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if manager is None:
+            raise WeightSyncError("the engine was started without enable_lora")
+        receiver_cpu.install()
+        self._megarl_staged = {}
+        manager._load_adapter = self._megarl_load_adapter
+        return self.rank
+
+    def megarl_receive(self, endpoint: bytes, first: int) -> bytes:
+        """Receive one transfer; stage it (adapter) or load it (base).
+
+        Args:
+            endpoint: the sender's, as JSON.
+            first: receiver index of this engine's first worker.
+
+        Returns:
+            ``Receipt.to_bytes``.
+
+        Raises:
+            WeightSyncError: transport failure; a tensor that is damaged, missing, unexpected, not finite or of the
+                wrong shape.
+        """
+        index = first + self.rank
+        where = json.loads(endpoint)
+        receiver = open_receiver(where, index)
+        try:
+            inbox = Inbox(receiver, index)
+            receipt = self._megarl_take_base(inbox) if where["kind"] == "base" else self._megarl_take_adapter(inbox)
+            for asked in ("version", "kind"):
+                if getattr(receipt, asked) != where[asked]:
+                    raise WeightSyncError(f"{asked} {where[asked]!r} was announced, {getattr(receipt, asked)!r} came")
+            return receipt.to_bytes()
+        except Exception as error:
+            receiver.fail(str(error))
+            if isinstance(error, MegarlError):
+                raise
+            raise WeightSyncError(f"receiver {index}: {error!r}") from error
+        finally:
+            receiver.close()
+
+    def megarl_differences(self, lora_id: int) -> list[str]:
+        """Modules whose weights in vLLM's kernels' buffers are not bit for bit the staged ones; empty when all are."""
+        staged = self._megarl_staged.get(lora_id)
+        if staged is None:
+            return [f"LoRA id {lora_id} is not staged"]
+        return adapter_differences(self.model_runner.lora_manager, staged, lora_id)
+
+    def megarl_drop(self, lora_id: int) -> None:
+        """Forget a staged adapter (vLLM's own copy goes with ``remove_lora``)."""
+        self._megarl_staged.pop(lora_id, None)
+
+    def megarl_resident(self) -> tuple[list[int], list[int]]:
+        """LoRA ids that are staged, and those that vLLM holds."""
+        return sorted(self._megarl_staged), sorted(self.model_runner.lora_manager.list_adapters())
+
+    def _megarl_take_adapter(self, inbox: Inbox) -> Receipt:
+        """Stage an adapter. Tensors are cloned, because a view would keep the transport's bucket alive."""
+        tensors = {name: tensor.clone() for name, tensor in inbox}
+        manifest, receipt = inbox.finish()
+        manager = self.model_runner.lora_manager
+        self._megarl_staged[manifest.version + 1] = stage_adapter(manager, tensors, manifest.adapter_config or {})
+        return receipt
+
+    def _megarl_take_base(self, inbox: Inbox) -> Receipt:
+        """Load base weights as they come."""
+        self._megarl_staged.clear()
+        load_base(self.model_runner, self.vllm_config, inbox)
+        return inbox.finish()[1]
+
+    def _megarl_load_adapter(self, request: LoRARequest) -> Any:
+        """Replaces vLLM's reading from disk."""
+        staged = self._megarl_staged.get(request.lora_int_id)
+        if staged is None:
+            raise WeightSyncError(f"adapter '{request.lora_name}' was never received; there is nothing to load")
+        return build_lora_model(self.model_runner.lora_manager, staged, request.lora_int_id)

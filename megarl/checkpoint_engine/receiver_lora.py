@@ -1,0 +1,240 @@
+"""A received PEFT adapter -> vLLM's LoRA weights: names, shapes, scaling, and the proof that they are in place.
+
+vLLM's ``PEFTHelper`` of 0.26 knows one rank and one alpha. Each module's scaling (PEFT's: ``alpha / r``, or
+``alpha / sqrt(r)`` with rsLoRA, Kalajdzievski 2023) is therefore multiplied into its B, once, in float32, and vLLM is
+told rank = alpha, whose scaling is 1.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from megarl.checkpoint_engine.wire import listed
+from megarl.errors import UnsupportedError, WeightSyncError
+
+PREFIX = "base_model.model."
+SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
+# Modules that vLLM can adapt in another layout (lora_embedding_A, logits) than the linear one proven here.
+NOT_LINEAR = ("embed_tokens", "lm_head")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One module's matrices: ``a`` [rank, in], ``b`` [out, rank] with the scaling inside, in vLLM's LoRA dtype."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StagedAdapter:
+    """A proven adapter: module's Hugging Face name -> its pair."""
+
+    pairs: dict[str, Pair]
+    rank: int
+
+
+def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> StagedAdapter:
+    """Prove an adapter against the model and fold its scaling.
+
+    Args:
+        manager: vLLM's worker LoRA manager.
+        tensors: PEFT's on-disk name -> full tensor on the CPU.
+        config: PEFT's ``adapter_config.json``.
+
+    Raises:
+        WeightSyncError: a tensor that no module takes, a target or half of a pair that is missing, a wrong shape or
+            rank, a value that is not finite.
+        UnsupportedError: an adapter method other than plain LoRA on linear layers.
+    """
+    peft_config = _plain_lora(config)
+    halves = _split(tensors)
+    shapes = linear_shapes(manager)
+    _check_targets(halves, shapes, peft_config)
+    dtype, limit = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
+    pairs = {}
+    for module, (a, b) in halves.items():
+        rank, scaling = rank_and_scaling(peft_config, module)
+        if rank > limit:
+            raise WeightSyncError(f"'{module}' has rank {rank}, above the engine's max_lora_rank {limit}")
+        inputs, outputs = shapes[module]
+        for name, tensor, shape in (("lora_A", a, (rank, inputs)), ("lora_B", b, (outputs, rank))):
+            if tuple(tensor.shape) != shape:
+                raise WeightSyncError(f"'{module}.{name}' has shape {tuple(tensor.shape)}, the model needs {shape}")
+            if not torch.isfinite(tensor).all():
+                raise WeightSyncError(f"'{module}.{name}' holds a value that is not finite")
+        pairs[module] = Pair(a.to(dtype).contiguous(), (b.float() * scaling).to(dtype).contiguous())
+    return StagedAdapter(pairs, max(pair.a.shape[0] for pair in pairs.values()))
+
+
+def build_lora_model(manager: Any, staged: StagedAdapter, lora_id: int) -> LoRAModel:
+    """Return vLLM's own form of a staged adapter; the staged tensors stay untouched."""
+    tensors = {}
+    for module, pair in staged.pairs.items():
+        tensors[PREFIX + module + SUFFIXES["a"]] = pair.a.clone()
+        tensors[PREFIX + module + SUFFIXES["b"]] = pair.b.clone()
+    helper = PEFTHelper.from_dict({"r": staged.rank, "lora_alpha": staged.rank, "target_modules": []})
+    helper.validate_legal(manager.lora_config)
+    model = manager._adapter_manager.model
+    return LoRAModel.from_lora_tensors(
+        lora_id,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=rename_mapper(model),
+        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+    )
+
+
+def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> list[str]:
+    """Compare the buffers that vLLM's kernels read with the staged adapter, bit for bit.
+
+    Every wrapped module is looked at: those without a pair must hold zeros. Catches what vLLM drops without an error.
+
+    Returns:
+        Names of modules that differ.
+    """
+    inner = manager._adapter_manager
+    if lora_id not in inner.lora_index_to_id:
+        return [f"LoRA id {lora_id} has no slot"]
+    slot = inner.lora_index_to_id.index(lora_id)
+    different = []
+    for module, parts in _wrapped(inner):
+        pairs = [staged.pairs.get(part) for part in parts]
+        a, b = [pair and pair.a for pair in pairs], [pair and pair.b for pair in pairs]
+        if getattr(module, "tp_size", 1) > 1:
+            a, b = _shards(module, a, b)
+        for part, stacked, expected in (
+            *zip(parts, module.lora_a_stacked, a, strict=True),
+            *zip(parts, module.lora_b_stacked, b, strict=True),
+        ):
+            if not _holds(stacked[slot, 0], expected) and part not in different:
+                different.append(part)
+    return different
+
+
+def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
+    """Hugging Face name of every linear module that vLLM can adapt -> (input size, output size), unsharded."""
+    return {
+        part: (module.base_layer.input_size, outputs)
+        for module, parts in _wrapped(manager._adapter_manager)
+        for part, outputs in zip(parts, _output_sizes(module.base_layer, len(parts)), strict=True)
+    }
+
+
+def rank_and_scaling(config: LoraConfig, module: str) -> tuple[int, float]:
+    """Rank and scaling of one module by PEFT's own rules (``get_pattern_key``; ``LoraLayer.update_layer``)."""
+    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, module), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
+    return rank, alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+
+
+def rename_mapper(model: Any) -> Any:
+    """vLLM's Hugging Face -> vLLM renaming without stacking, or None (0.32 and 0.26 name it differently)."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for name in ("get_rename_mapper", "get_unstacked_mapper"):
+        if hasattr(mapper, name):
+            return getattr(mapper, name)()
+    return mapper
+
+
+def _plain_lora(config: dict[str, Any]) -> LoraConfig:
+    """Parse the config; refuse what would change the maths."""
+    refused = {
+        "use_dora": False,
+        "lora_bias": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "trainable_token_indices": None,
+        "target_parameters": None,
+        "layer_replication": None,
+    }
+    for key, plain in refused.items():
+        if config.get(key) not in (plain, None, [], {}):
+            raise UnsupportedError(
+                f"adapter_config.{key} is {config[key]!r}; only plain LoRA on linear layers is proven"
+            )
+    if config.get("peft_type", "LORA") != "LORA":
+        raise UnsupportedError(f"adapter_config.peft_type is {config['peft_type']!r}; supported is LORA")
+    known = LoraConfig.__dataclass_fields__
+    return LoraConfig(**{key: value for key, value in config.items() if key in known and key != "peft_type"})
+
+
+def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Module -> (A, B); every tensor must be one half of a complete pair."""
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        half = next((half for half, suffix in SUFFIXES.items() if name.endswith(suffix)), None)
+        if half is None or not name.startswith(PREFIX):
+            raise WeightSyncError(f"tensor '{name}' is not named '{PREFIX}<module>.lora_A.weight' (or lora_B)")
+        halves.setdefault(name.removeprefix(PREFIX).removesuffix(SUFFIXES[half]), {})[half] = tensor
+    for module, found in halves.items():
+        if len(found) != len(SUFFIXES):
+            missing = next(suffix for half, suffix in SUFFIXES.items() if half not in found)
+            raise WeightSyncError(f"tensor '{PREFIX}{module}{missing}' is missing; its other half came")
+    return {module: (found["a"], found["b"]) for module, found in halves.items()}
+
+
+def _check_targets(halves: Any, shapes: dict[str, tuple[int, int]], config: LoraConfig) -> None:
+    """What came must be exactly what the config targets in this model."""
+    unknown = halves.keys() - shapes.keys()
+    if unknown:
+        raise WeightSyncError(f"no linear module of the model takes the adapter of {listed(unknown)}")
+    if config.target_modules in ("all-linear", None):
+        targeted = set(shapes)
+    else:
+        targeted = {module for module in shapes if check_target_module_exists(config, module)}
+    if missing := targeted - halves.keys():
+        raise WeightSyncError(f"adapter_config.target_modules covers {listed(missing)}, but no tensor of it came")
+    if extra := halves.keys() - targeted:
+        raise WeightSyncError(f"tensors came for {listed(extra)}, which adapter_config.target_modules does not cover")
+
+
+def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:
+    """(wrapped linear module of vLLM, Hugging Face names of its slices in order)."""
+    for name, module in inner.modules.items():
+        if name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size"):
+            yield module, inner.packed_modules.get(name, [name])
+
+
+def _output_sizes(layer: Any, slices: int) -> list[int]:
+    """Unsharded output size of each slice of a (fused) vLLM linear layer."""
+    if hasattr(layer, "total_num_kv_heads"):
+        # output_sizes of a QKV layer counts replicated KV heads once per rank.
+        value_size = getattr(layer, "v_head_size", layer.head_size)
+        kv_heads = layer.total_num_kv_heads
+        return [layer.total_num_heads * layer.head_size, kv_heads * layer.head_size, kv_heads * value_size]
+    return [layer.output_size] if slices == 1 else list(layer.output_sizes)
+
+
+def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[Any]]:
+    """This rank's part of each matrix, by vLLM's own slicing."""
+    if len(a) > 1:
+        return module.slice_lora_a(a), module.slice_lora_b(b)
+    return [x if x is None else module.slice_lora_a(x) for x in a], [
+        x if x is None else module.slice_lora_b(x) for x in b
+    ]
+
+
+def _holds(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    """Whether a padded buffer holds exactly ``expected`` (None: nothing) and zeros around it."""
+    if expected is None:
+        return not buffer.any()
+    rows, columns = expected.shape
+    inside = buffer[:rows, :columns]
+    return (
+        torch.equal(inside, expected.to(buffer.device, buffer.dtype))
+        and not buffer[rows:].any()
+        and not buffer[:rows, columns:].any()
+    )

@@ -1,0 +1,216 @@
+"""Shared memory: buckets are files in /dev/shm that receivers map. Same host only.
+
+Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::
+
+    lock               held (flock) for as long as the sender lives; the kernel frees it when the process dies
+    00000.data         payload of a bucket
+    00000.head         its header; renamed into place last, which publishes the bucket
+    00000.ack.<index>  receiver <index> has mapped it
+    end.head           the manifest
+    failed             a receiver's error; ends the transfer at both ends
+
+A mapped file lives on after it is unlinked, so the sender unlinks each bucket once every receiver has it: at most
+``DEPTH`` buckets exist at a time. Folders whose lock is free belong to dead processes and are removed at the start of
+the next transfer.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.checkpoint_engine.base import Frame, Link
+from megarl.errors import WeightSyncError
+
+ROOT = Path("/dev/shm")
+DEPTH = 2
+
+
+def host_id() -> str:
+    """Identity of this machine since its last boot (``boot_id``): equal for processes that can share memory."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class ShmSender:
+    """Trainer half. Raises ``WeightSyncError`` without space, after the timeout, or when a receiver failed."""
+
+    def __init__(self, link: Link) -> None:
+        remove_stale()
+        self._receivers = link.receivers
+        self._timeout = link.timeout
+        self._deadline = time.monotonic() + link.timeout
+        self._count = 0
+        self._oldest = 0
+        self._folder, self._lock = _make_folder()
+
+    def endpoint(self) -> dict[str, Any]:
+        """Folder, host identity and time limit."""
+        return {"transport": "shm", "folder": str(self._folder), "host": host_id(), "timeout": self._timeout}
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Map a new file of ``nbytes``; waits while ``DEPTH`` buckets are unread."""
+        while self._count - self._oldest >= DEPTH:
+            self._release_oldest()
+        with open(self._folder / f"{self._count:05}.data", "w+b") as file:
+            try:
+                # Reserves the pages: without it a full /dev/shm kills the process with SIGBUS at the first write.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                free = shutil.disk_usage(ROOT).free
+                raise WeightSyncError(
+                    f"{ROOT} cannot hold a bucket of {nbytes / 2**20:.1f} MiB ({free / 2**20:.1f} MiB free): {error}; "
+                    "lower checkpoint_engine.bucket_mib or give the container a larger /dev/shm"
+                ) from error
+            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+
+    def put(self, header: bytes, payload: torch.Tensor) -> None:
+        """Publish the bucket that ``buffer`` returned last."""
+        _publish(self._folder / f"{self._count:05}.head", header)
+        self._count += 1
+
+    def end(self, manifest: bytes) -> None:
+        """Publish the manifest."""
+        _publish(self._folder / "end.head", manifest)
+
+    def close(self) -> None:
+        """Remove the folder; receivers keep what they have mapped."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _release_oldest(self) -> None:
+        """Wait until every receiver has mapped the oldest bucket, then remove it."""
+        stem = f"{self._oldest:05}"
+        acks = [self._folder / f"{stem}.ack.{index}" for index in range(self._receivers)]
+
+        def all_mapped() -> bool:
+            _raise_if_failed(self._folder)
+            return all(ack.exists() for ack in acks)
+
+        _wait(all_mapped, self._deadline, f"receivers have not read bucket {self._oldest} within {self._timeout:g} s")
+        for path in (self._folder / f"{stem}.data", self._folder / f"{stem}.head", *acks):
+            path.unlink()
+        self._oldest += 1
+
+
+class ShmReceiver:
+    """Worker half. Raises ``WeightSyncError`` on another host, after the timeout, or when the sender died."""
+
+    def __init__(self, endpoint: dict[str, Any], index: int) -> None:
+        if endpoint["host"] != host_id():
+            raise WeightSyncError(
+                f"checkpoint_engine.transport is 'shm', but receiver {index} is on another host than the trainer "
+                f"(boot_id {host_id()}, not {endpoint['host']}); use transport 'gloo'"
+            )
+        self._folder = Path(endpoint["folder"])
+        self._index = index
+        self._timeout = endpoint["timeout"]
+        self._deadline = time.monotonic() + self._timeout
+        self._next = 0
+
+    def take(self) -> Frame:
+        """Map the next bucket, or return the manifest."""
+        stem = f"{self._next:05}"
+        head, end = self._folder / f"{stem}.head", self._folder / "end.head"
+
+        def published() -> bool:
+            if head.exists() or end.exists():
+                return True
+            _raise_if_failed(self._folder)
+            if not _is_locked(self._folder):
+                raise WeightSyncError(f"the sender of {self._folder.name} is gone before its transfer ended")
+            return False
+
+        _wait(published, self._deadline, f"bucket {self._next} did not come within {self._timeout:g} s")
+        if not head.exists():
+            return Frame(end.read_bytes(), None)
+        header = head.read_bytes()
+        with open(self._folder / f"{stem}.data", "r+b") as file:
+            # Copy on write: torch wants a writable buffer, and a write here must never reach the other receivers.
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        (self._folder / f"{stem}.ack.{self._index}").touch()
+        self._next += 1
+        return Frame(header, torch.frombuffer(mapped, dtype=torch.uint8))
+
+    def close(self) -> None:
+        """Nothing to release: mappings go with the tensors that use them."""
+
+    def fail(self, reason: str) -> None:
+        """Tell the sender and the other receivers, so that they need not wait for their timeouts."""
+        with contextlib.suppress(OSError):
+            _publish(self._folder / "failed", f"receiver {self._index}: {reason}".encode())
+
+
+def open_sender(link: Link) -> ShmSender:
+    """See ``base.open_sender``."""
+    return ShmSender(link)
+
+
+def open_receiver(endpoint: dict[str, Any], index: int) -> ShmReceiver:
+    """See ``base.open_receiver``."""
+    return ShmReceiver(endpoint, index)
+
+
+def remove_stale() -> list[str]:
+    """Remove what dead senders of this user left behind; return the folders' names."""
+    stale = [folder for folder in ROOT.glob(f"megarl-{os.getuid()}-*") if not _is_locked(folder)]
+    for folder in stale:
+        shutil.rmtree(folder, ignore_errors=True)
+    return [folder.name for folder in stale]
+
+
+def _make_folder() -> tuple[Path, int]:
+    """Make a locked folder; return it and the lock's descriptor."""
+    name = f"megarl-{os.getuid()}-{os.getpid()}-"
+    # The name becomes visible to ``remove_stale`` only once the lock is held.
+    hidden = Path(tempfile.mkdtemp(prefix=f".{name}", dir=ROOT))
+    lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return hidden.rename(ROOT / hidden.name[1:]), lock
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether the folder's sender is alive."""
+    try:
+        descriptor = os.open(folder / "lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _publish(path: Path, data: bytes) -> None:
+    """Write a file so that it appears at once and whole."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    hidden.write_bytes(data)
+    hidden.rename(path)
+
+
+def _raise_if_failed(folder: Path) -> None:
+    """Raise ``WeightSyncError`` where a receiver has reported a failure."""
+    with contextlib.suppress(FileNotFoundError):
+        raise WeightSyncError((folder / "failed").read_text())
+
+
+def _wait(ready: Callable[[], bool], deadline: float, problem: str) -> None:
+    """Poll with growing pauses (0.1 ms to 5 ms: a transfer of an adapter takes a few ms)."""
+    pause = 1e-4
+    while not ready():
+        if time.monotonic() > deadline:
+            raise WeightSyncError(problem)
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)

@@ -1,0 +1,61 @@
+"""`megarl export`: from a run folder to what others load."""
+
+import shutil
+from pathlib import Path
+
+from megarl.config import RunConfig, load_config
+from megarl.errors import CheckpointError, ConfigError
+
+
+def export_run(run: Path, form: str, out: Path) -> None:
+    """Write a run's adapter (``peft``) or its base model with the adapter merged (``merged``).
+
+    Args:
+        run: run folder; its final adapter is taken, or the last checkpoint's where the run did not end.
+        form: ``"peft"`` or ``"merged"``.
+        out: folder to write; must not exist.
+
+    Raises:
+        ConfigError: not a run folder, or ``out`` exists.
+        CheckpointError: the run has saved no adapter yet.
+        AdapterError, ModelError: damaged files.
+    """
+    config = run_config(run)
+    if out.exists():
+        raise ConfigError(f"--out '{out}' exists already; name a new folder")
+    adapter = find_adapter(run)
+    if form == "merged":
+        from megarl.lora.merge import merge_folder
+
+        merge_folder(Path(config.model.path).expanduser(), adapter, out)
+        return
+    from megarl.lora.peft_io import write_directory
+
+    with write_directory(out) as partial:
+        shutil.copytree(adapter, partial, dirs_exist_ok=True)
+
+
+def run_config(run: Path) -> RunConfig:
+    """The resolved config that a run saved.
+
+    Raises:
+        ConfigError: not a run folder.
+    """
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"'{run}' is not a run folder: it holds no config.yaml")
+    return load_config(run / "config.yaml")
+
+
+def find_adapter(run: Path) -> Path:
+    """The final adapter, or that of the newest checkpoint.
+
+    Raises:
+        CheckpointError: there is neither.
+    """
+    found = [path.parent for path in sorted(run.glob("checkpoints/step-*/adapter/adapter_config.json"))]
+    final = run / "adapter"
+    if (final / "adapter_config.json").is_file():
+        return final
+    if not found:
+        raise CheckpointError(f"'{run}' holds no adapter yet (neither adapter/ nor checkpoints/step-*/adapter/)")
+    return found[-1]

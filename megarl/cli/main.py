@@ -1,0 +1,68 @@
+"""`megarl train|export`: thin; errors are one message, no traceback."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megarl.errors import ConfigError, MegarlError
+
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], None] = arguments.run
+    try:
+        run(arguments)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt as error:
+        print(f"megarl: interrupted{f' by {error}' if str(error) else ''}", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="megarl", description="LoRA reinforcement learning on Megatron-Core.")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a recipe")
+    train.add_argument("recipe", help="YAML recipe")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    train.set_defaults(run=_train)
+    export = commands.add_parser("export", help="write a run's adapter or merged model")
+    export.add_argument("source", metavar="RUN", help="run folder")
+    export.add_argument(
+        "--format", choices=["peft", "merged"], required=True, help="PEFT directory or Hugging Face folder"
+    )
+    export.add_argument("--out", required=True, help="folder to write; must not exist")
+    export.set_defaults(run=_export)
+    return top
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from megarl.cli.resume import load_run_config
+
+    recipe = Path(arguments.recipe)
+    config = load_run_config(recipe, arguments.overrides)
+    # Only now: torch, Ray and transformers take seconds to import.
+    from megarl.launch.run import train
+
+    print(train(config, recipe.expanduser().resolve().parent))
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from megarl.cli.export import export_run
+
+    export_run(Path(arguments.source).expanduser(), arguments.format, Path(arguments.out).expanduser())
+    print(arguments.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

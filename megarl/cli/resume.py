@@ -1,0 +1,26 @@
+"""Which config a run starts from: the recipe's, or on resume the run's own."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import RunConfig, load_config
+from megarl.errors import ConfigError
+
+KEY = "train.resume="
+
+
+def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
+    """Load the recipe; with ``train.resume=RUN``, the config that RUN was started with, so that it goes on as it was.
+
+    Overrides given now apply on top in both cases.
+
+    Raises:
+        ConfigError: see ``load_config``; or RUN is not a run folder.
+    """
+    resume = next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")
+    if resume in ("", "null"):
+        return load_config(recipe, overrides)
+    saved = Path(resume).expanduser() / "config.yaml"
+    if not saved.is_file():
+        raise ConfigError(f"train.resume is '{resume}', which is not a run folder: it holds no config.yaml")
+    return load_config(saved, overrides)

@@ -1,0 +1,27 @@
+"""The config tree: pydantic models, one section per file. Importing it loads neither torch nor vLLM."""
+
+from megarl.config.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.load import dump_config, load_config, parse_config
+from megarl.config.lora import LoraConfig
+from megarl.config.loss import LossConfig
+from megarl.config.model import ModelConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.config.sampler import SamplerConfig
+from megarl.config.task import TaskConfig
+from megarl.config.train import TrainConfig
+
+__all__ = [
+    "CheckpointEngineConfig",
+    "LoraConfig",
+    "LossConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "SamplerConfig",
+    "TaskConfig",
+    "TrainConfig",
+    "dump_config",
+    "load_config",
+    "parse_config",
+]

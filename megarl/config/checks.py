@@ -1,0 +1,134 @@
+"""Checks across sections, and against the model's ``config.json``. Every message names field, value and fix."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from megarl.config.parallel import ParallelConfig
+    from megarl.config.run import RunConfig
+    from megarl.config.sampler import SamplerConfig
+
+# Layout axes that no test proves yet; a value above 1 is refused.
+UNPROVEN = ("virtual_pipeline", "context", "expert", "expert_tensor")
+# Sizes read from config.json; of these the optional ones may be null.
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+)
+OPTIONAL = ("num_key_value_heads", "max_position_embeddings")
+
+
+def cross_check(config: "RunConfig") -> None:
+    """Check what one section cannot see alone.
+
+    Raises:
+        ConfigError: values that contradict each other or the model's ``config.json``, or a missing file.
+        UnsupportedError: a layout or a sampling method that is not proven.
+    """
+    check_layout(config.parallel)
+    check_sampling(config.sampler)
+    shape = read_model_shape(config.model.path)
+    check_layout_fits_model(config.parallel, shape)
+    _check_divides("sampler.tensor", config.sampler.tensor, "num_attention_heads", shape)
+    length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
+    longest = shape.get("max_position_embeddings")
+    if longest and length > longest:
+        raise ConfigError(
+            f"sampler.max_prompt_tokens ({config.sampler.max_prompt_tokens}) + sampler.max_response_tokens "
+            f"({config.sampler.max_response_tokens}) = {length} exceeds the model's max_position_embeddings "
+            f"({longest})"
+        )
+    if config.train.micro_batch_tokens < length:
+        raise ConfigError(
+            f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence, "
+            f"sampler.max_prompt_tokens + sampler.max_response_tokens = {length}"
+        )
+    total = config.train.prompts_per_step * config.sampler.samples_per_prompt
+    if config.train.updates_per_step > config.train.prompts_per_step:
+        raise ConfigError(
+            f"train.updates_per_step ({config.train.updates_per_step}) must be at most train.prompts_per_step "
+            f"({config.train.prompts_per_step}): an update takes whole groups"
+        )
+    if total < config.parallel.data:
+        raise ConfigError(
+            f"parallel.data ({config.parallel.data}) exceeds the {total} completions of a step "
+            "(train.prompts_per_step x sampler.samples_per_prompt)"
+        )
+    if config.train.warmup_steps > config.train.steps:
+        raise ConfigError(
+            f"train.warmup_steps ({config.train.warmup_steps}) must be at most train.steps ({config.train.steps}): "
+            "the learning rate would never reach train.learning_rate"
+        )
+    adapter = config.lora.init_from
+    if adapter and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+        raise ConfigError(f"lora.init_from is '{adapter}', which holds no adapter_config.json; give a PEFT folder")
+
+
+def check_layout(parallel: "ParallelConfig") -> None:
+    """Refuse layouts that are not proven and combinations that make no sense."""
+    for axis in UNPROVEN:
+        if getattr(parallel, axis) > 1:
+            raise UnsupportedError(
+                f"parallel.{axis} is {getattr(parallel, axis)}; proven are parallel.tensor (with sequence), "
+                f"parallel.pipeline and parallel.data, with {', '.join(UNPROVEN)} at 1"
+            )
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
+
+
+def check_sampling(sampler: "SamplerConfig") -> None:
+    """Refuse truncated distributions: their logprobs cannot be recomputed in the trainer."""
+    if sampler.top_p != 1.0:
+        raise UnsupportedError(f"sampler.top_p is {sampler.top_p}; only 1.0 is supported: the trainer cannot replay it")
+    if sampler.top_k != -1:
+        raise UnsupportedError(f"sampler.top_k is {sampler.top_k}; only -1 (off) is supported")
+
+
+def read_model_shape(path: str) -> dict[str, Any]:
+    """Return the parsed ``config.json`` of a Hugging Face folder.
+
+    Raises:
+        ConfigError: the folder or the file is missing, or is not JSON.
+    """
+    file = Path(path).expanduser() / "config.json"
+    if not file.parent.is_dir():
+        raise ConfigError(f"model.path is '{path}', which is not a folder; give a local Hugging Face folder")
+    if not file.is_file():
+        raise ConfigError(f"model.path is '{path}', which holds no config.json; give a Hugging Face folder")
+    try:
+        shape = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path: {file} is not readable JSON ({error})") from error
+    if not isinstance(shape, dict):
+        raise ConfigError(f"model.path: {file} holds no JSON object; give a Hugging Face folder")
+    for key in SIZES:
+        if type(shape.get(key, 1)) is not int and not (key in OPTIONAL and shape[key] is None):
+            raise ConfigError(f"model.path: {file} has {key} = {shape[key]!r}; it must be an integer")
+    return shape
+
+
+def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+    """Check that heads and layers divide as the layout asks.
+
+    Raises:
+        ConfigError: a size of the model is not a multiple of the axis that splits it.
+    """
+    _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
+    _check_divides("parallel.tensor", parallel.tensor, "num_key_value_heads", shape)
+    _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
+    _check_divides("parallel.pipeline", parallel.pipeline, "num_hidden_layers", shape)
+
+
+def _check_divides(axis: str, size: int, key: str, shape: dict[str, Any]) -> None:
+    value = shape.get(key)
+    if value and value % size:
+        allowed = [n for n in range(1, value + 1) if value % n == 0]
+        raise ConfigError(
+            f"{axis} ({size}) must divide the model's {key} ({value}); allowed: {', '.join(map(str, allowed[:12]))}"
+        )

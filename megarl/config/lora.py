@@ -1,0 +1,26 @@
+"""The adapter, by PEFT's own names."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.base import Section
+
+
+class LoraConfig(Section):
+    r: int = Field(16, ge=1)
+    """Rank."""
+    lora_alpha: int = Field(32, ge=1)
+    """The update is scaled by ``lora_alpha / r`` (``lora_alpha / sqrt(r)`` with ``use_rslora``)."""
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapter's input while training."""
+    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    """Hugging Face module names (``[q_proj, v_proj]``), a regular expression, or ``all-linear``."""
+    use_rslora: bool = False
+    """Rank-stabilised scaling (Kalajdzievski 2023)."""
+    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    """Module name or pattern -> rank, where it differs from ``r``."""
+    alpha_pattern: dict[str, int] = Field(default_factory=dict)
+    """Module name or pattern -> alpha, where it differs from ``lora_alpha``."""
+    init_from: str | None = None
+    """A PEFT adapter directory to start from; its own config replaces the fields above."""

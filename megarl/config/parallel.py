@@ -1,0 +1,34 @@
+"""How the trainer is spread over ranks; names as in Megatron-Core."""
+
+from pydantic import Field
+
+from megarl.config.base import Section
+
+
+class ParallelConfig(Section):
+    tensor: int = Field(1, ge=1)
+    """Tensor parallel size (TP): attention heads and MLP columns are split."""
+    pipeline: int = Field(1, ge=1)
+    """Pipeline parallel size (PP): layers are split into stages."""
+    virtual_pipeline: int = Field(1, ge=1)
+    """Model chunks per pipeline stage (VPP); 1 is the plain 1F1B schedule."""
+    context: int = Field(1, ge=1)
+    """Context parallel size (CP): each sequence is split."""
+    expert: int = Field(1, ge=1)
+    """Expert parallel size (EP): experts are split."""
+    expert_tensor: int = Field(1, ge=1)
+    """Tensor parallel size within an expert (ETP)."""
+    data: int = Field(1, ge=1)
+    """Data parallel size (DP): copies of the model that share each step's samples."""
+    sequence: bool | None = None
+    """Sequence parallelism (SP). Default: on when ``tensor`` > 1."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """SP as resolved: ``sequence`` if given, else whether ``tensor`` > 1."""
+        return self.tensor > 1 if self.sequence is None else self.sequence
+
+    @property
+    def world_size(self) -> int:
+        """Number of trainer ranks."""
+        return self.tensor * self.pipeline * self.context * self.data

@@ -1,0 +1,33 @@
+"""The whole tree and the checks that need more than one section."""
+
+from pydantic import Field, model_validator
+
+from megarl.config.base import Section
+from megarl.config.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.loss import LossConfig
+from megarl.config.model import ModelConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.sampler import SamplerConfig
+from megarl.config.task import TaskConfig
+from megarl.config.train import TrainConfig
+
+
+class RunConfig(Section):
+    """One tree for trainer and sampler; see each section for its fields."""
+
+    model: ModelConfig
+    task: TaskConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    loss: LossConfig = Field(default_factory=LossConfig)
+    sampler: SamplerConfig = Field(default_factory=SamplerConfig)
+    checkpoint_engine: CheckpointEngineConfig = Field(default_factory=CheckpointEngineConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+
+    @model_validator(mode="after")
+    def _cross_check(self) -> "RunConfig":
+        from megarl.config.checks import cross_check
+
+        cross_check(self)
+        return self

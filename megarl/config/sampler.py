@@ -1,0 +1,34 @@
+"""vLLM engines and how they sample."""
+
+from pydantic import Field
+
+from megarl.config.base import Section
+
+
+class SamplerConfig(Section):
+    engines: int = Field(1, ge=1)
+    """vLLM engines; prompts are spread over them."""
+    tensor: int = Field(1, ge=1)
+    """Tensor parallel size of one engine."""
+    samples_per_prompt: int = Field(8, ge=2)
+    """Group size: completions per prompt (n)."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Applied on both sides: the policy is softmax(logits / temperature)."""
+    top_p: float = 1.0
+    """Must be 1: truncated distributions cannot be replayed in the trainer yet."""
+    top_k: int = -1
+    """Must be -1 (off), for the same reason."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer prompts are refused when the data is read."""
+    max_response_tokens: int = Field(256, ge=1)
+    """A completion that reaches it ends with ``finish_reason="length"``."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs or compilation. Default: True on CPU, False on CUDA."""
+    kv_cache_gib: float = Field(1.0, gt=0.0)
+    """Memory for KV blocks of one engine."""
+    gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
+    """Share of a GPU that vLLM may assume is free for one engine when it starts (CUDA only)."""
+    max_num_seqs: int = Field(256, ge=1)
+    """Sequences decoded at the same time in one engine."""
+    seed: int = 0
+    """Base of the engines' seeds."""

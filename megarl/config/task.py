@@ -1,0 +1,20 @@
+"""What the policy is trained on."""
+
+from typing import Any
+
+from pydantic import Field
+
+from megarl.config.base import Section
+
+
+class TaskConfig(Section):
+    name: str
+    """A registered task."""
+    path: str | None = None
+    """Data file, for tasks that read one."""
+    reward: str | None = None
+    """``file.py:function`` that replaces the task's own reward; the path is relative to the recipe."""
+    system_prompt: str | None = None
+    """Put before every question."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings; each task documents and checks them."""

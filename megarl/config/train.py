@@ -1,0 +1,48 @@
+"""Steps, optimizer, schedule, output."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from megarl.config.base import Section
+
+
+class TrainConfig(Section):
+    steps: int = Field(100, ge=1)
+    """Policy versions to make: one rollout, ``updates_per_step`` optimizer steps and one sync each."""
+    prompts_per_step: int = Field(32, ge=1)
+    """Prompts per rollout; times ``sampler.samples_per_prompt`` completions."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps per rollout; more than one makes the later ones off-policy (old logprobs are computed)."""
+    learning_rate: float = Field(1e-5, gt=0.0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warmup; ``linear`` and ``cosine`` end at 0."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """AdamW's decoupled weight decay."""
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """AdamW's decay of the first moment."""
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    """AdamW's decay of the second moment."""
+    adam_eps: float = Field(1e-8, gt=0.0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(1.0, ge=0.0)
+    """Gradients are clipped to this global norm; 0 switches clipping off."""
+    micro_batch_tokens: int = Field(8192, ge=2)
+    """Token budget of one packed micro-batch."""
+    seed: int = 0
+    """Adapter initialisation, data order, dropout."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: CUDA where torch sees it."""
+    output: str = "runs"
+    """Run folders are made below it."""
+    save_every: int = Field(10, ge=1)
+    """A checkpoint every so many steps, and at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Older checkpoints are deleted."""
+    max_mismatch: float | None = Field(None, gt=0.0)
+    """The run stops when a step's mean |sampler - trainer| logprob difference exceeds it."""
+    resume: str | None = None
+    """A run folder to continue from its last checkpoint."""

@@ -1,0 +1,1 @@
+"""The RL loop and the Ray actors it talks to."""

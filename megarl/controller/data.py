@@ -1,0 +1,68 @@
+"""Which prompts come next: epochs in seeded order, and a cursor that a checkpoint restores."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.errors import CheckpointError
+from megarl.tasks.base import Task
+from megarl.types import Prompt
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt and its token ids ``[P]`` int64."""
+
+    prompt: Prompt
+    ids: np.ndarray
+
+
+class PromptStream:
+    """Endless batches of prompts; each epoch visits every prompt once, in an order drawn from the seed."""
+
+    def __init__(self, task: Task, encode: Callable[[Prompt], np.ndarray], seed: int) -> None:
+        """Start at the first prompt of the first epoch.
+
+        Args:
+            task: not empty.
+            encode: prompt -> token ids.
+            seed: of the order.
+        """
+        self.task, self.encode, self.seed = task, encode, seed
+        self.epoch, self.position = 0, 0
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> np.ndarray:
+        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.task))
+
+    def next(self, count: int) -> list[EncodedPrompt]:
+        """The next ``count`` prompts; an epoch's end is crossed silently."""
+        batch: list[EncodedPrompt] = []
+        while len(batch) < count:
+            if self.position == len(self._order):
+                self.epoch, self.position = self.epoch + 1, 0
+                self._order = self._shuffled()
+            prompt = self.task[int(self._order[self.position])]
+            batch.append(EncodedPrompt(prompt, self.encode(prompt)))
+            self.position += 1
+        return batch
+
+    def state(self) -> dict[str, int]:
+        """JSON-able cursor."""
+        return {"epoch": self.epoch, "position": self.position, "size": len(self.task), "seed": self.seed}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from ``state()``.
+
+        Raises:
+            CheckpointError: it belongs to a data set of another size or another seed.
+        """
+        if (state["size"], state["seed"]) != (len(self.task), self.seed):
+            raise CheckpointError(
+                f"the checkpoint's data has {state['size']} prompts in the order of seed {state['seed']}, this run's "
+                f"{len(self.task)} in that of train.seed {self.seed}; resume with the same task and seed"
+            )
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._order = self._shuffled()

@@ -1,0 +1,138 @@
+"""The RL loop, readable top to bottom: sample, score, train, sync, record."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.config import RunConfig
+from megarl.controller.data import PromptStream
+from megarl.controller.metrics import Recorder
+from megarl.controller.roles import SamplerGroup, TrainerGroup
+from megarl.controller.rollout import Decode, Rollout, score
+from megarl.controller.schedule import learning_rate
+from megarl.errors import MegarlError
+from megarl.loss.advantages import group_advantages
+from megarl.tasks.base import Task
+
+
+@dataclass
+class RunState:
+    """What the loop works with.
+
+    Attributes:
+        config: the run, resolved.
+        trainers, samplers, manager: the actors and the weight path between them.
+        task, stream, decode: prompts, rewards, response ids -> text.
+        recorder: metrics, rollouts and checkpoints of the run folder.
+        step: steps made so far.
+        updates: optimizer steps made so far, which is the policy version.
+    """
+
+    config: RunConfig
+    trainers: TrainerGroup
+    samplers: SamplerGroup
+    manager: CheckpointEngineManager
+    task: Task
+    stream: PromptStream
+    decode: Decode
+    recorder: Recorder
+    step: int = 0
+    updates: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the controller."""
+        return {"step": self.step, "updates": self.updates, "stream": self.stream.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint's ``to_json``."""
+        self.step, self.updates = state["step"], state["updates"]
+        self.stream.restore(state["stream"])
+
+
+def run(state: RunState) -> None:
+    """Train to ``train.steps``; the samplers need the weights of the start first."""
+    first_sync(state)
+    while state.step < state.config.train.steps:
+        step(state)
+        if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
+            state.recorder.checkpoint(state.trainers, state.step, state.to_json())
+
+
+def first_sync(state: RunState) -> None:
+    """Base weights, then the adapter, also at version 0: nothing is sampled before both are verified."""
+    if state.config.checkpoint_engine.base_weights == "send":
+        state.recorder.note(state.manager.sync(state.updates, "base"))
+    state.recorder.note(state.manager.sync(state.updates, "adapter"))
+
+
+def step(state: RunState) -> None:
+    """One rollout, its updates, one sync."""
+    config, train = state.config, state.config.train
+    state.seconds = {}
+    with timed(state, "sample"):
+        prompts = state.stream.next(train.prompts_per_step)
+        completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
+    with timed(state, "reward"):
+        rollout = score(
+            prompts,
+            completions,
+            state.task,
+            state.decode,
+            lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
+            group=config.sampler.samples_per_prompt,
+            version=state.updates,
+        )
+    with timed(state, "train"):
+        rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
+        metrics = state.trainers.update(rollout.samples(), rates)
+    check_mismatch(metrics, train.max_mismatch)
+    state.updates += len(rates)
+    with timed(state, "sync"):
+        report = state.manager.sync(state.updates, "adapter")
+    state.step += 1
+    record(state, rollout, metrics | {"sync_bytes": float(report.nbytes)})
+
+
+def check_mismatch(metrics: dict[str, float], limit: float | None) -> None:
+    """Stop a run whose sampler and trainer do not compute the same policy.
+
+    Raises:
+        MegarlError: the step's mean |sampler - trainer| logprob difference exceeds ``train.max_mismatch``.
+    """
+    if limit is not None and not metrics["mismatch_mean"] <= limit:
+        raise MegarlError(
+            f"mean |sampler - trainer| logprob difference is {metrics['mismatch_mean']:.3g}, above train.max_mismatch "
+            f"({limit}): sampler and trainer do not compute the same policy"
+        )
+
+
+def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None:
+    """Write the step's metrics and completions."""
+    samples = rollout.samples()
+    trained = sum(len(sample.tokens) - 1 for sample in samples)
+    measured = rollout.metrics()
+    row = {
+        "step": state.step,
+        "version": state.updates,
+        **measured,
+        **metrics,
+        **{f"seconds/{name}": value for name, value in state.seconds.items()},
+        "seconds": sum(state.seconds.values()),
+        "trained_tokens": float(trained),
+        "train_tokens_per_second": trained / state.seconds["train"],
+        "sample_tokens_per_second": measured["sampled_tokens"] / state.seconds["sample"],
+    }
+    state.recorder.step(row, rollout)
+
+
+@contextmanager
+def timed(state: RunState, phase: str) -> Iterator[None]:
+    """Add a phase's wall seconds and show it as the current one."""
+    state.recorder.phase(phase)
+    start = time.perf_counter()
+    yield
+    state.seconds[phase] = state.seconds.get(phase, 0.0) + time.perf_counter() - start

@@ -1,0 +1,139 @@
+"""Completions -> rewards, advantages, training samples; and the record of them."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.controller.data import EncodedPrompt
+from megarl.errors import DataError
+from megarl.tasks.base import Reward, Task
+from megarl.types import Completion, Sample
+
+Decode = Callable[[np.ndarray], str]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One step's completions, scored. All lists run over prompts, then over the completions of each (G per prompt)."""
+
+    prompts: list[EncodedPrompt]
+    completions: list[list[Completion]]
+    texts: list[list[str]]
+    rewards: list[list[Reward]]
+    advantages: list[np.ndarray]
+
+    def samples(self) -> list[Sample]:
+        """Training sequences, the completions of a prompt next to each other."""
+        return [
+            to_sample(completion, float(advantage))
+            for group, advantages in zip(self.completions, self.advantages, strict=True)
+            for completion, advantage in zip(group, advantages, strict=True)
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the step: reward, its spread, the task's own metrics, lengths, shares."""
+        flat = [reward for group in self.rewards for reward in group]
+        completions = [completion for group in self.completions for completion in group]
+        lengths = np.array([len(completion.response_ids) for completion in completions])
+        scores = [np.array([reward.score for reward in group]) for group in self.rewards]
+        metrics = {
+            "reward": float(np.mean(np.concatenate(scores))),
+            "reward_std": float(np.mean([group.std() for group in scores])),
+            "groups_without_signal": float(np.mean([group.std() == 0 for group in scores])),
+            "response_tokens": float(lengths.mean()),
+            "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
+            "sampled_tokens": float(lengths.sum()),
+            "prompt_tokens": float(np.mean([len(prompt.ids) for prompt in self.prompts])),
+        }
+        names = sorted({name for reward in flat for name in reward.metrics})
+        return metrics | {
+            f"task/{name}": float(np.mean([reward.metrics[name] for reward in flat if name in reward.metrics]))
+            for name in names
+        }
+
+    def write(self, file: Path) -> None:
+        """One JSON line per completion: everything needed to see, or to repeat, what was trained on."""
+        with file.open("w") as handle:
+            for prompt, completions, texts, rewards, advantages in zip(
+                self.prompts, self.completions, self.texts, self.rewards, self.advantages, strict=True
+            ):
+                for completion, text, reward, advantage in zip(completions, texts, rewards, advantages, strict=True):
+                    row = {
+                        "prompt": prompt.prompt.id,
+                        "text": text,
+                        "reward": reward.score,
+                        "advantage": float(advantage),
+                        "version": int(completion.versions[0]) if len(completion.versions) else None,
+                        "finish_reason": completion.finish_reason,
+                        "prompt_ids": completion.prompt_ids.tolist(),
+                        "response_ids": completion.response_ids.tolist(),
+                        "logprobs": [float(value) for value in completion.logprobs],
+                    }
+                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def score(
+    prompts: Sequence[EncodedPrompt],
+    completions: Sequence[Sequence[Completion]],
+    task: Task,
+    decode: Decode,
+    advantages_of: Callable[[np.ndarray], np.ndarray],
+    *,
+    group: int,
+    version: int,
+) -> Rollout:
+    """Check and score what the samplers returned.
+
+    Args:
+        prompts: as sent.
+        completions: as returned, per prompt.
+        task: gives the rewards.
+        decode: response ids -> text without special tokens.
+        advantages_of: rewards ``[G]`` -> advantages ``[G]``.
+        group: completions expected per prompt.
+        version: the policy version that must have made every token.
+
+    Raises:
+        DataError: a wrong number of completions, other prompt tokens than were sent, an empty response, or a token
+            made by another version.
+    """
+    for prompt, answers in zip(prompts, completions, strict=True):
+        check_group(prompt, answers, group, version)
+    texts = [[decode(answer.response_ids) for answer in answers] for answers in completions]
+    rewards = [
+        [task.reward(prompt.prompt, text) for text in group_texts]
+        for prompt, group_texts in zip(prompts, texts, strict=True)
+    ]
+    advantages = [advantages_of(np.array([reward.score for reward in group_rewards])) for group_rewards in rewards]
+    return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages)
+
+
+def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int) -> None:
+    """Refuse what was not asked for; see ``score``."""
+    name = prompt.prompt.id
+    if len(answers) != group:
+        raise DataError(f"prompt '{name}' got {len(answers)} completions; sampler.samples_per_prompt is {group}")
+    for answer in answers:
+        if not np.array_equal(answer.prompt_ids, prompt.ids):
+            raise DataError(f"prompt '{name}': the sampler used other prompt tokens than it was sent")
+        if not len(answer.response_ids):
+            raise DataError(f"prompt '{name}': the sampler returned an empty response")
+        if (answer.versions != version).any():
+            wrong = sorted(set(answer.versions.tolist()) - {version})
+            raise DataError(f"prompt '{name}': tokens of policy version {wrong[0]}, asked for was {version}")
+
+
+def to_sample(completion: Completion, advantage: float) -> Sample:
+    """Tokens in, tokens out: exactly the sampler's ids, nothing re-tokenised."""
+    prompt, response = completion.prompt_ids, completion.response_ids
+    mask: np.ndarray = np.zeros(len(prompt) + len(response), dtype=bool)
+    mask[len(prompt) :] = True
+    return Sample(
+        tokens=np.concatenate([prompt, response]),
+        response_mask=mask,
+        advantage=advantage,
+        sampler_logprobs=completion.logprobs,
+    )

@@ -1,0 +1,128 @@
+"""A trainer rank as a Ray actor."""
+
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.config import RunConfig
+from megarl.types import Sample
+
+
+class TrainerRank(CheckpointEngineMixin):
+    """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
+
+    Every method but ``rendezvous`` is a collective: the controller calls it on all ranks with the same arguments.
+    """
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self.config, self.rank = config, rank
+
+    def rendezvous(self) -> tuple[str, int]:
+        """This node's address and a free port, for rank 0 to listen on."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def node(self) -> str:
+        """The Ray node this rank is on."""
+        return ray.get_runtime_context().get_node_id()
+
+    def build(self, address: str, port: int, threads: int) -> dict[str, Any]:
+        """Join the group, build the model, load base weights and adapter.
+
+        Args:
+            address, port: rank 0's ``rendezvous``.
+            threads: CPU threads of this rank.
+
+        Returns:
+            ``parameters`` that are trained on this rank and the ``device``'s type.
+        """
+        os.environ.update(
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.config.parallel.world_size),
+            MASTER_ADDR=address,
+            MASTER_PORT=str(port),
+        )
+        import torch
+
+        from megarl.loss import build_loss
+        from megarl.model.megatron_model import MegatronModel
+        from megarl.parallel.device import pick_device
+        from megarl.parallel.groups import init_groups
+
+        torch.set_num_threads(threads)
+        # Ray shows this actor only its own GPUs.
+        device = pick_device(self.config.train.device)
+        groups = init_groups(self.config.parallel, device, seed=self.config.train.seed)
+        self.model = MegatronModel(self.config, groups, self._attach)
+        if self.config.lora.init_from:
+            self.model.load_adapter(self.config.lora.init_from)
+        self.loss = build_loss(self.config.loss)
+        trained = sum(parameter.numel() for _, parameter in self.model.adapter.parameters())
+        return {"parameters": trained, "device": device.type}
+
+    def _attach(self, chunks: list, hf_config: Mapping[str, Any], groups: Any) -> Any:
+        from peft import LoraConfig
+
+        from megarl.lora import apply_lora, load_peft_config
+
+        section = self.config.lora
+        if section.init_from:
+            peft_config = load_peft_config(section.init_from)
+        else:
+            settings = section.model_dump(exclude={"init_from"})
+            peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=self.config.model.path, **settings)
+        return apply_lora(chunks, peft_config, hf_config, seed=self.config.train.seed, groups=groups)
+
+    def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
+        """Train on one rollout.
+
+        Args:
+            samples: of the whole step, groups kept together.
+            rates: learning rate of each optimizer step; its length is the number of steps.
+
+        Returns:
+            Metrics, averaged over the steps (``_max`` names: the maximum).
+        """
+        from megarl.controller.updates import run_updates
+
+        return run_updates(self.model, self.loss, self.config, samples, rates)
+
+    def version(self) -> int:
+        """Policy version of this rank's weights."""
+        return self.model.version
+
+    def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
+        """See ``MegatronModel.save_checkpoint``."""
+        self.model.save_checkpoint(path, extra)
+
+    def load_checkpoint(self, path: str) -> dict[str, Any]:
+        """See ``MegatronModel.load_checkpoint``."""
+        return self.model.load_checkpoint(path)
+
+    def save_adapter(self, path: str) -> None:
+        """Write the adapter as a PEFT directory."""
+        self.model.adapter.save(path)
+
+    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Logprobs of the samples' response tokens under the current policy."""
+        return self.model.forward(self.model.pack(samples))
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, Any]]:
+        """For ``CheckpointEngineMixin``."""
+        return self.model.export_weights(adapter_only)
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        """For ``CheckpointEngineMixin``."""
+        return self.model.adapter.adapter_config()
+
+    def peak_device_gib(self) -> float:
+        """Most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0

@@ -1,0 +1,89 @@
+"""Every error megarl raises on purpose.
+
+Each class is also the standard exception a caller would expect (``ConfigError`` is a ``ValueError``), so code that
+does not know megarl still handles them. Messages name the field, the value and the fix.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class MegarlError(Exception):
+    """Base of all errors raised on purpose; the CLI prints these without a traceback."""
+
+
+class ConfigError(MegarlError, ValueError):
+    """A recipe, an override or an option is wrong; nothing was started."""
+
+
+class UnsupportedError(MegarlError, NotImplementedError):
+    """The request is valid but not proven here; the message says what is supported."""
+
+
+class DataError(MegarlError, ValueError):
+    """A data row, a prompt or a sample is malformed; the message names file, row and field."""
+
+
+class RewardError(MegarlError, RuntimeError):
+    """A reward function raised, or returned something other than a finite number."""
+
+
+class AdapterError(MegarlError, ValueError):
+    """A LoRA adapter is truncated, has a wrong shape or names a target that the model lacks."""
+
+
+class ModelError(MegarlError, ValueError):
+    """A Hugging Face model folder is incomplete or does not match its config."""
+
+
+class CheckpointError(MegarlError, RuntimeError):
+    """A training checkpoint cannot be written, read, or does not belong to this run."""
+
+
+class WeightSyncError(MegarlError, RuntimeError):
+    """Weights did not reach the sampler exactly; the run stops rather than sample from others."""
+
+
+class StaleVersionError(MegarlError, RuntimeError):
+    """A sampler was asked for a policy version other than the one it holds."""
+
+
+class LossInputError(MegarlError, ValueError):
+    """Per-token inputs of a loss disagree in length or hold values a loss cannot use."""
+
+
+class WorkerError(MegarlError, RuntimeError):
+    """A trainer or sampler process died or raised; the cause is chained or quoted."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or ``""``.
+
+    Args:
+        name: what the user wrote.
+        known: the names that would have been right.
+    """
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def first_few(problems: Sequence[str], most: int = 5) -> str:
+    """Return the first ``most`` problems, one per indented line, and a line that counts the rest."""
+    lines = [f"  {problem}" for problem in problems[:most]]
+    if len(problems) > most:
+        lines.append(f"  and {len(problems) - most} more")
+    return "\n".join(lines)
+
+
+def pick(registry: dict, name: str, what: str, error: type[MegarlError] = ConfigError):
+    """Return ``registry[name]``, or raise ``error`` listing the registered names and the nearest one.
+
+    Args:
+        registry: name -> entry.
+        name: the requested name.
+        what: what the registry holds, for the message (``"loss"``, ``"task"``).
+        error: the class to raise.
+    """
+    if name in registry:
+        return registry[name]
+    raise error(f"unknown {what} '{name}'{nearest(name, registry)} (known: {', '.join(sorted(registry))})")

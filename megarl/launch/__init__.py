@@ -1,0 +1,1 @@
+"""Where the actors go, and a run from start to end."""

@@ -1,0 +1,214 @@
+"""One node of a multi-node run: ``scripts/launch_node.sh`` ends here, on every node with the same arguments.
+
+Rank 0 starts Ray's head, waits until all nodes have joined, runs the job with RAY_ADDRESS set and leaves its exit
+status in the cluster; the others join, and leave when they find that status or lose the head. Whatever happens, only
+processes that this launcher started are ended (``ray stop`` would end every Ray process on the host), and all of them.
+"""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from megarl.errors import ConfigError, MegarlError, WorkerError
+from megarl.launch import processes
+from megarl.launch.cluster import Cluster, HeadUnreachableError, answers, follow_token_setting
+from megarl.launch.settings import NodeSettings, read_settings
+
+POLL_SECONDS = 1.0
+# A head that has not answered for so long is gone. Ray itself would wait for a minute.
+HEAD_SECONDS = 15.0
+# How long the job may take to end after a signal, Ray after SIGTERM, and the workers to leave.
+JOB_GRACE = 30.0
+RAY_GRACE = 10.0
+LEAVE_SECONDS = 15.0
+
+
+class Node:
+    """This node's Ray, and the job on the head."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self.settings = settings
+        self.environment = ray_environment()
+        self.ray: subprocess.Popen[bytes] | None = None
+        self.log = processes.Log()
+
+    def run(self) -> int:
+        """Play this node's part; returns the job's exit status, on workers too.
+
+        Raises:
+            WorkerError: Ray did not start, nodes are missing, or the head is gone.
+        """
+        return self._run_head() if self.settings.rank == 0 else self._run_worker()
+
+    def close(self) -> None:
+        """End everything that was started here."""
+        if self.ray is not None:
+            processes.stop(self.ray, signal.SIGTERM, RAY_GRACE)
+        processes.end_descendants()
+
+    def _run_head(self) -> int:
+        self._start_ray("--head", f"--port={self.settings.port}", f"--node-ip-address={self.settings.host_ip}")
+        self._wait_for_head()
+        cluster = Cluster(self.settings.address)
+        status = 1
+        try:
+            self._wait_for_nodes(cluster)
+            status = self._run_job()
+        except processes.Signalled as stopped:
+            status = 128 + stopped.number
+            raise
+        finally:
+            with processes.signals_ignored():
+                self._dismiss(cluster, status)
+        return status
+
+    def _run_worker(self) -> int:
+        self._wait_for_head()
+        self.say(f"joining {self.settings.address}")
+        self._start_ray(f"--address={self.settings.address}")
+        cluster = Cluster(self.settings.address)
+        heard = time.monotonic()
+        while time.monotonic() - heard < HEAD_SECONDS:
+            self._check_ray()
+            try:
+                status = cluster.job_status()
+                heard = time.monotonic()
+            except HeadUnreachableError:
+                status = None
+            if status is not None:
+                self.say(f"the job has ended with exit status {status}")
+                return status
+            time.sleep(POLL_SECONDS)
+        raise WorkerError(f"the head {self.settings.address} has not answered for {HEAD_SECONDS:.0f} s; leaving")
+
+    def _start_ray(self, *arguments: str) -> None:
+        command = ["ray", "start", "--block", "--disable-usage-stats", *arguments]
+        command += ["--include-dashboard=false"] if self.settings.rank == 0 else []
+        command += [] if self.settings.cpus is None else [f"--num-cpus={self.settings.cpus}"]
+        command += [] if self.settings.gpus is None else [f"--num-gpus={self.settings.gpus}"]
+        self.ray = processes.start(command, self.environment, self.log.file)
+
+    def _check_ray(self) -> None:
+        """Raise when this node's Ray has ended."""
+        if self.ray is None or self.ray.poll() is None:
+            return
+        raise WorkerError(f"Ray has ended on this node (exit status {self.ray.returncode}):\n{self.log.tail()}")
+
+    def _wait_for_head(self) -> None:
+        for waited in self._ticks():
+            self._check_ray()
+            if answers(self.settings.head, self.settings.port):
+                return
+            if waited and waited % 10 == 0:
+                self.say(f"waiting for the head at {self.settings.address} ({self._progress(waited)})")
+        raise WorkerError(
+            f"no head answers at {self.settings.address} after {self.settings.join_timeout:.0f} s (JOIN_TIMEOUT); is "
+            "the script running with NODE_RANK=0 there, and is the port open between the nodes?"
+        )
+
+    def _wait_for_nodes(self, cluster: Cluster) -> None:
+        nodes: list[str] = []
+        said = -1
+        for waited in self._ticks():
+            self._check_ray()
+            nodes = cluster.alive_nodes()
+            if len(nodes) != said or waited % 10 == 0:
+                self.say(f"{len(nodes)} of {self.settings.nodes} nodes have joined ({self._progress(waited)})")
+                said = len(nodes)
+            if said >= self.settings.nodes:
+                return
+        raise WorkerError(
+            f"only {said} of {self.settings.nodes} nodes joined within {self.settings.join_timeout:.0f} s "
+            f"(JOIN_TIMEOUT): {', '.join(nodes)}; is the script running with HEAD_ADDR={self.settings.head} and "
+            f"HEAD_PORT={self.settings.port} on the others?"
+        )
+
+    def _run_job(self) -> int:
+        command = list(self.settings.command)
+        self.say(f"starting: {' '.join(command)}")
+        job = processes.start(command, self.environment | {"RAY_ADDRESS": self.settings.address})
+        try:
+            while (status := job.poll()) is None:
+                self._check_ray()
+                time.sleep(POLL_SECONDS / 5)
+        except processes.Signalled as stopped:
+            self.say(f"{stopped}: stopping the job")
+            with processes.signals_ignored():
+                processes.stop(job, stopped.number, JOB_GRACE)
+            raise
+        except WorkerError:
+            processes.stop(job, signal.SIGTERM, JOB_GRACE)
+            raise
+        return status if status >= 0 else 128 - status
+
+    def _dismiss(self, cluster: Cluster, status: int) -> None:
+        """Tell the workers that the job is over, and wait a little for them to leave."""
+        deadline = time.monotonic() + LEAVE_SECONDS
+        try:
+            cluster.announce(status)
+            while len(cluster.alive_nodes()) > 1 and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 5)
+        except HeadUnreachableError:
+            self.say("the workers could not be told that the job is over; they leave once the head does not answer")
+
+    def _ticks(self) -> Iterator[int]:
+        """Yield the whole seconds waited so far, about once a second, until JOIN_TIMEOUT."""
+        start, second = time.monotonic(), 0
+        while second <= self.settings.join_timeout:
+            yield second
+            time.sleep(POLL_SECONDS)
+            second = round(time.monotonic() - start)
+
+    def _progress(self, waited: int) -> str:
+        return f"{waited} s of at most {self.settings.join_timeout:.0f}"
+
+    def say(self, text: str) -> None:
+        """Print to stderr: stdout belongs to the job, whose last line is the run folder."""
+        print(f"[node {self.settings.rank}] {text}", file=sys.stderr, flush=True)
+
+
+def ray_environment() -> dict[str, str]:
+    """The environment for Ray and the job: ours, without what would make Ray join another cluster."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    # On SIGTERM Ray would wait up to 30 s for running tasks; the job has ended by then.
+    environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    environment["RAY_USAGE_STATS_ENABLED"] = "0"
+    return environment
+
+
+def allow_open_files(wanted: int = 65536) -> None:
+    """Raise the soft limit of open files as far as the hard one lets us; Ray needs some per worker and peer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Command line of ``scripts/launch_node.sh``; returns the exit status."""
+    rank = os.environ.get("NODE_RANK", "?")
+    node = None
+    try:
+        follow_token_setting()
+        node = Node(read_settings(os.environ, arguments))
+        processes.adopt_orphans()
+        allow_open_files()
+        processes.raise_on_signals()
+        return node.run()
+    except MegarlError as error:
+        print(f"[node {rank}] error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except processes.Signalled as stopped:
+        return 128 + stopped.number
+    finally:
+        if node is not None:
+            with processes.signals_ignored():
+                node.close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,224 @@
+"""A training run from recipe to summary; ends everything it started, whatever happens."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.checkpoint_engine.base import TRANSPORTS
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.config import RunConfig, dump_config
+from megarl.config.checks import read_model_shape
+from megarl.controller import loop
+from megarl.controller.data import PromptStream
+from megarl.controller.metrics import Recorder, last_checkpoint
+from megarl.controller.roles import EngineHandle, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.sampler_actor import SamplerEngine
+from megarl.controller.screen import Screen
+from megarl.controller.trainer import TrainerRank
+from megarl.errors import ModelError, pick
+from megarl.launch import placement
+from megarl.launch.reaper import reaper
+from megarl.loss import build_loss
+from megarl.model.families import family_of
+from megarl.tasks import TaskContext, build_task
+from megarl.tasks.base import Task
+from megarl.tasks.prompting import check_prompts, encode_prompt
+
+# Everything must be gone within 30 s of a failure; an engine gets this much of it to leave politely.
+CLOSE_SECONDS = 10.0
+
+
+def train(config: RunConfig, recipe_dir: Path) -> Path:
+    """Run a recipe.
+
+    Args:
+        config: checked.
+        recipe_dir: folder of the recipe, for the task's relative paths.
+
+    Returns:
+        The run folder.
+
+    Raises:
+        MegarlError: with the cause; every process that was started has been ended.
+    """
+    config = with_absolute_paths(config)
+    check_names(config)
+    task, tokenizer = prepare_task(config, recipe_dir)
+    folder = run_folder(config)
+    resumed = last_checkpoint(folder) if config.train.resume else None
+    with Screen(config.train.steps) as screen, stop_on_sigterm(), reaper():
+        screen.say(dump_config(config).rstrip())
+        recorder = Recorder(folder, config, screen)
+        try:
+            with actors(config, screen) as (trainers, samplers, transport):
+                manager = CheckpointEngineManager(trainers, samplers.engines, transport)
+                state = loop.RunState(
+                    config=config,
+                    trainers=trainers,
+                    samplers=samplers,
+                    manager=manager,
+                    task=task,
+                    stream=make_stream(config, task, tokenizer),
+                    decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                    recorder=recorder,
+                )
+                if resumed:
+                    state.restore(trainers.call("load_checkpoint", str(resumed))[0])
+                    recorder.resume_at(state.step)
+                    screen.say(f"resumed at step {state.step} from {resumed}")
+                loop.run(state)
+                summary = recorder.finish(trainers)
+        finally:
+            recorder.close()
+    screen.say("\n".join(f"{name:<26}{_shown(value)}" for name, value in summary.items()))
+    return folder
+
+
+def check_names(config: RunConfig) -> None:
+    """Refuse an unknown loss, transport or model family now: the actors would find out a minute later.
+
+    Raises:
+        ConfigError, UnsupportedError: naming the nearest registered one.
+    """
+    build_loss(config.loss)
+    if config.checkpoint_engine.transport != "auto":
+        pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
+    hf_config = read_model_shape(config.model.path)
+    family_of(hf_config).settings(hf_config)
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Resolve ``model.path`` and ``lora.init_from`` here: an actor's working directory may be another."""
+    model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().absolute())})
+    adapter = config.lora.init_from and str(Path(config.lora.init_from).expanduser().absolute())
+    lora = config.lora.model_copy(update={"init_from": adapter})
+    return config.model_copy(update={"model": model, "lora": lora})
+
+
+def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
+    """The task and the tokenizer, with every prompt checked before anything is started."""
+    from transformers import AutoTokenizer
+
+    task = build_task(TaskContext(config.task, recipe_dir, config.train.seed))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ModelError(
+            f"model.path '{config.model.path}' holds no tokenizer that transformers can load: {error}"
+        ) from error
+    check_prompts(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
+    return task, tokenizer
+
+
+def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
+    """Prompts in the order of ``train.seed``."""
+
+    def encode(prompt: Any) -> np.ndarray:
+        return encode_prompt(tokenizer, prompt, config.task.system_prompt, config.sampler.max_prompt_tokens)
+
+    return PromptStream(task, encode, config.train.seed)
+
+
+def run_folder(config: RunConfig) -> Path:
+    """The folder to write to: that of ``train.resume``, or a new one below ``train.output``."""
+    if config.train.resume:
+        return Path(config.train.resume).expanduser().resolve()
+    name = f"{config.task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    parent = Path(config.train.output).expanduser().resolve()
+    for number in range(1000):
+        folder = parent / (name if not number else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise FileExistsError(f"{parent / name} and 999 more exist")
+
+
+@contextlib.contextmanager
+def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
+    """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
+
+    Yields:
+        The trainer, the samplers, and ``checkpoint_engine`` with its transport resolved.
+    """
+    screen.phase("Ray")
+    placement.start_ray(config)
+    ranks: list[Any] = []
+    engines: list[Any] = []
+    group = None
+    try:
+        resources = ray.cluster_resources()
+        gpus = 0 if config.train.device == "cpu" else int(resources.get("GPU", 0))
+        plan = placement.plan_placement(config, gpus, os.cpu_count() or 1)
+        group = placement.reserve(plan)
+        screen.phase("building")
+        shared = ray.put(config)
+        for index, bundle in enumerate(plan.trainer):
+            place = placement.options(group, bundle, plan.trainer_gpus)
+            ranks.append(ray.remote(TrainerRank).options(**place).remote(shared, index))
+        for index, bundle in enumerate(plan.engine):
+            place = placement.options(group, bundle, plan.engine_gpus)
+            engines.append(ray.remote(SamplerEngine).options(**place).remote(shared, index, plan.engine_threads))
+        trainers = TrainerGroup(ranks)
+        samplers = SamplerGroup(
+            [EngineHandle(engine, index, config.sampler.tensor) for index, engine in enumerate(engines)]
+        )
+        address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote()})[0]
+        calls = trainers.start("build", address, port, plan.trainer_threads)
+        calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
+        wait_all(calls)
+        yield trainers, samplers, resolve_transport(config, ranks[0], engines)
+        samplers.close(CLOSE_SECONDS)
+    finally:
+        end(ranks + engines, group)
+
+
+def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any]) -> Any:
+    """``checkpoint_engine`` with ``auto`` replaced: shared memory on one node, gloo between nodes."""
+    section = config.checkpoint_engine
+    if section.transport != "auto":
+        return section
+    nodes = wait_all({f"actor {i}": actor.node.remote() for i, actor in enumerate([rank0, *engines])})
+    return section.model_copy(update={"transport": "shm" if len(set(nodes)) == 1 else "gloo"})
+
+
+def end(actors_started: Sequence[Any], group: Any) -> None:
+    """Kill what is left and leave Ray; a second Ctrl-C does not interrupt it."""
+    previous = signal.getsignal(signal.SIGINT)
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for actor in actors_started:
+            with contextlib.suppress(Exception):
+                ray.kill(actor, no_restart=True)
+        if group is not None:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
+        ray.shutdown()
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, previous)
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Treat SIGTERM (Slurm, ``kill``) like Ctrl-C, so that nothing is left behind."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,166 @@
+"""LoRA (Hu et al., arXiv:2106.09685) around mcore's column- and row-parallel linears.
+
+Shapes: T tokens (T/TP under sequence parallelism), I input and O output features of the whole layer, r rank.
+A is [r, I] and B is [O, r] in the PEFT file. Column-parallel: A is replicated, B split along O. Row-parallel: A is
+split along I, B replicated. Only the rank-r activations are communicated, never the wide ones.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from megarl.model.families.base import Fusion
+from megarl.model.fusion import HeadLayout, fuse_outputs
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One adapted part of a (fused) linear.
+
+    Attributes:
+        name: Hugging Face module path (``model.layers.0.self_attn.q_proj``).
+        rank: r.
+        scaling: alpha / r, or alpha / sqrt(r).
+        in_features, out_features: of the whole part.
+        rows: of the part on this tensor-parallel rank.
+    """
+
+    name: str
+    rank: int
+    scaling: float
+    in_features: int
+    out_features: int
+    rows: int
+
+    @property
+    def key(self) -> str:
+        """Last component of the name, unique within the layer (``q_proj``)."""
+        return self.name.rpartition(".")[2]
+
+
+class ParallelLoraLinear(torch.nn.Module):
+    """A base linear plus its adapters; a drop-in for the base in mcore's modules.
+
+    ``lora_A[key]`` and ``lora_B[key]`` hold this rank's matrices of each adapted part. Parts that are not adapted add
+    nothing. Attributes that mcore reads from a linear (``weight``, ``sequence_parallel``, ...) come from the base.
+    """
+
+    def __init__(
+        self,
+        base: torch.nn.Module,
+        parts: tuple[PartPlan | None, ...],
+        part_rows: tuple[int, ...],
+        fusion: Fusion,
+        heads: HeadLayout,
+        dropout: float,
+        group: torch.distributed.ProcessGroup,
+    ) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.parts, self.part_rows = parts, part_rows
+        self.fusion, self.heads = fusion, heads
+        self.dropout = dropout
+        self.group = group
+        self.enabled = True
+        self.lora_A = torch.nn.ParameterDict()
+        self.lora_B = torch.nn.ParameterDict()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Base output plus the adapters' delta; the bias passes through."""
+        out, bias = self.base_layer(hidden, *args, **kwargs)
+        if self.enabled:
+            out = out + self.delta(hidden)
+        return out, bias
+
+    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The adapters' contribution, laid out like the base's output."""
+        raise NotImplementedError
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The base layer's, under the name it had before it was wrapped: distributed checkpoints stay the base's."""
+        return self.base_layer.sharded_state_dict(prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{part.key}: r={part.rank}" for part in self.parts if part)
+
+
+class ColumnParallelLora(ParallelLoraLinear):
+    """Adapter of a layer whose outputs are split over TP; under SP its input is split along the sequence."""
+
+    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T/TP or T, ..., I] -> [T, ..., O/TP]``."""
+        active = [part for part in self.parts if part]
+        low = F.linear(_dropped(self, hidden), torch.cat([self.lora_A[part.key] for part in active]))
+        if self.base_layer.sequence_parallel:
+            # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
+            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+        else:
+            low = copy_to_tensor_model_parallel_region(low, group=self.group)
+        lows = iter(low.split([part.rank for part in active], dim=-1))
+        outs = [
+            F.linear(next(lows), self.lora_B[part.key]) * part.scaling if part else low.new_zeros(*low.shape[:-1], rows)
+            for part, rows in zip(self.parts, self.part_rows, strict=True)
+        ]
+        return fuse_outputs(outs, self.fusion, self.heads)
+
+
+class RowParallelLora(ParallelLoraLinear):
+    """Adapter of a layer whose inputs are split over TP; under SP its output is split along the sequence."""
+
+    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T, ..., I/TP] -> [T/TP or T, ..., O]``."""
+        (part,) = self.parts
+        assert part is not None  # apply_lora wraps only layers with an adapted part
+        low = F.linear(_dropped(self, hidden), self.lora_A[part.key])
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.base_layer.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
+        return F.linear(reduce(low, group=self.group), self.lora_B[part.key]) * part.scaling
+
+
+def _dropped(layer: ParallelLoraLinear, hidden: torch.Tensor) -> torch.Tensor:
+    """Dropout on the adapter's input. Where TP ranks hold the same tokens and features they must drop the same ones:
+    the default generator, which mcore seeds alike on TP ranks. Where they hold different ones: mcore's tracker."""
+    if not (layer.training and layer.dropout > 0.0):
+        return hidden
+    replicated = isinstance(layer, ColumnParallelLora) and not layer.base_layer.sequence_parallel
+    if replicated:
+        return F.dropout(hidden, layer.dropout)
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        return F.dropout(hidden, layer.dropout)
+
+
+def mark_parameter(parameter: torch.nn.Parameter, split_dim: int | None, sequence_parallel: bool) -> None:
+    """Set the attributes by which mcore reduces, clips and counts a parameter.
+
+    Args:
+        parameter: an adapter matrix.
+        split_dim: the dimension split over TP, or None for a replicated matrix.
+        sequence_parallel: whether the ranks of TP see different tokens in it.
+    """
+    if split_dim is None:
+        # No tensor_model_parallel mark: it would be counted once per TP rank in the gradient norm.
+        parameter.sequence_parallel = sequence_parallel
+        return
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = split_dim
+    parameter.partition_stride = 1
+    parameter.sequence_parallel = False

@@ -1,0 +1,165 @@
+"""PEFT directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` and vLLM read them."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from megarl.errors import AdapterError, nearest
+from megarl.lora.targets import (
+    ALL_LINEAR,
+    check_supported,
+    linear_names,
+    rank_and_scaling,
+    resolve_targets,
+    short_names,
+)
+from megarl.model.families.base import Family
+from megarl.model.sharding import collect
+from megarl.parallel.groups import on_rank_zero
+
+if TYPE_CHECKING:
+    from megarl.lora.adapter import LoraAdapter
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+# Before every module name in the weights file.
+PREFIX = "base_model.model."
+
+
+def config_dict(config: LoraConfig, family: Family, num_layers: int) -> dict[str, Any]:
+    """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it."""
+    if config.target_modules == ALL_LINEAR:
+        names = short_names(linear_names(family, num_layers))
+        config = dataclasses.replace(config, target_modules=names)
+    plain = config.to_dict()
+    plain.pop("runtime_config", None)
+    plain["inference_mode"] = True
+    for key, value in plain.items():
+        plain[key] = sorted(value) if isinstance(value, set) else value
+    return plain
+
+
+def save(path: str | Path, stream: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
+    """Consume the stream on every rank; rank 0 puts the directory in place by a rename. Collective.
+
+    Raises:
+        AdapterError: the directory cannot be written; on every rank.
+    """
+    tensors = collect(stream)
+
+    def write() -> None:
+        try:
+            with write_directory(Path(path)) as partial:
+                save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
+                (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        except OSError as error:
+            raise AdapterError(f"adapter directory '{path}' cannot be written: {error}") from error
+
+    on_rank_zero(write)
+
+
+@contextlib.contextmanager
+def write_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty directory that becomes ``target`` when the block ends well, by a rename; else nothing is left.
+
+    An old directory there is removed only once the new one has its place.
+    """
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    old = target.with_name(f".{target.name}.{os.getpid()}.old")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if target.exists():
+            target.rename(old)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_peft_config(path: str | Path) -> LoraConfig:
+    """Read ``adapter_config.json``.
+
+    Raises:
+        AdapterError: missing, not JSON, not LoRA, or a field PEFT does not know.
+        UnsupportedError: a setting that is not supported.
+    """
+    file = Path(path).expanduser() / CONFIG
+    try:
+        plain = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise AdapterError(f"{file} does not exist; give a PEFT adapter directory") from error
+    except json.JSONDecodeError as error:
+        raise AdapterError(f"{file} is not JSON: {error}") from error
+    if not isinstance(plain, dict) or plain.get("peft_type") != "LORA":
+        kind = plain.get("peft_type") if isinstance(plain, dict) else type(plain).__name__
+        raise AdapterError(f"{file}: peft_type is {kind!r}; supported is 'LORA'")
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    unknown = sorted(key for key, value in plain.items() if key not in known and value)
+    if unknown:
+        raise AdapterError(
+            f"{file}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
+        )
+    config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
+    check_supported(config)
+    return config
+
+
+def load(path: str | Path, adapter: "LoraAdapter") -> None:
+    """Check everything, then fill the adapter's matrices; see ``LoraAdapter.load``."""
+    folder = Path(path).expanduser()
+    _check_same_targets(load_peft_config(folder), adapter, folder)
+    file = folder / WEIGHTS
+    try:
+        source = safe_open(str(file), framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise AdapterError(f"{file} does not exist") from error
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{file} cannot be read ({error}); it is truncated or damaged") from error
+    with source:
+        _check_names(set(source.keys()), adapter, file)
+        tensors = adapter.tensors()
+        for tensor in tensors:
+            shape = tuple(source.get_slice(tensor.name).get_shape())
+            if shape != tensor.shape:
+                raise AdapterError(
+                    f"{file}: '{tensor.name}' has shape {list(shape)}, the model needs {list(tensor.shape)}"
+                )
+        for tensor in tensors:
+            tensor.load(source.get_slice(tensor.name), adapter.groups)
+
+
+def _check_same_targets(config: LoraConfig, adapter: "LoraAdapter", folder: Path) -> None:
+    """The file's targets, ranks and scalings must be those the layers were built with."""
+    theirs = resolve_targets(config, adapter.family, adapter.num_layers)
+    ours = resolve_targets(adapter.config, adapter.family, adapter.num_layers)
+    for name in sorted(theirs ^ ours):
+        where = "adapted in the file but not here" if name in theirs else "adapted here but not in the file"
+        raise AdapterError(f"{folder / CONFIG}: '{name}' is {where}; apply the file's own config (load_peft_config)")
+    for name in sorted(ours):
+        if rank_and_scaling(config, name) != rank_and_scaling(adapter.config, name):
+            raise AdapterError(
+                f"{folder / CONFIG}: '{name}' has (rank, scaling) {rank_and_scaling(config, name)} in the file and "
+                f"{rank_and_scaling(adapter.config, name)} here; apply the file's own config (load_peft_config)"
+            )
+
+
+def _check_names(found: set[str], adapter: "LoraAdapter", file: Path) -> None:
+    """The file must hold the matrices of every adapted module of the whole model, and nothing else."""
+    names = resolve_targets(adapter.config, adapter.family, adapter.num_layers)
+    expected = {f"{PREFIX}{name}.lora_{side}.weight" for name in names for side in "AB"}
+    if missing := sorted(expected - found):
+        raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")
+    if extra := sorted(found - expected):
+        raise AdapterError(f"{file} holds '{extra[0]}', which nothing here uses ({len(extra)} unexpected tensors)")

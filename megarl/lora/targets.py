@@ -1,0 +1,104 @@
+"""Which layers a PEFT config adapts, at which rank and scaling: pure decisions, before anything is changed."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
+
+from megarl.errors import AdapterError, UnsupportedError, nearest
+from megarl.model.families.base import HF_LAYER, Family
+
+# PEFT fields whose every value is understood, or that do not change the computation.
+UNDERSTOOD = {
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "layers_to_transform",
+    "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core", "loftq_config",
+    "runtime_config", "init_lora_weights",
+}  # fmt: skip
+ALL_LINEAR = "all-linear"
+UNSUPPORTED_MODULES = ("model.embed_tokens", "lm_head")
+
+
+def check_supported(config: LoraConfig) -> None:
+    """Refuse PEFT settings that would change the computation and are not implemented.
+
+    Raises:
+        UnsupportedError: naming the field, its value and what is supported.
+    """
+    reference = LoraConfig()
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in UNDERSTOOD and value != getattr(reference, field.name) and value:
+            supported = ", ".join(sorted(UNDERSTOOD - {"megatron_config", "megatron_core", "loftq_config"}))
+            raise UnsupportedError(
+                f"adapter config: {field.name} is {value!r}, which is not supported (are: {supported})"
+            )
+
+
+def linear_names(family: Family, num_layers: int) -> list[str]:
+    """Hugging Face names of every linear that can be adapted, over all layers and pipeline stages."""
+    return [
+        f"{HF_LAYER.format(layer)}{hf}" for layer in range(num_layers) for linear in family.linears for hf in linear.hf
+    ]
+
+
+def resolve_targets(config: LoraConfig, family: Family, num_layers: int) -> set[str]:
+    """The full names of the linears that ``config`` adapts, by PEFT's own matching.
+
+    Args:
+        config: ``target_modules`` is a list of names, a regular expression or ``"all-linear"``.
+        family: names the linears.
+        num_layers: of the whole model.
+
+    Raises:
+        AdapterError: a listed target, or the expression, matches nothing.
+        UnsupportedError: it matches the embedding or lm_head.
+    """
+    names = linear_names(family, num_layers)
+    if not config.target_modules:
+        raise AdapterError("adapter config: target_modules is empty; give module names or 'all-linear'")
+    if config.target_modules == ALL_LINEAR:
+        config = dataclasses.replace(config, target_modules=short_names(names))
+    for module in UNSUPPORTED_MODULES:
+        if _matches(config, module):
+            raise UnsupportedError(
+                f"adapter config: target_modules matches '{module}'; supported are {', '.join(short_names(names))}"
+            )
+    if not isinstance(config.target_modules, str):
+        for target in sorted(config.target_modules):
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                known = short_names(names)
+                raise AdapterError(
+                    f"adapter config: target_modules has '{target}', which the model lacks{nearest(target, known)} "
+                    f"(it has: {', '.join(known)})"
+                )
+    chosen = {name for name in names if _matches(config, name)}
+    if not chosen:
+        raise AdapterError(
+            f"adapter config: target_modules {config.target_modules!r} matches no linear layer "
+            f"(the model has: {', '.join(short_names(names))})"
+        )
+    return chosen
+
+
+def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
+    """Rank and scaling of one adapted module, as PEFT resolves ``rank_pattern``, ``alpha_pattern`` and rsLoRA.
+
+    rsLoRA scales by alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
+    """
+    rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), name), config.r)
+    alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), name), config.lora_alpha)
+    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Sorted distinct last components (``q_proj``)."""
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _matches(config: LoraConfig, name: str) -> bool:
+    found = check_target_module_exists(config, name)
+    return bool(found) and type(found).__name__ != "_ExcludedModule"

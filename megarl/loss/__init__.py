@@ -1,0 +1,36 @@
+"""Policy losses. One more loss is one more module and one more line in ``LOSSES``."""
+
+from megarl.config import LossConfig
+from megarl.errors import pick
+from megarl.loss.advantages import group_advantages
+from megarl.loss.aggregation import sequence_weights
+from megarl.loss.base import Loss, LossFactory, LossOutput, TokenBatch
+from megarl.loss.cispo import CispoLoss
+from megarl.loss.grpo import GrpoLoss
+from megarl.loss.logprobs import token_logprobs
+
+__all__ = [
+    "LOSSES",
+    "Loss",
+    "LossOutput",
+    "TokenBatch",
+    "build_loss",
+    "group_advantages",
+    "sequence_weights",
+    "token_logprobs",
+]
+
+# Name in ``loss.name`` -> factory.
+LOSSES: dict[str, LossFactory] = {
+    "cispo": CispoLoss,
+    "grpo": GrpoLoss,
+}
+
+
+def build_loss(config: LossConfig) -> Loss:
+    """Build the loss that ``loss.name`` names.
+
+    Raises:
+        ConfigError: no such loss; the message lists the registered names.
+    """
+    return pick(LOSSES, config.name, "loss")(config)

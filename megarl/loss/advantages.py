@@ -1,0 +1,42 @@
+"""Advantages of a group of completions that answer the same prompt."""
+
+from typing import Literal
+
+import numpy as np
+
+from megarl.errors import LossInputError
+
+# Keeps a group whose rewards differ by rounding only from being blown up; TRL's value.
+EPSILON = 1e-4
+
+
+def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np.ndarray:
+    """Advantages ``[G]`` float32 of one group: each reward minus the group's mean, scaled.
+
+    Args:
+        rewards_G: ``[G]`` float64 rewards of the completions of one prompt.
+        scale: ``"std"`` divides by the group's standard deviation + 1e-4 (GRPO, DeepSeekMath arXiv:2402.03300,
+            section 4.1.2). The paper leaves the estimator open; this is the sample one (``ddof=1``), as in TRL and
+            verl, so that a recipe's learning rate carries over. ``"none"`` only centres: dividing by the deviation
+            favours prompts whose rewards hardly differ (Dr. GRPO, arXiv:2503.20783, section 3.1).
+
+    Returns:
+        ``[G]`` float32; exactly 0 where all rewards are equal (and for a group of one).
+
+    Raises:
+        LossInputError: not a vector of at least one finite reward, or an unknown ``scale``.
+    """
+    rewards_G = np.asarray(rewards_G, dtype=np.float64)
+    if rewards_G.ndim != 1 or not rewards_G.size:
+        raise LossInputError(f"rewards_G has shape {rewards_G.shape}; it must be a vector of at least one reward")
+    if not np.isfinite(rewards_G).all():
+        raise LossInputError(f"rewards_G holds a reward that is not finite: {rewards_G.tolist()}")
+    if scale not in ("std", "none"):
+        raise LossInputError(f"loss.advantage_scale is '{scale}'; it must be 'std' or 'none'")
+    # The mean of equal numbers may differ from them in the last bit.
+    if (rewards_G == rewards_G[0]).all():
+        return np.zeros(rewards_G.shape, dtype=np.float32)
+    centred_G = rewards_G - rewards_G.mean()
+    if scale == "std":
+        centred_G = centred_G / (rewards_G.std(ddof=1) + EPSILON)
+    return centred_G.astype(np.float32)

@@ -1,0 +1,224 @@
+"""Log-probability of each label and entropy, from hidden states, without ever holding all logits.
+
+Shape letters: T tokens, H hidden size, V rows of this rank's vocabulary shard, C tokens of a chunk.
+
+With logits ``l = hidden @ weight.T / temperature``, ``p = softmax(l)`` and ``S = -sum_j p_j log p_j``:
+
+    logprob = l[label] - logsumexp(l)        d logprob / d l_j = [j == label] - p_j
+                                             d S / d l_j       = -p_j (log p_j + S)
+
+The forward keeps two numbers per token (logsumexp and entropy). The backward computes a chunk's logits again, which
+costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.errors import LossInputError
+
+# Bytes of one chunk's float32 logits. CPU: from 32 MiB on glibc maps fresh pages for every chunk, and much smaller
+# chunks read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in
+# chunks of 128 tokens, 0.50 s of 32, 0.64 s of 512, and 0.66 s with full logits). CUDA: 8,192 tokens on an H200
+# (V=152k, H=4096, bf16) take 163 ms in chunks of 64 tokens, 78 ms and 1 GiB of 512, 75 ms and 4 GiB of 2,048 (with
+# full logits 45 ms and 14 GiB).
+CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 320 * 2**20}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """How this rank computes: its part of the vocabulary and the chunking."""
+
+    temperature: float
+    group: dist.ProcessGroup | None
+    start: int
+    rows: int  # without padding
+    chunk: int
+
+
+def token_logprobs(
+    hidden_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    labels_T: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of ``labels_T`` under ``softmax(hidden_TH @ weight_VH.T / temperature)``, and the entropy.
+
+    A chunk's logits are computed in the weight's dtype, as Hugging Face and vLLM do, and are float32 from there on.
+    Gradients flow through both results, to ``hidden_TH`` and, where it requires one, to ``weight_VH``. Tokens whose
+    incoming gradient is 0 (clipped, or of a group with equal rewards) cost nothing in the backward pass.
+
+    With ``group`` every rank calls this with the same hidden states and labels and its own rows of the weight, and
+    gets the same results. **The gradient of the hidden states is then this rank's partial sum**: the caller sums it
+    over the group (mcore's ``copy_to_tensor_model_parallel_region`` does). The incoming gradient must be the same on
+    all ranks of the group. The weight's gradient is complete.
+
+    Args:
+        hidden_TH: ``[T, H]``, the weight's dtype.
+        weight_VH: ``[V, H]``, this rank's rows of the output layer: global ids ``vocab_start .. vocab_start + V``.
+        labels_T: ``[T]`` int64 global ids, each below ``vocab_size``.
+        temperature: the logits are divided by it.
+        group: the ranks that share the vocabulary; None if this rank holds all of it.
+        vocab_start: global id of ``weight_VH[0]``.
+        vocab_size: ids from it on are padding and have probability 0. Default (without ``group``): no padding.
+        chunk_tokens: tokens per chunk; by default as many as fit ``CHUNK_BYTES``.
+
+    Returns:
+        logprobs ``[T]`` and entropy ``[T]`` in nats, both float32 (float64 if the weight is).
+
+    Raises:
+        LossInputError: shapes, dtypes, labels or settings that do not fit.
+    """
+    rows = weight_VH.shape[0] if weight_VH.ndim == 2 else 0
+    if vocab_size is None and group is not None:
+        raise LossInputError("vocab_size is None with a group; give the size of the whole vocabulary without padding")
+    vocab_size = vocab_start + rows if vocab_size is None else vocab_size
+    _check(hidden_TH, weight_VH, labels_T, temperature, vocab_size)
+    if chunk_tokens is None:
+        chunk_tokens = max(16, CHUNK_BYTES.get(hidden_TH.device.type, CHUNK_BYTES["cpu"]) // (4 * max(rows, 1)))
+    if chunk_tokens < 1:
+        raise LossInputError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
+    shard = _Shard(temperature, group, vocab_start, min(max(vocab_size - vocab_start, 0), rows), chunk_tokens)
+    return _TokenLogprobs.apply(hidden_TH, weight_VH, labels_T, shard)
+
+
+def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> None:
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise LossInputError(
+            f"hidden_TH has shape {tuple(hidden.shape)}, weight_VH {tuple(weight.shape)}; "
+            "both must have two dimensions and the same last one"
+        )
+    if hidden.dtype != weight.dtype:
+        raise LossInputError(f"hidden_TH is {hidden.dtype}, weight_VH {weight.dtype}; cast one to the other's dtype")
+    if labels.shape != hidden.shape[:1]:
+        raise LossInputError(f"labels_T has shape {tuple(labels.shape)}, expected ({hidden.shape[0]},) like hidden_TH")
+    if labels.dtype != torch.int64:
+        raise LossInputError(f"labels_T is {labels.dtype}; it must be int64")
+    if not 0.0 < temperature < float("inf"):
+        raise LossInputError(f"temperature is {temperature}; it must be positive and finite")
+    if len(labels):
+        low, high = torch.stack(labels.aminmax()).tolist()
+        if low < 0 or high >= vocab:
+            raise LossInputError(f"labels_T holds ids from {low} to {high}; they must be 0 to {vocab - 1}")
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> Any:
+        ctx.set_materialize_grads(False)
+        local = _local_sums(hidden, weight[: shard.rows], labels, shard)
+        label_logit, logsumexp, entropy = _combine(local, shard.group)
+        ctx.save_for_backward(hidden, weight, labels, logsumexp, entropy)
+        ctx.shard = shard
+        return label_logit - logsumexp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        hidden, weight, labels, logsumexp, entropy = ctx.saved_tensors
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return None, None, None, None
+        active = torch.stack([gradient != 0 for gradient in given]).any(0).nonzero().squeeze(1)
+        kept = [None if gradient is None else gradient[active] / ctx.shard.temperature for gradient in gradients]
+        rows = weight[: ctx.shard.rows]
+        hidden_sum = torch.zeros_like(hidden[active]) if ctx.needs_input_grad[0] else None
+        weight_sum = torch.zeros_like(weight, dtype=logsumexp.dtype) if ctx.needs_input_grad[1] else None
+        for part in torch.arange(len(active), device=active.device).split(ctx.shard.chunk) if len(rows) else ():
+            index = active[part]
+            slope = _logits_gradient(
+                _logits(hidden[index], rows, ctx.shard.temperature),
+                *_owned(labels[index], ctx.shard),
+                logsumexp[index],
+                entropy[index],
+                *(None if gradient is None else gradient[part] for gradient in kept),
+            ).to(rows.dtype)
+            if hidden_sum is not None:
+                hidden_sum[part] = slope @ rows
+            if weight_sum is not None:
+                weight_sum[: len(rows)] += slope.T @ hidden[index]
+        if hidden_sum is not None:
+            hidden_sum = torch.zeros_like(hidden).index_copy_(0, active, hidden_sum)
+        return hidden_sum, None if weight_sum is None else weight_sum.to(weight.dtype), None, None
+
+
+def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``[C, V]`` in float32 (or float64), fresh memory: callers write into it."""
+    logits = hidden_CH @ weight_VH.T
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _owned(labels: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each label its row in this rank's shard (0 if elsewhere) and whether it is here."""
+    row = labels - shard.start
+    here = (row >= 0) & (row < shard.rows)
+    return row * here, here
+
+
+def _local_sums(hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
+    """``[4, T]``: the shard's largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m)."""
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    sums = torch.zeros(4, len(labels), dtype=dtype, device=hidden.device)
+    # Stays where the shard holds padding only: finite, so that 0 * (m - M) is 0.
+    sums[0] = torch.finfo(dtype).min
+    if not len(rows):
+        return sums
+    for start in range(0, len(labels), shard.chunk):
+        part = slice(start, start + shard.chunk)
+        logits = _logits(hidden[part], rows, shard.temperature)
+        row, here = _owned(labels[part], shard)
+        sums[1, part] = logits.gather(1, row[:, None]).squeeze(1) * here
+        sums[0, part] = logits.amax(1)
+        logits.sub_(sums[0, part, None])
+        exps = logits.exp()
+        sums[2, part] = exps.sum(1)
+        # A batched dot product: no third [C, V] array.
+        sums[3, part] = torch.linalg.vecdot(exps, logits)
+    return sums
+
+
+def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Label logit, logsumexp and entropy, each ``[T]``, over the group's shards: two collectives per call."""
+    largest, label_logit, total, moment = local.unbind()
+    if group is not None:
+        shard_largest, largest = largest, largest.clone()
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shift = shard_largest - largest
+        scale = shift.exp()
+        sums = torch.stack([label_logit, total * scale, (moment + total * shift) * scale])
+        dist.all_reduce(sums, group=group)
+        label_logit, total, moment = sums.unbind()
+    log_total = total.log()
+    return label_logit, largest + log_total, log_total - moment / total
+
+
+def _logits_gradient(
+    logits: torch.Tensor,
+    row: torch.Tensor,
+    here: torch.Tensor,
+    logsumexp: torch.Tensor,
+    entropy: torch.Tensor,
+    by_logprob: torch.Tensor | None,
+    by_entropy: torch.Tensor | None,
+) -> torch.Tensor:
+    """``[C, V]`` gradient of the logits (see the module's docstring), written over ``logits``."""
+    logits.sub_(logsumexp[:, None])
+    if by_entropy is None:
+        assert by_logprob is not None  # backward leaves early when both are
+        slope = logits.exp_().mul_(-by_logprob[:, None])
+    else:
+        probabilities = logits.exp()
+        slope = logits.add_(entropy[:, None]).mul_(by_entropy[:, None])
+        if by_logprob is not None:
+            slope.add_(by_logprob[:, None])
+        slope.mul_(probabilities).neg_()
+    if by_logprob is not None:
+        slope.scatter_add_(1, row[:, None], (by_logprob * here)[:, None])
+    return slope

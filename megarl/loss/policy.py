@@ -1,0 +1,125 @@
+"""What all policy losses share: checked inputs, the ratio to the old policy, the KL penalty, the correction, metrics.
+
+A loss computes ``policy_T`` from a ``Policy`` and hands it to ``finish``; see ``grpo.py``.
+Shape letter: T response tokens of one micro-batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from megarl.config import LossConfig
+from megarl.errors import LossInputError
+from megarl.loss.base import LossOutput, TokenBatch
+from megarl.loss.correction import correction_metrics, importance_weights, largest, mismatch_metrics
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One micro-batch with checked inputs.
+
+    Attributes:
+        logprobs_T: current policy, with gradient.
+        old_T: old policy (the current one, detached, where the batch has none); no gradient.
+        ratio_T: exp(logprobs - old), with gradient; finite.
+        tokens: the batch.
+        config: the loss's settings.
+    """
+
+    logprobs_T: torch.Tensor
+    old_T: torch.Tensor
+    ratio_T: torch.Tensor
+    tokens: TokenBatch
+    config: LossConfig
+
+    def finish(self, policy_T: torch.Tensor, metrics: dict[str, torch.Tensor]) -> LossOutput:
+        """Add correction and KL penalty to a per-token policy loss, and weigh and sum it.
+
+        The correction scales the policy term only: the KL penalty is not an expectation over the sampler's
+        distribution that needs it (TRL does the same).
+
+        Args:
+            policy_T: ``[T]`` per-token policy loss.
+            metrics: of this loss, added to those that all losses have.
+        """
+        tokens, config, fraction = self.tokens, self.config, self.tokens.token_fraction
+        detached_T = self.ratio_T.detach().double()
+        metrics = {**metrics, "ratio_mean": detached_T.sum() * fraction, "ratio_max": largest(detached_T)}
+        if tokens.sampler_logprobs_T is not None:
+            metrics |= mismatch_metrics(self.old_T, tokens.sampler_logprobs_T, fraction)
+            if config.importance_cap is not None:
+                weights_T = importance_weights(self.old_T, tokens.sampler_logprobs_T, config.importance_cap)
+                metrics |= correction_metrics(weights_T, config.importance_cap, fraction)
+                policy_T = policy_T * weights_T
+        if tokens.reference_logprobs_T is not None and config.kl_coef > 0.0:
+            kl_T = k3(self.logprobs_T, tokens.reference_logprobs_T)
+            metrics["kl"] = kl_T.detach().double().sum() * fraction
+            policy_T = policy_T + config.kl_coef * kl_T
+        loss = (tokens.weights_T * policy_T).sum()
+        return LossOutput(loss, {"loss": loss.detach(), **metrics})
+
+    def fraction_of(self, chosen_T: torch.Tensor) -> torch.Tensor:
+        """This micro-batch's share of the fraction of the step's tokens where ``chosen_T`` is True."""
+        return chosen_T.sum().double() * self.tokens.token_fraction
+
+
+def prepare(logprobs_T: torch.Tensor, tokens: TokenBatch, config: LossConfig) -> Policy:
+    """Check a micro-batch and form the ratio to the old policy.
+
+    Nothing is clamped and nothing is replaced: ``exp(logprob - old)`` overflows float32 only where the old policy gave
+    a token less than e^-88, which no sampler draws, so an overflow means that old logprobs belong to other tokens or
+    weights. Clamping would train on them; ``min(ratio * A, clipped * A)`` would hide it in the loss and give a
+    gradient of 0 * inf. Large finite ratios stay and are shown as ``ratio_max``.
+
+    Raises:
+        LossInputError: shapes differ, a value is not finite, the ratio or the KL overflows, reference logprobs are
+            missing though ``loss.kl_coef`` is positive, or sampler logprobs are though ``loss.importance_cap`` is set.
+    """
+    tokens.check(logprobs_T)
+    if config.kl_coef > 0.0 and tokens.reference_logprobs_T is None:
+        raise LossInputError(
+            f"reference_logprobs_T is missing, but loss.kl_coef is {config.kl_coef}; "
+            "compute them with the adapter disabled, or set loss.kl_coef=0"
+        )
+    if config.importance_cap is not None and tokens.sampler_logprobs_T is None:
+        raise LossInputError(
+            f"sampler_logprobs_T is missing, but loss.importance_cap is {config.importance_cap}; "
+            "pass the sampler's logprobs, or set loss.importance_cap=null"
+        )
+    old_T = (logprobs_T if tokens.old_logprobs_T is None else tokens.old_logprobs_T).detach()
+    ratio_T = (logprobs_T - old_T).exp()
+    used = {
+        "the current logprobs": logprobs_T,
+        "weights_T": tokens.weights_T,
+        "advantages_T": tokens.advantages_T,
+        "sampler_logprobs_T": tokens.sampler_logprobs_T,
+        "old_logprobs_T": tokens.old_logprobs_T,
+        "reference_logprobs_T": tokens.reference_logprobs_T,
+        "the ratio exp(logprob - old_logprob)": ratio_T,
+    }
+    if config.kl_coef > 0.0 and tokens.reference_logprobs_T is not None:
+        used["the KL term exp(reference - logprob)"] = (tokens.reference_logprobs_T - logprobs_T.detach()).exp()
+    _require_finite({name: value for name, value in used.items() if value is not None})
+    return Policy(logprobs_T, old_T, ratio_T, tokens, config)
+
+
+def k3(logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> torch.Tensor:
+    """``[T]`` k3 estimate of KL(policy || reference), with gradient: e^d - 1 - d with d = reference - logprob.
+
+    Schulman, "Approximating KL divergence" (2020); GRPO's penalty (DeepSeekMath arXiv:2402.03300, equation 4).
+    """
+    difference_T = reference_T.detach() - logprobs_T
+    # expm1 keeps small differences, where e^d - 1 would round to a multiple of 6e-8.
+    return difference_T.expm1() - difference_T
+
+
+def _require_finite(values: dict[str, torch.Tensor]) -> None:
+    # One transfer from the device for all of them.
+    finite = torch.stack([value.detach().isfinite().all() for value in values.values()]).tolist()
+    for (name, value), good in zip(values.items(), finite, strict=True):
+        if not good:
+            position = int((~value.isfinite()).nonzero()[0])
+            raise LossInputError(
+                f"{name} is {float(value[position])} at token {position} of {len(value)} of a micro-batch; it must be "
+                "finite (logprobs of other tokens or weights, or a model that diverged)"
+            )

@@ -1,0 +1,1 @@
+"""The Megatron-Core side: building, loading, stepping and exporting one exact model."""

@@ -1,0 +1,36 @@
+"""What MegatronModel needs of an adapter. ``megarl.lora`` implements it; the model does not import it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megarl.model.gpt import PackedGPTModel
+from megarl.model.sharding import ShardedTensor
+from megarl.parallel.groups import Groups
+
+
+class Adapter(Protocol):
+    """Trainable parameters on a frozen model; see ``megarl.lora.LoraAdapter``."""
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]: ...
+
+    def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]: ...
+
+    def disabled(self) -> AbstractContextManager: ...
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+    def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]: ...
+
+    def adapter_config(self) -> dict[str, Any]: ...
+
+    def save(self, path: str | Path) -> None: ...
+
+    def load(self, path: str | Path) -> None: ...
+
+
+# Puts an adapter on freshly built chunks: (chunks, parsed config.json, groups) -> adapter.
+Attach = Callable[[list[PackedGPTModel], Mapping[str, Any], Groups], Adapter]

@@ -1,0 +1,156 @@
+"""Which Hugging Face tensors a built GPTModel chunk holds, as ``ShardedTensor`` records in both directions."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megarl.errors import ModelError
+from megarl.model.families import family_of
+from megarl.model.families.base import (
+    EMBEDDING,
+    FINAL_NORM,
+    HF_LAYER,
+    MCORE_LAYER,
+    OUTPUT,
+    Family,
+    LinearMap,
+    VectorMap,
+)
+from megarl.model.fusion import HeadLayout, part_rows, part_views
+from megarl.model.hf_folder import WeightFolder
+from megarl.model.sharding import ShardedTensor, parameter_view
+from megarl.parallel.groups import Groups, current_groups
+
+
+def head_layout(config: Any) -> HeadLayout:
+    """Heads on this rank, from a ``TransformerConfig``."""
+    groups = config.num_query_groups or config.num_attention_heads
+    return HeadLayout(
+        groups=groups // config.tensor_model_parallel_size,
+        queries=config.num_attention_heads // groups,
+        head_dim=config.kv_channels,
+    )
+
+
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The base layer below an adapter, or the module itself."""
+    return getattr(module, "base_layer", module)
+
+
+def layers_of(chunk: GPTModel) -> Iterator[tuple[int, torch.nn.Module]]:
+    """``(global index from 0, layer)`` of the transformer layers in a chunk."""
+    for layer in chunk.decoder.layers:
+        yield layer.layer_number - 1, layer
+
+
+def base_tensors(chunk: GPTModel, family: Family, hf_config: Mapping[str, Any], groups: Groups) -> list[ShardedTensor]:
+    """List every base tensor of one model chunk under its Hugging Face name, adapters excluded.
+
+    Args:
+        chunk: unwrapped (no DDP), with or without adapters.
+        family: the mapping.
+        hf_config: parsed ``config.json``.
+        groups: this rank's place.
+
+    Raises:
+        ModelError: a tensor that the mapping names is absent, or a parameter of the chunk is in no mapping.
+    """
+    tensors = (
+        []
+        if not chunk.pre_process
+        else [_vocabulary(EMBEDDING, chunk.embedding.word_embeddings.weight, hf_config, groups)]
+    )
+    for index, layer in layers_of(chunk):
+        hf_prefix = HF_LAYER.format(index)
+        for linear in family.linears:
+            tensors += _linear(linear, layer, hf_prefix, head_layout(chunk.config), groups)
+        tensors += [_vector(vector, layer, hf_prefix) for vector in family.vectors]
+    if chunk.post_process:
+        tensors.append(_vector(FINAL_NORM, chunk, ""))
+        if not chunk.share_embeddings_and_output_weights:
+            tensors.append(_vocabulary(OUTPUT, chunk.output_layer.weight, hf_config, groups))
+    _check_complete(chunk, tensors)
+    return tensors
+
+
+def load_base(
+    chunks: Sequence[GPTModel], path: str | Path, hf_config: Mapping[str, Any], groups: Groups | None = None
+) -> None:
+    """Fill the base weights of any GPTModel from a Hugging Face folder; each rank reads only its slices.
+
+    Args:
+        chunks: this rank's, unwrapped.
+        path: the folder.
+        hf_config: its parsed ``config.json``.
+        groups: default: as mcore has them.
+
+    Raises:
+        ModelError: a tensor is missing or has another shape, or the model has parameters that the folder does not fill.
+        UnsupportedError: the family is not supported.
+    """
+    groups = groups or current_groups()
+    folder, family = WeightFolder(path), family_of(hf_config)
+    for chunk in chunks:
+        tensors = base_tensors(chunk, family, hf_config, groups)
+        if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
+            # The last stage's own copy of tied embeddings: loaded here, but never exported.
+            tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
+        folder.load(tensors, groups)
+
+
+def _vocabulary(
+    names: tuple[str, str], weight: torch.Tensor, hf_config: Mapping[str, Any], groups: Groups
+) -> ShardedTensor:
+    tensor = parameter_view(names[1], weight.data, (hf_config["vocab_size"], weight.shape[1]), 0)
+    return dataclasses.replace(tensor, padded=weight.shape[0] * groups.topology.tensor)
+
+
+def _linear(
+    linear: LinearMap, layer: torch.nn.Module, hf_prefix: str, heads: HeadLayout, groups: Groups
+) -> list[ShardedTensor]:
+    """Weight and bias of each part of one linear."""
+    module = unwrap(layer.get_submodule(linear.mcore))
+    size = groups.topology.tensor
+    tensors = []
+    for attribute in ("weight", "bias"):
+        parameter = getattr(module, attribute, None)
+        if parameter is None or parameter.numel() == 0:
+            continue
+        data = parameter.data
+        split = {"column": 0, "row": 1 if attribute == "weight" else None}[linear.split]
+        rows = part_rows(data.shape[0], linear.fusion, heads)
+        for hf, view, part in zip(linear.hf, part_views(data, linear.fusion, heads), rows, strict=True):
+            shape = [part * (size if split == 0 else 1), *data.shape[1:]]
+            if split == 1:
+                shape[1] *= size
+            tensors.append(parameter_view(f"{hf_prefix}{hf}.{attribute}", view, tuple(shape), split))
+    return tensors
+
+
+def _vector(vector: VectorMap, root: torch.nn.Module, hf_prefix: str) -> ShardedTensor:
+    for name in vector.mcore:
+        path, _, attribute = name.rpartition(".")
+        module: Any = root
+        for step in path.split("."):
+            module = getattr(unwrap(module), step, None)
+        parameter = getattr(unwrap(module), attribute, None) if module is not None else None
+        if parameter is not None:
+            return parameter_view(f"{hf_prefix}{vector.hf}", parameter.data, tuple(parameter.shape), None)
+    raise ModelError(f"the model has none of {', '.join(vector.mcore)}, which should hold {hf_prefix}{vector.hf}")
+
+
+def _check_complete(chunk: GPTModel, tensors: list[ShardedTensor]) -> None:
+    """Every frozen element must be covered: a parameter in no mapping would silently keep its random value."""
+    covered = sum(tensor.read().numel() for tensor in tensors)
+    copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
+    held = sum(p.numel() for n, p in chunk.named_parameters() if "lora_" not in n)
+    held -= chunk.output_layer.weight.numel() if copy else 0
+    if covered != held:
+        raise ModelError(
+            f"the model holds {held} base elements, but the family's mapping covers {covered}; "
+            f"layers are mapped from {MCORE_LAYER.format('N')} to {HF_LAYER.format('N')}"
+        )

@@ -1,0 +1,120 @@
+"""Hugging Face folder -> GPTModel chunks of this rank, with the weights loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import ModelType
+
+from megarl.config import ModelConfig, ParallelConfig
+from megarl.errors import UnsupportedError
+from megarl.model.families import Family, family_of
+from megarl.model.gpt import PackedGPTModel, local_block_spec
+from megarl.parallel.device import cuda_names
+from megarl.parallel.groups import Groups
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def transformer_config(
+    hf: Mapping[str, Any], family: Family, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+) -> TransformerConfig:
+    """mcore's config for a parsed ``config.json``.
+
+    Raises:
+        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+    """
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UnsupportedError(f"config.json: hidden_act is '{hf['hidden_act']}'; supported is 'silu'")
+    dtype = DTYPES[model.dtype]
+    heads = hf["num_attention_heads"]
+    settings: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Micro-batches differ in length; mcore accepts that only together with this dispatcher, dense model or not.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # The loss arrives normalised over the whole step: mcore must not divide it again.
+        "calculate_per_token_loss": True,
+        # Every weight is read from the checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+        # These fusions need Transformer Engine or torch.compile, and change no numbers.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": False,
+    }
+    return TransformerConfig(**(settings | family.settings(hf)))
+
+
+def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """GPTModel's RoPE arguments; transformers 5 nests them in ``rope_parameters``.
+
+    Raises:
+        UnsupportedError: a RoPE type other than the default.
+    """
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise UnsupportedError(f"config.json: rope_type is '{kind}'; supported is 'default'")
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
+        "rotary_percent": rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0,
+    }
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab // tensor) * tensor
+
+
+def build_chunks(
+    hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups
+) -> list[PackedGPTModel]:
+    """Build this rank's model chunks with uninitialised, frozen weights.
+
+    Returns:
+        One chunk per virtual pipeline stage.
+
+    Raises:
+        UnsupportedError: the family or a setting is not supported.
+    """
+    config = transformer_config(hf, family_of(hf), model, parallel, groups.device)
+    with cuda_names():
+        chunk = PackedGPTModel(
+            config=config,
+            transformer_layer_spec=local_block_spec(config, None),
+            vocab_size=padded_vocab(hf["vocab_size"], parallel.tensor),
+            max_sequence_length=hf.get("max_position_embeddings", 0),
+            pre_process=groups.first_stage,
+            post_process=groups.last_stage,
+            share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+            **rope_settings(hf),
+        )
+    chunk.model_type = ModelType.encoder_or_decoder
+    chunk.to(groups.device)
+    chunk.requires_grad_(False)
+    return [chunk]

@@ -1,0 +1,19 @@
+"""Llama (and models published under its architecture, such as SmolLM2)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import UnsupportedError
+from megarl.model.families.base import Family
+from megarl.model.families.dense import LINEARS, NORMS
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf.get("attention_bias") or hf.get("mlp_bias"):
+        raise UnsupportedError(
+            "config.json: attention_bias/mlp_bias of a llama model; supported is a llama without them"
+        )
+    return {}
+
+
+FAMILY = Family(("llama",), LINEARS, NORMS, _settings)

@@ -1,0 +1,22 @@
+"""Qwen3 dense: Llama's layer with an RMSNorm on each query and key head."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import UnsupportedError
+from megarl.model.families.base import Family, VectorMap
+from megarl.model.families.dense import LINEARS, NORMS
+
+QK_NORMS = (
+    VectorMap(("self_attention.q_layernorm.weight",), "self_attn.q_norm.weight"),
+    VectorMap(("self_attention.k_layernorm.weight",), "self_attn.k_norm.weight"),
+)
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if hf.get("use_sliding_window"):
+        raise UnsupportedError("config.json: use_sliding_window is true; supported is full attention only")
+    return {"qk_layernorm": True, "add_qkv_bias": bool(hf.get("attention_bias"))}
+
+
+FAMILY = Family(("qwen3",), LINEARS, NORMS + QK_NORMS, _settings)

@@ -1,0 +1,102 @@
+"""mcore's GPTModel for packed token streams, and the layer specification of the ``local`` back end."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megarl.model.attention import PACKED_FORMAT, PackedAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm (Zhang and Sennrich, arXiv:1910.07467). mcore's own torch norm asserts against SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer block of mcore's own linears, our norm and our packed attention."""
+    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+class PackedGPTModel(GPTModel):
+    """A GPTModel whose forward takes packed tokens and returns hidden states instead of logits.
+
+    ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final
+    hidden states ``[T, 1, hidden]`` on the last stage (``[T / TP, 1, hidden]`` under SP). Logits are the business of
+    ``megarl.loss.logprobs``, which never holds all of them.
+    """
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
+        """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""
+        outputs = super()._preprocess(*args, **kwargs)
+        if kwargs["packed_seq_params"].qkv_format != PACKED_FORMAT or outputs[1] is None:
+            return outputs
+        angles = outputs[1].index_select(0, kwargs["position_ids"].view(-1))
+        return (outputs[0], angles, *outputs[2:])
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Skip the output layer."""
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output projection, ``[padded_vocab / TP, hidden]``."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def tokens_hidden(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[T, hidden]`` of all tokens on every TP rank; their gradient is summed over TP ranks."""
+        hidden = hidden_states.squeeze(1)
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return copy_to_tensor_model_parallel_region(hidden, group=group)

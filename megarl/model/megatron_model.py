@@ -1,0 +1,182 @@
+"""One model on this rank: built, trained, saved and exported. The same under torchrun and inside Ray actors.
+
+Every method is a collective over all ranks unless it says otherwise; every rank passes the same arguments and gets the
+same result.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config import RunConfig
+from megarl.errors import MegarlError
+from megarl.loss.base import Loss
+from megarl.model import checkpoint
+from megarl.model.adapter import Attach
+from megarl.model.base_tensors import base_tensors, load_base
+from megarl.model.build import build_chunks
+from megarl.model.families import family_of
+from megarl.model.hf_folder import read_config
+from megarl.model.optim import AdapterOptimizer, wrap_ddp
+from megarl.model.packing import PackedBatch, pack
+from megarl.model.sharding import ShardedTensor, stream_full
+from megarl.model.step import Stepper
+from megarl.parallel.groups import Groups
+from megarl.types import Sample
+
+
+class MegatronModel:
+    """A frozen base model with a trainable adapter.
+
+    Attributes:
+        adapter: what ``attach`` returned.
+        version: policy version, the number of optimizer steps behind the weights.
+        groups: this rank's place.
+    """
+
+    def __init__(self, config: RunConfig, groups: Groups, attach: Attach) -> None:
+        """Build, load the base weights (each rank its own slices), add the adapter, make the optimizer.
+
+        Args:
+            config: ``model``, ``parallel``, ``train`` and ``sampler.temperature`` are used.
+            groups: from ``init_groups``.
+            attach: puts the adapter on (``megarl.lora``).
+
+        Raises:
+            ModelError: the folder is incomplete or does not match its config.
+            UnsupportedError: the family or a setting is not supported.
+        """
+        self.config, self.groups = config, groups
+        self.hf_config = read_config(config.model.path)
+        self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups)
+        load_base(self.chunks, config.model.path, self.hf_config, groups)
+        self.adapter = attach(self.chunks, self.hf_config, groups)
+        self._wrapped = wrap_ddp(self.chunks)
+        self.optimizer = AdapterOptimizer(self._wrapped, self.adapter.parameters(), config.train)
+        self._stepper = Stepper(
+            self._wrapped,
+            groups,
+            vocab_size=self.hf_config["vocab_size"],
+            temperature=config.sampler.temperature,
+        )
+        self.version = 0
+        self.optimizer.zero_grad()
+
+    def _base_tensors(self) -> list[ShardedTensor]:
+        family = family_of(self.hf_config)
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, family, self.hf_config, self.groups)]
+
+    def pack(
+        self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
+    ) -> PackedBatch:
+        """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
+        parallel = self.config.parallel
+        return pack(
+            samples,
+            weights_S,
+            max_tokens=self.config.train.micro_batch_tokens,
+            data=parallel.data,
+            pipeline=parallel.pipeline,
+            multiple=parallel.tensor,
+            step_tokens=step_tokens,
+        )
+
+    def forward_backward(self, batch: PackedBatch, loss: Loss) -> dict[str, float]:
+        """Add the gradient of the batch's loss; call again to accumulate, then ``optim_step``.
+
+        Args:
+            batch: from ``pack``, with the loss weights of the whole step.
+            loss: called per micro-batch on the last pipeline stage.
+
+        Returns:
+            The loss's metrics over all ranks.
+
+        Raises:
+            MegarlError: the gradient was already reduced by ``gradients()``; ``optim_step`` must come first.
+        """
+        if self.optimizer.reduced:
+            raise MegarlError("forward_backward after gradients(): the sum is already reduced; call optim_step first")
+        self._train(True)
+        return self._stepper.forward_backward(batch, loss)
+
+    def optim_step(self, lr: float) -> dict[str, float]:
+        """One AdamW update of the adapter; ``version`` goes up by one.
+
+        Args:
+            lr: learning rate of this update.
+
+        Raises:
+            GradientError: the gradient norm is not finite; nothing was updated.
+        """
+        norm = self.optimizer.step(lr)
+        self.version += 1
+        return {"grad_norm": norm, "learning_rate": lr}
+
+    def forward(self, batch: PackedBatch, *, adapter: bool = True) -> list[np.ndarray]:
+        """Logprobs of the response tokens, without gradient.
+
+        Args:
+            batch: from ``pack``.
+            adapter: False gives the reference policy: the same model with the adapter disabled.
+
+        Returns:
+            One float32 array ``[R]`` per sample, in the batch's order.
+        """
+        self._train(False)
+        if adapter:
+            return self._stepper.logprobs(batch)
+        with self.adapter.disabled():
+            return self._stepper.logprobs(batch)
+
+    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write everything a bitwise resume needs, except the base; see ``checkpoint.save``."""
+        checkpoint.save(
+            path,
+            self.adapter,
+            self.optimizer,
+            self.groups,
+            identity=checkpoint.model_identity(self.hf_config),
+            version=self.version,
+            extra=extra or {},
+        )
+
+    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
+        """Restore a checkpoint made at any layout and return its ``extra``; see ``checkpoint.load``."""
+        identity = checkpoint.model_identity(self.hf_config)
+        self.version, extra = checkpoint.load(path, self.adapter, self.optimizer, self.groups, identity=identity)
+        return extra
+
+    def load_adapter(self, path: str | Path) -> None:
+        """Start from a PEFT adapter directory; the optimizer starts anew.
+
+        Raises:
+            AdapterError: it does not fit; nothing was changed.
+        """
+        self.adapter.load(path)
+        self.optimizer.sync_main()
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream whole tensors on every rank; all ranks must consume the stream to its end.
+
+        Args:
+            adapter_only: True yields the adapter under PEFT's file names; False the base weights, without the
+                adapter, under Hugging Face's.
+        """
+        return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
+
+    def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once."""
+        return stream_full(self.adapter.merged(self._base_tensors()), self.groups)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The whole accumulated gradient by PEFT name, reduced, float32, on the CPU; ``optim_step`` may follow."""
+        self.optimizer.reduce_gradients()
+        tensors = self.adapter.tensors(self.optimizer.gradients())
+        return {name: tensor.cpu().clone() for name, tensor in stream_full(tensors, self.groups)}
+
+    def _train(self, training: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(training)

@@ -1,0 +1,211 @@
+"""Samples -> packed micro-batches. The plan is pure and the same on every rank; only its own share becomes tensors.
+
+A sequence of L tokens is fed as its first L - 1 and predicts its last L - 1: the last token's own output is never used.
+Shape letters: T packed input tokens of a micro-batch, S sequences, R response tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megarl.errors import DataError
+from megarl.loss.base import TokenBatch
+from megarl.model.attention import PackedSequences
+from megarl.types import Sample
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed micro-batch on the device.
+
+    Attributes:
+        tokens_T: int64 inputs; padding at the end is a sequence of its own.
+        positions_T: int64, position of each token within its sequence.
+        packed: the sequences' bounds, for attention.
+        response_R: int64, the packed positions whose next token the policy chose.
+        labels_R: int64, those tokens.
+        loss_tokens: what the loss needs of them.
+        samples: index of each sequence in the batch.
+        counts: response tokens of each sequence; they add up to R.
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    packed: PackedSequences
+    response_R: torch.Tensor
+    labels_R: torch.Tensor
+    loss_tokens: TokenBatch
+    samples: tuple[int, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A global batch: the samples, the weight of their tokens, and which micro-batch of which DP rank they are in.
+
+    Attributes:
+        samples: all samples of the batch, the same on every rank.
+        weights_S: float64, weight of each response token of sample s in the loss (see ``loss.aggregation``).
+        token_fraction: 1 / (response tokens of the whole step).
+        plan: ``plan[data_rank][micro_batch]`` lists sample indices; every rank has as many micro-batches.
+        multiple: T is padded to a multiple of it.
+    """
+
+    samples: tuple[Sample, ...]
+    weights_S: np.ndarray
+    token_fraction: float
+    plan: tuple[tuple[tuple[int, ...], ...], ...]
+    multiple: int
+
+    @property
+    def response_tokens(self) -> np.ndarray:
+        """``[S]`` int64 response tokens of each sample."""
+        return np.array([int(sample.response_mask.sum()) for sample in self.samples])
+
+    @property
+    def input_tokens(self) -> int:
+        """Tokens fed to the model over all ranks, without padding."""
+        return sum(len(sample.tokens) - 1 for sample in self.samples)
+
+
+def pack(
+    samples: Sequence[Sample],
+    weights_S: np.ndarray | None,
+    *,
+    max_tokens: int,
+    data: int = 1,
+    pipeline: int = 1,
+    multiple: int = 1,
+    step_tokens: int | None = None,
+) -> PackedBatch:
+    """Plan the micro-batches of a global batch.
+
+    Args:
+        samples: the batch.
+        weights_S: float64 weight of each sample's tokens, over the whole step; None for passes without a loss.
+        max_tokens: token budget of a micro-batch.
+        data, pipeline: parallel sizes; every DP rank gets as many micro-batches, at least ``pipeline`` where there are
+            samples enough, so that the pipeline fills.
+        multiple: pad T to it (the tensor-parallel size under SP).
+        step_tokens: response tokens of the whole step, where the batch is a part of it.
+
+    Raises:
+        DataError: no samples, a sample over the budget, or weights that do not match.
+    """
+    if not samples:
+        raise DataError("a batch needs at least one sample")
+    weights = np.zeros(len(samples)) if weights_S is None else np.asarray(weights_S, dtype=np.float64)
+    if weights.shape != (len(samples),):
+        raise DataError(f"weights_S has shape {weights.shape}, but there are {len(samples)} samples")
+    lengths = [len(sample.tokens) - 1 for sample in samples]
+    for index, length in enumerate(lengths):
+        if length > max_tokens:
+            raise DataError(
+                f"sample {index} feeds {length} tokens, more than train.micro_batch_tokens ({max_tokens}); raise it"
+            )
+    total = step_tokens or sum(int(sample.response_mask.sum()) for sample in samples)
+    bins = plan_bins(lengths, max_tokens, groups=data, at_least=pipeline)
+    plan = tuple(tuple(tuple(sorted(b)) for b in bins[rank::data]) for rank in range(data))
+    return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple)
+
+
+def plan_bins(lengths: Sequence[int], max_tokens: int, *, groups: int = 1, at_least: int = 1) -> list[list[int]]:
+    """Spread items over the fewest bins that balance well: longest first, each into the emptiest bin.
+
+    Args:
+        lengths: tokens of each item, none above ``max_tokens``.
+        max_tokens: capacity of a bin.
+        groups: the number of bins is a multiple of it.
+        at_least: bins per group, where there are items enough.
+
+    Returns:
+        Item indices per bin, fullest bin first; bins are empty where there are fewer items than bins.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    wanted = min(groups * at_least, max(len(lengths), 1))
+    count = max(-(-sum(lengths) // max_tokens), wanted)
+    while True:
+        count = -(-count // groups) * groups
+        bins: list[list[int]] = [[] for _ in range(count)]
+        loads = [0] * count
+        for index in order:
+            target = min(range(count), key=loads.__getitem__)
+            bins[target].append(index)
+            loads[target] += lengths[index]
+        if max(loads) <= max_tokens:
+            return [bins[i] for i in sorted(range(count), key=lambda i: -loads[i])]
+        count += 1
+
+
+def micro_batches(batch: PackedBatch, data_rank: int, device: torch.device) -> list[MicroBatch]:
+    """Tensors of one DP rank's micro-batches, in order."""
+    return [_assemble(batch, indices, device) for indices in batch.plan[data_rank]]
+
+
+def _assemble(batch: PackedBatch, indices: tuple[int, ...], device: torch.device) -> MicroBatch:
+    chosen = [batch.samples[index] for index in indices]
+    lengths = [len(sample.tokens) - 1 for sample in chosen]
+    # An empty micro-batch still runs, so that every rank takes part in every collective.
+    padding = -sum(lengths) % batch.multiple if lengths else max(batch.multiple, 1)
+    if padding:
+        lengths.append(padding)
+    tokens = np.concatenate([*(s.tokens[:-1] for s in chosen), np.zeros(padding, dtype=np.int64)])
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    starts = np.cumsum([0, *lengths])
+    where = [start + np.flatnonzero(s.response_mask[1:]) for start, s in zip(starts, chosen, strict=False)]
+    labels = [sample.tokens[sample.response_mask] for sample in chosen]
+    return MicroBatch(
+        tokens_T=_tensor(tokens, np.int64, device),
+        positions_T=_tensor(positions, np.int64, device),
+        packed=PackedSequences.from_lengths(tuple(int(length) for length in lengths), device),
+        response_R=_tensor(_concatenate(where), np.int64, device),
+        labels_R=_tensor(_concatenate(labels), np.int64, device),
+        loss_tokens=_loss_tokens(batch, indices, chosen, device),
+        samples=indices,
+        counts=tuple(len(part) for part in where),
+    )
+
+
+def _loss_tokens(
+    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], device: torch.device
+) -> TokenBatch:
+    counts = [int(sample.response_mask.sum()) for sample in chosen]
+
+    def gather(name: str) -> torch.Tensor | None:
+        values = [getattr(sample, name) for sample in chosen]
+        missing = [value is None for value in values]
+        if all(missing):
+            return None
+        if any(missing):
+            raise DataError(f"some samples of a batch have {name} and some have not; give it for all or for none")
+        return _tensor(_concatenate(values), np.float32, device)
+
+    return TokenBatch(
+        weights_T=_tensor(np.repeat(batch.weights_S[list(indices)], counts), np.float32, device),
+        advantages_T=_tensor(np.repeat([sample.advantage for sample in chosen], counts), np.float32, device),
+        token_fraction=batch.token_fraction,
+        sampler_logprobs_T=gather("sampler_logprobs"),
+        old_logprobs_T=gather("old_logprobs"),
+        reference_logprobs_T=gather("reference_logprobs"),
+    )
+
+
+def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _tensor(array: np.ndarray, dtype: type, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
+
+
+def split_by_sample(flat: np.ndarray, batch: PackedBatch) -> list[np.ndarray]:
+    """Cut a vector over all response tokens of a batch, in sample order, into one array per sample."""
+    return np.split(flat, np.cumsum(batch.response_tokens)[:-1])
+
+
+def flat_offsets(batch: PackedBatch) -> np.ndarray:
+    """``[S]`` int64: where each sample's response tokens start in the vector over all of the batch's."""
+    counts = batch.response_tokens
+    return np.cumsum(counts) - counts

@@ -1,0 +1,138 @@
+"""Forward and backward passes of a packed batch on mcore's own pipeline schedules."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megarl.loss.base import Loss
+from megarl.loss.logprobs import token_logprobs
+from megarl.model.gpt import PackedGPTModel
+from megarl.model.packing import MicroBatch, PackedBatch, flat_offsets, micro_batches, split_by_sample
+from megarl.parallel.groups import Groups
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]
+
+
+class Stepper:
+    """Runs batches through this rank's model chunks."""
+
+    def __init__(self, chunks: list[Any], groups: Groups, *, vocab_size: int, temperature: float) -> None:
+        """Keep what every pass needs.
+
+        Args:
+            chunks: possibly wrapped in DDP.
+            groups: this rank's place.
+            vocab_size: without padding.
+            temperature: the policy is softmax(logits / temperature).
+        """
+        self.chunks, self.groups = chunks, groups
+        self.vocab_size, self.temperature = vocab_size, temperature
+
+    def forward_backward(self, batch: PackedBatch, loss: Loss) -> dict[str, float]:
+        """Add the gradient of the batch's loss to the gradient buffers; metrics over all ranks, on every rank."""
+        outputs = self._run(batch, partial(self._loss, loss=loss), forward_only=False)
+        return self._reduce_metrics(outputs)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> list[np.ndarray]:
+        """Logprobs ``[R]`` float32 of each sample, in the batch's order, on every rank."""
+        outputs = self._run(batch, self._collect, forward_only=True)
+        flat = torch.zeros(int(batch.response_tokens.sum()), dtype=torch.float32, device=self.groups.device)
+        offsets = flat_offsets(batch)
+        for output in outputs:
+            parts = output["logprobs"].split(list(output["counts"]))
+            for sample, part in zip(output["samples"], parts, strict=True):
+                flat[offsets[sample] : offsets[sample] + len(part)] = part
+        dist.all_reduce(flat, group=self.groups.data)
+        dist.broadcast(flat, self.groups.last_stage_rank(), group=self.groups.pipeline)
+        return split_by_sample(flat.cpu().numpy(), batch)
+
+    def _run(self, batch: PackedBatch, loss_function: Callable, *, forward_only: bool) -> list[dict]:
+        items = micro_batches(batch, self.groups.data_rank, self.groups.device)
+        iterators: list[Iterator[MicroBatch]] = [iter(items) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=partial(_forward_step, loss_function=loss_function),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(items),
+            # With variable_seq_lengths the stages tell each other the real shapes.
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _logprobs(
+        self, model: PackedGPTModel, item: MicroBatch, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies ``[R]`` of the response tokens only: the output layer sees nothing else."""
+        hidden = model.tokens_hidden(hidden_states).index_select(0, item.response_R)
+        weight = model.output_weight()
+        return token_logprobs(
+            hidden,
+            weight,
+            item.labels_R,
+            temperature=self.temperature,
+            group=self.groups.tensor if self.groups.topology.tensor > 1 else None,
+            vocab_start=self.groups.tensor_rank * weight.shape[0],
+            vocab_size=self.vocab_size,
+        )
+
+    def _loss(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch, *, loss: Loss) -> tuple:
+        count = torch.tensor(len(item.labels_R), dtype=torch.int, device=hidden_states.device)
+        if not len(item.labels_R):
+            return hidden_states.sum() * 0.0, count, {}
+        logprobs, entropy = self._logprobs(model, item, hidden_states)
+        output = loss(logprobs, item.loss_tokens)
+        mean = entropy.detach().sum() * item.loss_tokens.token_fraction
+        return output.loss, count, output.metrics | {"entropy": mean}
+
+    def _collect(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch) -> tuple:
+        logprobs = self._logprobs(model, item, hidden_states)[0] if len(item.labels_R) else hidden_states.new_zeros(0)
+        record = {"logprobs": logprobs.float(), "samples": item.samples, "counts": item.counts}
+        return hidden_states.new_zeros(()), torch.tensor(0, dtype=torch.int, device=hidden_states.device), record
+
+    def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+        """Combine metrics over micro-batches and DP ranks, and tell every pipeline stage."""
+        names: list[Any] = [sorted({name for output in outputs for name in output})]
+        if self.groups.last_stage:
+            everyone: list[Any] = [None] * self.groups.topology.data
+            dist.all_gather_object(everyone, names[0], group=self.groups.data)
+            names = [sorted(set().union(*everyone))]
+        dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=self.groups.pipeline)
+        values = torch.zeros(len(names[0]), dtype=torch.float64, device=self.groups.device)
+        largest = torch.tensor([name.endswith("_max") for name in names[0]], device=self.groups.device)
+        values[largest] = -torch.inf
+        for output in outputs:
+            for index, name in enumerate(names[0]):
+                if name in output:
+                    value = output[name].double()
+                    values[index] = torch.maximum(values[index], value) if largest[index] else values[index] + value
+        peak = values.clone()
+        dist.all_reduce(values, group=self.groups.data)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.groups.data)
+        values[largest] = peak[largest]
+        dist.broadcast(values, self.groups.last_stage_rank(), group=self.groups.pipeline)
+        return dict(zip(names[0], values.tolist(), strict=True))
+
+
+def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, loss_function: Callable) -> tuple:
+    """mcore's forward step: the chunk's output and what makes a loss of it."""
+    item = next(iterator)
+    hidden_states = model(
+        input_ids=item.tokens_T[None],
+        position_ids=item.positions_T[None],
+        attention_mask=None,
+        packed_seq_params=item.packed,
+    )
+    return hidden_states, partial(loss_function, model=_inner(model), item=item)
+
+
+def _inner(model: Any) -> PackedGPTModel:
+    while not isinstance(model, PackedGPTModel):
+        model = model.module
+    return model

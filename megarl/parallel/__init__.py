@@ -1,0 +1,1 @@
+"""Ranks, process groups and devices. The only package that reads mcore's ``parallel_state``."""

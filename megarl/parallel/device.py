@@ -1,0 +1,157 @@
+"""What makes mcore run where there is no CUDA. On a CUDA host every function here does nothing but pick the device.
+
+mcore asks ``torch.cuda`` for the current device, its random state and its streams, whatever the tensors' device. On a
+CPU host those few functions are answered for the CPU. Its optimizers moreover name ``"cuda"`` literally and compare
+``Tensor.type()`` with CUDA type names; ``cuda_names()`` translates both, and is entered only around optimizer calls
+because a ``TorchFunctionMode`` costs about 15% of a training step.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.errors import ConfigError
+
+CPU = torch.device("cpu")
+
+
+def pick_device(requested: str, local_rank: int | None = None) -> torch.device:
+    """Resolve ``train.device`` for this process, make it current and prepare mcore for it.
+
+    Args:
+        requested: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        local_rank: index of the GPU among those this process sees; default: LOCAL_RANK, as torchrun sets it, else 0.
+
+    Raises:
+        ConfigError: CUDA was asked for and torch sees none, or CPU was asked for on a CUDA host whose torch mcore
+            would use anyway.
+    """
+    available = torch.cuda.is_available()
+    if requested == "cuda" and not available:
+        raise ConfigError("train.device is 'cuda', but torch sees no GPU; use 'auto' or 'cpu', or check the driver")
+    if requested == "cpu" and available:
+        raise ConfigError(
+            "train.device is 'cpu', but torch sees a GPU and mcore would use it; set CUDA_VISIBLE_DEVICES="
+        )
+    if available:
+        index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
+    _answer_for_cpu()
+    return CPU
+
+
+def backend(device: torch.device) -> str:
+    """The ``torch.distributed`` backend for a device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+class _Stream:
+    """Stands in for ``torch.cuda.Stream``: work on a CPU is synchronous, so every wait is over at once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> "_Event":
+        return event or _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _Event:
+    """Stands in for ``torch.cuda.Event``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def wait(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _CpuTorch:
+    """Stands in for ``torch`` inside one mcore module whose hot path names ``device="cuda"`` when it makes tensors."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(torch, name)
+        if name not in ("zeros", "ones", "empty", "full", "tensor"):
+            return value
+
+        def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return value(*args, **{key: given for key, given in kwargs.items() if key != "device"})
+
+        return on_cpu
+
+
+def _answer_for_cpu() -> None:
+    """Point the ``torch.cuda`` functions that mcore calls at the CPU. Idempotent."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import random as mcore_random
+
+    def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        torch.set_rng_state(new_state)
+
+    cuda: Any = torch.cuda
+    stream = _Stream()
+    answers: dict[str, Any] = {
+        "current_device": lambda: CPU,
+        "synchronize": lambda device=None: None,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "stream": lambda stream=None: contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
+        "empty_cache": lambda: None,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": get_state,
+        "set_rng_state": set_state,
+        "Stream": _Stream,
+        "Event": _Event,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, answer)
+    schedules.torch = _CpuTorch()
+    # On a CPU the "GPU" state that mcore forks is the CPU's own: that it changes is no news.
+    logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
+    mcore_random._get_cuda_rng_state = get_state
+    mcore_random._set_cuda_rng_state = set_state
+
+
+class _CudaNames(TorchFunctionMode):
+    """Maps ``device="cuda"`` to the CPU and reports CPU tensor types under their CUDA names."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = CPU
+        return func(*args, **kwargs)
+
+
+def cuda_names() -> contextlib.AbstractContextManager:
+    """Context in which mcore code that names ``"cuda"`` literally runs on a CPU host; nothing on a CUDA host."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaNames()

@@ -1,0 +1,162 @@
+"""Process groups: the only reader of mcore's ``parallel_state``."""
+
+import datetime
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+
+from megarl.config import ParallelConfig
+from megarl.errors import ConfigError
+from megarl.parallel.device import backend
+from megarl.parallel.topology import Topology
+
+
+@dataclass(frozen=True)
+class Groups:
+    """This rank's place and its process groups.
+
+    Attributes:
+        topology: the layout.
+        rank: global rank.
+        tensor_rank, data_rank, pipeline_rank: coordinates.
+        tensor, data, pipeline: groups along one axis.
+        device: where tensors live.
+    """
+
+    topology: Topology
+    rank: int
+    tensor_rank: int
+    data_rank: int
+    pipeline_rank: int
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pipeline_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank computes logprobs."""
+        return self.pipeline_rank == self.topology.pipeline - 1
+
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline."""
+        return dist.get_global_rank(self.pipeline, self.topology.pipeline - 1)
+
+
+def init_groups(
+    config: ParallelConfig, device: torch.device, *, seed: int = 0, timeout_seconds: float = 1800
+) -> Groups:
+    """Join the default process group (from RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build mcore's groups.
+
+    Args:
+        config: the layout.
+        device: from ``pick_device``.
+        seed: of mcore's random state tracker (dropout).
+        timeout_seconds: how long a collective may wait for a peer before it raises.
+
+    Raises:
+        ConfigError: the number of processes is not the layout's.
+    """
+    if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ConfigError(f"environment variable {missing[0]} is not set; start with torchrun or `megarl train`")
+        # No device_id: it would connect every one of mcore's groups at once, and most are never used.
+        dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=timeout_seconds))
+    topology = Topology.from_config(config)
+    if dist.get_world_size() != topology.world_size:
+        raise ConfigError(
+            f"{dist.get_world_size()} processes were started, but parallel.tensor ({config.tensor}) x pipeline "
+            f"({config.pipeline}) x context ({config.context}) x data ({config.data}) = {topology.world_size}"
+        )
+    if not mpu.model_parallel_is_initialized():
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor,
+            pipeline_model_parallel_size=config.pipeline,
+            context_parallel_size=config.context,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return current_groups(device)
+
+
+def current_groups(device: torch.device | None = None) -> Groups:
+    """Describe the groups that mcore has been initialised with, by megarl or by a user's own script.
+
+    Args:
+        device: where tensors live; default: the current CUDA device, or the CPU.
+
+    Raises:
+        ConfigError: mcore's groups are not initialised.
+    """
+    if not mpu.model_parallel_is_initialized():
+        raise ConfigError("mcore's parallel_state is not initialised; call initialize_model_parallel first")
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    topology = Topology(
+        tensor=mpu.get_tensor_model_parallel_world_size(),
+        context=mpu.get_context_parallel_world_size(),
+        data=mpu.get_data_parallel_world_size(),
+        pipeline=mpu.get_pipeline_model_parallel_world_size(),
+    )
+    return Groups(
+        topology=topology,
+        rank=dist.get_rank(),
+        tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        data_rank=mpu.get_data_parallel_rank(),
+        pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        tensor=mpu.get_tensor_model_parallel_group(),
+        data=mpu.get_data_parallel_group(),
+        pipeline=mpu.get_pipeline_model_parallel_group(),
+        device=device,
+    )
+
+
+def destroy_groups() -> None:
+    """Leave all groups; safe to call twice."""
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def gather_full(shard: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate a tensor's shards along ``dim`` over a group; every rank gets the whole.
+
+    Args:
+        shard: this rank's part, same shape on every rank.
+        dim: the split dimension, or None for a replicated tensor, which is returned as it is.
+        group: the tensor-parallel group.
+    """
+    if dim is None or group.size() == 1:
+        return shard
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+def on_rank_zero(action: Callable[[], None]) -> None:
+    """Run something on global rank 0 only; every rank returns once it is done, or raises what it raised.
+
+    Args:
+        action: its exception must be picklable.
+    """
+    failure: list[BaseException | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as error:
+            failure[0] = error
+    dist.broadcast_object_list(failure, 0)
+    if failure[0] is not None:
+        raise failure[0]

@@ -1,0 +1,45 @@
+"""Rank arithmetic, without torch: which rank sits where in the layout.
+
+mcore's order is ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are adjacent ranks, pipeline stages are farthest apart.
+"""
+
+from dataclasses import dataclass
+
+from megarl.config import ParallelConfig
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Sizes of the axes of the dense (non-expert) layout; ``world_size`` is their product."""
+
+    tensor: int = 1
+    context: int = 1
+    data: int = 1
+    pipeline: int = 1
+
+    @classmethod
+    def from_config(cls, config: ParallelConfig) -> "Topology":
+        """Take the sizes from the ``parallel`` section."""
+        return cls(config.tensor, config.context, config.data, config.pipeline)
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.context * self.data * self.pipeline
+
+    def rank(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
+        """Global rank at the given coordinates."""
+        return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """``(tensor, context, data, pipeline)`` coordinates of a global rank.
+
+        Raises:
+            ConfigError: the rank is outside the layout.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"rank {rank} is outside a layout of {self.world_size} ranks")
+        tensor = rank % self.tensor
+        context = rank // self.tensor % self.context
+        data = rank // (self.tensor * self.context) % self.data
+        return tensor, context, data, rank // (self.tensor * self.context * self.data)

@@ -1,0 +1,125 @@
+"""RunConfig -> vLLM's settings. Pure dictionaries and numbers, no vLLM."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunConfig
+from megarl.errors import ConfigError, UnsupportedError
+
+# vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Tokens of one engine step. On CPU, chunked prefill is off, since with per-request seeds it crashes (vLLM 0.32).
+BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
+EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
+
+
+def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's ``AsyncEngineArgs``.
+
+    Args:
+        config: the run's.
+        engine_index: 0 .. sampler.engines - 1; shifts the seed.
+        device: ``"cpu"`` or ``"cuda"``.
+    """
+    sampler = config.sampler
+    length = sampler.max_prompt_tokens + sampler.max_response_tokens
+    eager = sampler.enforce_eager if sampler.enforce_eager is not None else device == "cpu"
+    arguments: dict[str, Any] = {
+        "model": str(Path(config.model.path).expanduser()),
+        "dtype": config.model.dtype,
+        "tensor_parallel_size": sampler.tensor,
+        # A base that never arrived then samples noise from dummy weights, which no version check would let through.
+        "load_format": "dummy" if config.checkpoint_engine.base_weights == "send" else "auto",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",  # the model's own top_p, top_k, penalties must not leak in
+        "seed": sampler.seed + engine_index,
+        "max_model_len": length,
+        "max_num_seqs": sampler.max_num_seqs,
+        "max_num_batched_tokens": max(BATCHED_TOKENS[device], length),
+        "enable_prefix_caching": True,  # the samples of a prompt share its prefill
+        "enforce_eager": eager,
+        "kv_cache_memory_bytes": int(sampler.kv_cache_gib * 2**30),
+        "gpu_memory_utilization": sampler.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "enable_lora": True,
+        "max_lora_rank": max_lora_rank(config),
+        "max_loras": 2,  # the old version may still decode while the new one is added
+        "max_cpu_loras": 4,  # evicting an adapter that is in use would kill the engine
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments |= {"enable_chunked_prefill": False, "block_size": 32}
+    return arguments
+
+
+def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's ``SamplingParams``: every one that changes the distribution is explicit."""
+    sampler = config.sampler
+    return {
+        "n": sampler.samples_per_prompt,
+        "temperature": sampler.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "logit_bias": None,
+        "bad_words": None,
+        "min_tokens": 0,
+        "max_tokens": sampler.max_response_tokens,
+        "stop": None,
+        "stop_token_ids": list(stop),
+        "ignore_eos": False,
+        "logprobs": 0,  # of the drawn token only
+        "seed": seed,
+        "detokenize": False,
+    }
+
+
+def max_lora_rank(config: RunConfig) -> int:
+    """The smallest buffer rank that holds every module's.
+
+    Raises:
+        UnsupportedError: a rank above vLLM's largest.
+    """
+    lora = config.lora.model_dump()
+    if config.lora.init_from:
+        lora = _read_json(Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from")
+    rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
+    fitting = [size for size in LORA_RANKS if size >= rank]
+    if not fitting:
+        raise UnsupportedError(f"the adapter has rank {rank}; vLLM supports at most {LORA_RANKS[-1]}")
+    return fitting[0]
+
+
+def stop_tokens(model_path: str) -> tuple[int, ...]:
+    """Ids that end a completion: ``eos_token_id`` of generation_config.json, else of config.json.
+
+    Returns:
+        Sorted ids; empty when the model names none (completions then end at their maximal length).
+
+    Raises:
+        ConfigError: ``eos_token_id`` is neither an integer nor a list of them.
+    """
+    folder = Path(model_path).expanduser()
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).is_file():
+            continue
+        value = _read_json(folder / name, "model.path").get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+            raise ConfigError(f"{folder / name}: eos_token_id is {value!r}; it must be an integer or a list of them")
+        if ids:
+            return tuple(sorted(set(ids)))
+    return ()
+
+
+def _read_json(file: Path, field: str) -> dict[str, Any]:
+    """Parse a JSON file that a config field points to."""
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}: {file} cannot be read ({error})") from error

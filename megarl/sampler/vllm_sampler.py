@@ -1,0 +1,293 @@
+"""One vLLM engine that answers from one verified policy version: token ids in, token ids and logprobs out.
+
+Needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets up the default
+process group and the thread count of whatever process holds it.
+
+Reproducibility: each prompt has its own seed, made from ``sampler.seed``, the engine's index, the version and the
+position in the version's calls. The same calls therefore give the same completions, up to the rounding that vLLM's
+kernels owe to the batch (its composition depends on timing).
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.config import RunConfig
+from megarl.errors import DataError, MegarlError, WeightSyncError, WorkerError
+from megarl.sampler.gate import VersionGate
+from megarl.sampler.settings import engine_arguments, sampling_arguments, stop_tokens
+from megarl.types import Completion
+
+
+class VllmSampler:
+    """A ``sampler.base.Sampler`` on vLLM's ``AsyncLLM``.
+
+    Policy version v is LoRA id v + 1 (ids start at 1) under the name ``policy-v<v>``: one to one, since the prefix
+    cache keys on the name. Other methods may be called while ``generate`` runs.
+
+    Args:
+        config: the run's.
+        engine_index: 0 .. sampler.engines - 1.
+    """
+
+    def __init__(self, config: RunConfig, *, engine_index: int) -> None:
+        self._config = config
+        self._index = engine_index
+        self._device = _resolve(config.train.device)
+        self._stop = stop_tokens(config.model.path)
+        self._gate = VersionGate(base_ready=config.checkpoint_engine.base_weights == "disk")
+        self._engine: Any = None
+        self._request = 0
+        self._calls: dict[int, int] = {}
+        self._vocabulary = 0
+
+    @property
+    def receivers(self) -> int:
+        """vLLM workers of this engine, each of which receives weights."""
+        return self._config.sampler.tensor
+
+    @property
+    def version(self) -> int | None:
+        """The policy version that may be sampled from, None before the first sync."""
+        return self._gate.resident
+
+    async def start(self) -> None:
+        """Start the engine.
+
+        Raises:
+            WorkerError: vLLM did not start; the cause is chained.
+        """
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            arguments = AsyncEngineArgs(**engine_arguments(self._config, self._index, self._device))
+            self._engine = AsyncLLM.from_engine_args(arguments)
+            self._vocabulary = self._engine.model_config.get_vocab_size()
+            await self._rpc("megarl_start")
+        except MegarlError:
+            raise
+        except Exception as error:
+            raise WorkerError(f"sampler {self._index} did not start: {error}") from error
+
+    async def generate(self, prompts: list[np.ndarray], version: int) -> list[list[Completion]]:
+        """Sample from one policy version.
+
+        Args:
+            prompts: ``[P]`` int64 token ids each, 1 <= P <= sampler.max_prompt_tokens.
+            version: the policy version that must answer.
+
+        Returns:
+            For each prompt, ``sampler.samples_per_prompt`` completions.
+
+        Raises:
+            StaleVersionError: another version is resident, or none.
+            WeightSyncError: a sync failed before or meanwhile.
+            DataError: a prompt that is empty, too long, or holds an unknown token.
+            WorkerError: the engine died or failed.
+        """
+        for number, prompt in enumerate(prompts):
+            self._check_prompt(number, prompt)
+        with self._gate.request(version):
+            call = self._calls.get(version, 0)
+            self._calls = {version: call + 1}
+            tasks = [
+                asyncio.ensure_future(self._sample(prompt, version, _seed(self._config, self._index, version, call, i)))
+                for i, prompt in enumerate(prompts)
+            ]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
+        """Receive one transfer in every worker and stage it.
+
+        Args:
+            endpoint: the sender's, as JSON.
+            first: receiver index of this engine's first worker.
+
+        Returns:
+            Each worker's receipt.
+
+        Raises:
+            WeightSyncError: what arrived is not exactly what was sent, or does not fit the model. The sampler refuses
+                to generate from then on.
+            WorkerError: the engine died.
+        """
+        with self._refusing_on_error():
+            self._gate.check_usable()
+            if json.loads(endpoint)["kind"] == "base":
+                self._gate.base_arrives()
+            receipts = await self._rpc("megarl_receive", endpoint, first)
+            parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
+            self._gate.stage(parsed)
+            return receipts
+
+    async def flip(self, version: int, kind: Kind, checksum: str) -> None:
+        """Make the staged weights current, after the proof that vLLM's kernels read exactly them.
+
+        Raises:
+            WeightSyncError: other weights are staged, or vLLM holds something else than what was staged.
+            WorkerError: the engine died.
+        """
+        with self._refusing_on_error():
+            self._gate.check_flip(version, kind, checksum)
+            if kind == "base":
+                if not await self._call(self._engine.reset_prefix_cache()):
+                    raise WeightSyncError("vLLM could not reset its prefix cache after the base weights changed")
+            else:
+                await self._call(self._engine.add_lora(_lora_request(version)))
+                different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
+                if different:
+                    raise WeightSyncError(
+                        f"vLLM does not hold version {version} exactly in: {', '.join(different[:5])}"
+                    )
+            self._gate.flip()
+
+    async def retire(self, version: int) -> None:
+        """Drop every adapter but ``version``'s, those excepted that still serve a request (a later call drops them).
+
+        Raises:
+            WorkerError: the engine died.
+        """
+        with self._refusing_on_error():
+            for old in self._gate.retirable(version):
+                await self._call(self._engine.remove_lora(old + 1))
+                await self._rpc("megarl_drop", old + 1)
+                self._gate.retired(old)
+
+    async def refuse(self, reason: str) -> None:
+        """Generate nothing any more; running requests fail too. Final for this engine."""
+        self._gate.refuse(reason)
+
+    async def resident(self) -> list[tuple[list[int], list[int]]]:
+        """For each worker, the LoRA ids that are staged and those that vLLM holds."""
+        return await self._rpc("megarl_resident")
+
+    async def close(self) -> None:
+        """Stop the engine and its processes; may be called twice."""
+        engine, self._engine = self._engine, None
+        self._gate.refuse("it was closed")
+        if engine is not None:
+            engine.shutdown()
+
+    async def _sample(self, prompt: np.ndarray, version: int, seed: int) -> list[Completion]:
+        """All completions of one prompt."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        arguments = sampling_arguments(self._config, self._stop, seed)
+        parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+        self._request += 1
+        stream = self._alive().generate(
+            {"prompt_token_ids": prompt.tolist()},
+            parameters,
+            request_id=f"{self._index}-{self._request}",
+            lora_request=_lora_request(version),
+        )
+        try:
+            outputs = [output async for output in stream]
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            raise WorkerError(f"sampler {self._index} failed while generating: {_cause(error)}") from error
+        output = outputs[-1] if outputs else None
+        if output is None or not output.finished or len(output.outputs) != self._config.sampler.samples_per_prompt:
+            raise WorkerError(f"sampler {self._index} ended a request without all of its completions")
+        if list(output.prompt_token_ids) != prompt.tolist():
+            raise WorkerError(f"sampler {self._index} answered another prompt than the one it was given")
+        return [self._completion(prompt, one, version) for one in output.outputs]
+
+    def _completion(self, prompt: np.ndarray, output: Any, version: int) -> Completion:
+        """vLLM's output -> our record; raises ``WorkerError`` for anything incomplete."""
+        ids = np.asarray(output.token_ids, dtype=np.int64)
+        logprobs = np.asarray(
+            [step[token].logprob for step, token in zip(output.logprobs, ids.tolist(), strict=True)], dtype=np.float32
+        )
+        if output.finish_reason not in ("stop", "length") or not len(ids):
+            raise WorkerError(f"sampler {self._index}: a completion ended with {output.finish_reason!r}")
+        if not np.isfinite(logprobs).all():
+            raise WorkerError(f"sampler {self._index}: a completion has a logprob that is not finite")
+        return Completion(
+            prompt_ids=np.asarray(prompt, dtype=np.int64),
+            response_ids=ids,
+            logprobs=logprobs,
+            versions=np.full(len(ids), version, dtype=np.int64),
+            finish_reason=output.finish_reason,
+        )
+
+    def _check_prompt(self, number: int, prompt: np.ndarray) -> None:
+        """Refuse what vLLM would truncate, reject or crash on."""
+        if prompt.ndim != 1 or prompt.dtype != np.int64:
+            raise DataError(f"prompt {number} must be one-dimensional int64, got {prompt.dtype} {prompt.shape}")
+        limit = self._config.sampler.max_prompt_tokens
+        if not 1 <= len(prompt) <= limit:
+            raise DataError(
+                f"prompt {number} has {len(prompt)} tokens; allowed are 1 to sampler.max_prompt_tokens {limit}"
+            )
+        if self._vocabulary and (prompt.min() < 0 or prompt.max() >= self._vocabulary):
+            raise DataError(f"prompt {number} holds a token outside the vocabulary of {self._vocabulary}")
+
+    def _alive(self) -> Any:
+        """The engine, or ``WorkerError``."""
+        if self._engine is None:
+            raise WorkerError(f"sampler {self._index} is not started or was closed")
+        return self._engine
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call the extension in every worker."""
+        return await self._call(self._alive().collective_rpc(method, args=args))
+
+    async def _call(self, awaitable: Any) -> Any:
+        """Await vLLM; its errors become ``WorkerError`` (dead) or ``WeightSyncError`` (what a worker raised)."""
+        try:
+            return await asyncio.wait_for(awaitable, self._config.checkpoint_engine.timeout_seconds)
+        except TimeoutError as error:
+            raise WeightSyncError(f"sampler {self._index} did not answer in time") from error
+        except Exception as error:
+            dead = self._engine is None or self._engine.errored
+            raise (WorkerError if dead else WeightSyncError)(_cause(error)) from error
+
+    @contextmanager
+    def _refusing_on_error(self) -> Iterator[None]:
+        """Whatever fails in here, cancellation included, closes the gate."""
+        try:
+            yield
+        except BaseException as error:
+            self._gate.refuse(str(error) or repr(error))
+            raise
+
+
+def _lora_request(version: int) -> Any:
+    """vLLM's handle on a version; the path is never read, but must not be empty."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"policy-v{version}", version + 1, "megarl")
+
+
+def _seed(config: RunConfig, engine: int, version: int, call: int, prompt: int) -> int:
+    """31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
+    return xxhash.xxh3_64_intdigest(repr((config.sampler.seed, engine, version, call, prompt)).encode()) >> 33
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost message: vLLM wraps a failure in several of its own, and quotes what a worker raised."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)
+
+
+def _resolve(device: str) -> str:
+    """``train.device``; ``"auto"`` is CUDA where torch sees it."""
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -1,0 +1,32 @@
+"""Tasks: prompts with verifiable rewards. One more task is one more module and one more line in ``TASKS``."""
+
+from collections.abc import Callable
+
+from megarl.errors import ConfigError, pick
+from megarl.tasks import arithmetic, countdown, gsm8k
+from megarl.tasks.base import Reward, Task, TaskContext
+from megarl.tasks.custom_reward import RewardedTask, load_reward
+
+__all__ = ["TASKS", "Reward", "Task", "TaskContext", "build_task"]
+
+# Name in ``task.name`` -> factory, which raises ConfigError for wrong options and DataError for wrong data.
+TASKS: dict[str, Callable[[TaskContext], Task]] = {
+    "arithmetic": arithmetic.build,
+    "countdown": countdown.build,
+    "gsm8k": gsm8k.build,
+}
+
+
+def build_task(context: TaskContext) -> Task:
+    """Build the task that ``task.name`` names, with the reward of ``task.reward`` if that is set.
+
+    Raises:
+        ConfigError: unknown task, wrong options, missing file or reward function.
+        DataError: malformed rows; all of them are counted, the first few listed.
+    """
+    task = pick(TASKS, context.config.name, "task")(context)
+    if len(task) == 0:
+        raise ConfigError(f"task '{context.config.name}' has no prompts; check task.path and task.options")
+    if context.config.reward is None:
+        return task
+    return RewardedTask(task, context.config.reward, load_reward(context, context.config.reward))

@@ -1,0 +1,94 @@
+"""Short sums with one verifiable answer: small enough to learn on two CPU cores."""
+
+import random
+import re
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from megarl.config.base import Section
+from megarl.tasks.base import Reward, TaskContext
+from megarl.tasks.expression import evaluate
+from megarl.tasks.options import parse_options, refuse_path
+from megarl.types import Prompt
+
+INTEGER = re.compile(r"-?[0-9]+")
+# A number within a text; in "10-5" the minus belongs to no number.
+INTEGER_IN_TEXT = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
+
+EXACT = 1.0
+RIGHT_BUT_WORDY = 0.6
+WRONG_BUT_BARE = 0.1
+
+
+class ArithmeticOptions(Section):
+    min: int = Field(1, ge=0, le=1_000_000)
+    """Smallest operand."""
+    max: int = Field(20, ge=0, le=1_000_000)
+    """Largest operand."""
+    operands: int = Field(2, ge=2, le=8)
+    """Numbers in a sum."""
+    operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
+    """Drawn at random, one between each two operands; ``*`` binds tighter."""
+    size: int = Field(10_000, ge=1)
+    """Prompts in the data set."""
+
+    @model_validator(mode="after")
+    def _check_range(self) -> "ArithmeticOptions":
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) must be at most max ({self.max})")
+        return self
+
+
+class ArithmeticTask:
+    """ "What is 3 + 4? Reply with the number only."; prompt ``i`` depends on the seed and ``i`` alone."""
+
+    def __init__(self, options: ArithmeticOptions, seed: int) -> None:
+        self._options = options
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._options.size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of an arithmetic task with {len(self)}")
+        options = self._options
+        draw = random.Random(f"arithmetic-{self._seed}-{index}")  # a string seed is the same in every process
+        sum_ = str(draw.randint(options.min, options.max))
+        for _ in range(options.operands - 1):
+            sum_ += f" {draw.choice(options.operators)} {draw.randint(options.min, options.max)}"
+        return Prompt(
+            id=f"arithmetic-{index}",
+            messages=({"role": "user", "content": f"What is {sum_}? Reply with the number only."},),
+            data={"answer": int(evaluate(sum_)[0])},
+        )
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        """Score 1 for exactly the number; 0.6 if it is the last number of a longer reply; 0.1 for a wrong bare number.
+
+        The two partial scores make the task learnable from the start. An untrained small model almost never replies
+        with the right bare number, so that a 0/1 reward would leave most groups without any difference between
+        samples, hence without a gradient; but it does say "3 + 4 = 7". The steps are ordered so that no detour pays:
+        a right sum in words beats a wrong bare number, and the right bare number beats both.
+
+        Metrics: ``correct`` (the reply is the right number or ends with it), ``exact`` (it is the right number, bare).
+        """
+        answer = str(prompt.data["answer"])
+        text = response.strip()
+        bare = INTEGER.fullmatch(text) is not None
+        exact = text == answer
+        # Compared as text: int() refuses the thousands of digits that a model can produce.
+        right = exact or INTEGER_IN_TEXT.findall(text)[-1:] == [answer]
+        score = EXACT if exact else RIGHT_BUT_WORDY if right else WRONG_BUT_BARE if bare else 0.0
+        return Reward(score, {"correct": float(right), "exact": float(exact)})
+
+
+def build(context: TaskContext) -> ArithmeticTask:
+    """Make the task from ``task.options`` and ``train.seed``.
+
+    Raises:
+        ConfigError: wrong options, or ``task.path`` is set.
+    """
+    refuse_path(context)
+    return ArithmeticTask(parse_options(context, ArithmeticOptions), context.seed)

@@ -1,0 +1,156 @@
+"""Grade-school word problems in GSM8K's format (Cobbe et al. 2021, arXiv:2110.14168), graded with math-verify.
+
+Rows are ``{"question": ..., "answer": "... #### 42"}``: the reference is the number after ``####``.
+"""
+
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from megarl.config.base import Section
+from megarl.tasks.base import Reward, TaskContext
+from megarl.tasks.options import parse_options, require_path
+from megarl.tasks.rows import Row, Text, read_rows
+from megarl.types import Prompt
+
+MARK = "####"
+REFERENCE = re.compile(r"-?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+# A number within a text; in "10-5" the minus belongs to no number.
+NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9])-)?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+
+# math-verify's own timeouts are signals, which work in the main thread only, and SymPy evaluates what it is given:
+# \boxed{9^{9^{9^9}}} would never return, nor does a chain of 50 divisions. So only short numeric answers reach it:
+# no powers (1e999999 is one), factorials or functions, and few signs. A fuzz test bounds the time of what passes.
+MAX_CHARACTERS = 60
+MAX_SIGNS = 10
+COMMAND = re.compile(r"\\(?:d?frac|tfrac|text|textbf|mathrm|mathbf|times|cdot|div|left|right|quad|[,; $%])")
+UNBOUNDED = re.compile(r"[\\^!]|\*\*|[0-9.]\s*[eE]\s*[-+]?\s*[0-9]")
+SIGN = re.compile(r"[^\w\s.,$%]", re.ASCII)
+
+
+def _with_reference(answer: str) -> str:
+    _, mark, reference = answer.rpartition(MARK)
+    if not mark:
+        raise ValueError(f"it must end with '{MARK} <number>'")
+    if not REFERENCE.fullmatch(reference.strip()):
+        raise ValueError(f"'{reference.strip()[:40]}' after {MARK} is not a number")
+    return answer
+
+
+class Gsm8kRow(Row):
+    question: Text
+    answer: Annotated[Text, AfterValidator(_with_reference)]
+
+
+class Gsm8kOptions(Section):
+    instruction: str = "Think step by step, then give the answer, a single number, in \\boxed{}."
+    """Put after every question."""
+    require_boxed: bool = False
+    """Score 0 for an answer outside ``\\boxed{}``. Otherwise the last number counts where nothing is boxed."""
+    format_score: float = Field(0.0, ge=0.0, lt=1.0)
+    """Score of a wrong answer in ``\\boxed{}``."""
+
+
+class Gsm8kTask:
+    """One prompt per row, in file order."""
+
+    def __init__(self, rows: list[Gsm8kRow], options: Gsm8kOptions, name: str) -> None:
+        """
+        Args:
+            rows: validated rows.
+            options: what surrounds question and reward.
+            name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
+        """
+        self._rows = rows
+        self._options = options
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of a gsm8k task with {len(self)}")
+        row = self._rows[index]
+        question = f"{row.question.strip()}\n\n{self._options.instruction}".strip()
+        reference = row.answer.rpartition(MARK)[2].strip().replace(",", "").replace("$", "")
+        return Prompt(
+            id=f"{self._name}-{index + 1}",
+            messages=({"role": "user", "content": question},),
+            data={"answer": reference},
+        )
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        """Score 1 if math-verify finds the final answer equal to the reference, else ``format_score`` if it is boxed.
+
+        The final answer is the content of the last ``\\boxed{}``; where there is none, the last number of the text
+        (unless ``require_boxed``). Works in any thread.
+
+        Metrics: ``correct``, ``format`` (something is boxed).
+        """
+        boxed = last_boxed(response)
+        answer = boxed
+        if boxed is None and not self._options.require_boxed:
+            numbers = NUMBER_IN_TEXT.findall(response)
+            answer = numbers[-1].replace("$", "") if numbers else None
+        correct = answer is not None and is_equal(prompt.data["answer"], answer)
+        formatted = bool(boxed and boxed.strip())
+        score = 1.0 if correct else self._options.format_score if formatted else 0.0
+        return Reward(score, {"correct": float(correct), "format": float(formatted)})
+
+
+def last_boxed(text: str) -> str | None:
+    """Content of the last complete ``\\boxed{...}``, inner braces balanced, or None."""
+    opening = "\\boxed{"
+    while (start := text.rfind(opening)) >= 0:
+        depth = 0
+        for position in range(start + len(opening) - 1, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[position], 0)
+            if depth == 0:
+                return text[start + len(opening) : position]
+        text = text[:start]  # cut off in the middle: an earlier one may be complete
+    return None
+
+
+def is_equal(reference: str, answer: str) -> bool:
+    """Whether math-verify finds ``answer`` (LaTeX) equal to ``reference`` (a plain number).
+
+    Answers over ``MAX_CHARACTERS`` characters or ``MAX_SIGNS`` signs, or with a power, factorial or function, which no
+    plain number needs, are wrong.
+    """
+    if len(answer) > MAX_CHARACTERS or len(SIGN.findall(answer)) > MAX_SIGNS:
+        return False
+    return not UNBOUNDED.search(COMMAND.sub(" ", answer)) and _math_verify(reference, answer)
+
+
+@lru_cache(maxsize=4096)
+def _math_verify(reference: str, answer: str) -> bool:
+    """``is_equal`` without its guards; samples of a group often agree, hence the cache."""
+    from math_verify import verify
+
+    # No timeouts: they need the main thread; the guards bound the work instead.
+    return bool(verify(_parse(reference), _parse(answer), timeout_seconds=None))
+
+
+def _parse(latex: str) -> Any:
+    from math_verify import LatexExtractionConfig, parse
+
+    return parse(
+        f"\\boxed{{{latex}}}", extraction_config=[LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None
+    )
+
+
+def build(context: TaskContext) -> Gsm8kTask:
+    """Read the file that ``task.path`` names.
+
+    Raises:
+        ConfigError: wrong options, no ``task.path``, no such file.
+        DataError: bad rows, all in one message.
+        UnsupportedError: neither JSONL nor parquet.
+    """
+    options = parse_options(context, Gsm8kOptions)
+    file: Path = require_path(context)
+    return Gsm8kTask(read_rows(file, Gsm8kRow), options, file.stem)

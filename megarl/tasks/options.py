@@ -1,0 +1,71 @@
+"""What task modules share: their options, checked like the rest of the recipe, and paths relative to it."""
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from megarl.config.base import Section
+from megarl.config.explain import explain
+from megarl.errors import ConfigError
+from megarl.tasks.base import TaskContext
+
+Options = TypeVar("Options", bound=Section)
+
+
+def parse_options(context: TaskContext, options: type[Options]) -> Options:
+    """Validate ``task.options``.
+
+    Args:
+        context: the task's context.
+        options: the task's options model, a ``Section``; a validator of it may raise ``ValueError``.
+
+    Raises:
+        ConfigError: one line for each wrong field, named as in the recipe (``task.options.max``).
+    """
+    tree = context.config.options
+    try:
+        return options.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(explain(error, tree, options, prefix="task.options")) from None
+
+
+def refuse_path(context: TaskContext) -> None:
+    """Raise ``ConfigError`` if ``task.path`` is set: for tasks that make their own prompts."""
+    if context.config.path is not None:
+        raise ConfigError(
+            f"task.path is '{context.config.path}', but task '{context.config.name}' generates its prompts; remove it"
+        )
+
+
+def require_path(context: TaskContext) -> Path:
+    """Return the file that ``task.path`` names.
+
+    Raises:
+        ConfigError: it is not set, or names no file.
+    """
+    if context.config.path is None:
+        raise ConfigError(f"task.path is required: task '{context.config.name}' reads its rows from a file")
+    return find_file(context, "task.path", context.config.path)
+
+
+def find_file(context: TaskContext, field: str, value: str) -> Path:
+    """Return the absolute path of a file that the recipe names.
+
+    A relative path is looked up beside the recipe first, then in the current folder (where overrides are typed).
+
+    Args:
+        context: the task's context.
+        field: dotted name of the setting, for the message.
+        value: the path.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    path = Path(value).expanduser()
+    places = [path] if path.is_absolute() else [context.recipe_dir / path, Path.cwd() / path]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    looked = " or ".join(str(place) for place in dict.fromkeys(places))
+    raise ConfigError(f"{field} is '{value}', but there is no file {looked}")

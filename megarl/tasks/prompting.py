@@ -1,0 +1,119 @@
+"""Prompts to token ids, by the tokenizer's own chat template.
+
+The tokenizer comes in as an argument (a ``transformers.PreTrainedTokenizerBase``), so that nothing heavy is imported.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config import TaskConfig
+from megarl.errors import DataError, ModelError, first_few
+from megarl.tasks.base import Task
+from megarl.types import Prompt
+
+GENERATED_CHECKED = 256  # prompts looked at where a task makes them itself
+PROGRESS_FROM = 2_000  # prompts, from which a progress bar is shown
+
+
+def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max_tokens: int) -> np.ndarray:
+    """Render a prompt for generation.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        prompt: its ``messages`` are rendered, with the header of the assistant's turn after them.
+        system_prompt: put before them as a system message, or None.
+        max_tokens: the most tokens allowed (``sampler.max_prompt_tokens``).
+
+    Returns:
+        ``[P]`` int64 token ids, 1 <= P <= ``max_tokens``.
+
+    Raises:
+        DataError: an empty or malformed prompt, one longer than ``max_tokens``, or one that the template refuses.
+        ModelError: the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            "the tokenizer in model.path has no chat template; use an instruction-tuned model, or put a "
+            "chat_template.jinja beside its tokenizer.json"
+        )
+    messages = _messages(prompt, system_prompt)
+    try:
+        # return_dict: transformers 5 would give a BatchEncoding.
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # templates raise what they like (jinja2's TemplateError, TypeError, ...)
+        raise DataError(f"prompt '{prompt.id}': the model's chat template refuses it: {error}") from error
+    if len(ids) == 0:
+        raise DataError(f"prompt '{prompt.id}' renders to no tokens; check the model's chat template")
+    if len(ids) > max_tokens:
+        raise DataError(
+            f"prompt '{prompt.id}' has {len(ids)} tokens, more than sampler.max_prompt_tokens ({max_tokens}); "
+            "raise that or shorten the prompt"
+        )
+    return np.asarray(ids, dtype=np.int64)
+
+
+def _messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]:
+    """The chat as the template gets it, checked."""
+    messages = [dict(message) for message in prompt.messages]
+    if not messages:
+        raise DataError(f"prompt '{prompt.id}' is empty: it has no messages")
+    for number, message in enumerate(messages, start=1):
+        for key in ("role", "content"):
+            value = message.get(key)
+            if not isinstance(value, str) or not value.strip():
+                raise DataError(
+                    f"prompt '{prompt.id}', message {number}: '{key}' is {value!r}; it must be a non-empty string"
+                )
+    if system_prompt is None:
+        return messages
+    if messages[0]["role"] == "system":
+        raise DataError(
+            f"prompt '{prompt.id}' begins with a system message and task.system_prompt is set too; remove one of them"
+        )
+    return [{"role": "system", "content": system_prompt}, *messages]
+
+
+def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: int) -> int:
+    """Encode the prompts of a task before anything starts, so that no bad row ends a run half-way.
+
+    Every prompt of a task that reads ``task.path`` is encoded; of a generated one, 256 spread evenly over it. From
+    2,000 prompts on, a progress bar is shown.
+
+    Args:
+        task: the task.
+        tokenizer: as in ``encode_prompt``.
+        config: the ``task`` section, for its path and system prompt.
+        max_tokens: ``sampler.max_prompt_tokens``.
+
+    Returns:
+        Tokens of the longest prompt.
+
+    Raises:
+        DataError: bad prompts: how many, and the first few in full.
+        ModelError: the tokenizer has no chat template.
+    """
+    step = 1 if config.path else max(1, len(task) // GENERATED_CHECKED)
+    indices = range(0, len(task), step)
+    longest = 0
+    problems: list[str] = []
+    for index in _with_progress(indices):
+        try:
+            longest = max(longest, len(encode_prompt(tokenizer, task[index], config.system_prompt, max_tokens)))
+        except DataError as error:
+            problems.append(str(error))
+    if problems:
+        source = config.path or f"task '{config.name}'"
+        raise DataError(f"{source}: {len(problems)} of {len(indices)} prompts are bad\n{first_few(problems)}")
+    return longest
+
+
+def _with_progress(indices: Sequence[int]) -> Iterable[int]:
+    if len(indices) < PROGRESS_FROM:
+        return indices
+    from rich import get_console
+    from rich.progress import track
+
+    # Without a terminal it would leave a blank line in the log and nothing else.
+    return track(indices, description="Checking prompts", transient=True, disable=not get_console().is_terminal)

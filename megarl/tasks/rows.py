@@ -1,0 +1,129 @@
+"""Data files, row by row: JSONL or parquet in, validated rows out, every bad row counted.
+
+A task that reads rows declares a ``Row`` with the fields it needs and calls ``read_rows``.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+
+from megarl.errors import DataError, UnsupportedError, first_few, nearest
+
+MAX_SHOWN = 60  # characters of a wrong value that are quoted
+
+
+class Row(BaseModel):
+    """Base of row models: exact types, other columns ignored. A validator of a field raises ``ValueError``."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank)]  # a string with more than white space in it
+
+RowModel = TypeVar("RowModel", bound=Row)
+
+
+class _BadRow(Exception):
+    """Why a row could not even be decoded."""
+
+
+def read_rows(file: Path, model: type[RowModel]) -> list[RowModel]:
+    """Read and validate every row of a file.
+
+    Args:
+        file: ``.jsonl`` (one JSON object per line, UTF-8) or ``.parquet``.
+        model: the row's fields.
+
+    Returns:
+        All rows, in file order. None is ever dropped.
+
+    Raises:
+        DataError: the file cannot be read, has no rows, or some are malformed. The message gives the number of bad
+            rows and, for the first few, row number (from 1; in JSONL the line), field and reason.
+        UnsupportedError: another kind of file.
+    """
+    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    if file.suffix not in readers:
+        raise UnsupportedError(f"{file} is not a {' or '.join(readers)} file; convert it to one of them")
+    rows: list[RowModel] = []
+    problems: list[str] = []
+    count = 0
+    try:
+        for count, raw in enumerate(readers[file.suffix](file, model), start=1):
+            row = _validate(raw, model)
+            if isinstance(row, str):
+                problems.append(f"row {count}{row}")
+            else:
+                rows.append(row)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if problems:
+        verb = "is" if len(problems) == 1 else "are"
+        raise DataError(f"{file}: {len(problems)} of {count} rows {verb} bad\n{first_few(problems)}")
+    if not rows:
+        raise DataError(f"{file} holds no rows")
+    return rows
+
+
+def _validate(raw: Any, model: type[RowModel]) -> RowModel | str:
+    """The row, or what is wrong with it."""
+    if isinstance(raw, _BadRow):
+        return f": {raw}"
+    if not isinstance(raw, dict):
+        return f": is {_shown(raw)}; it must be an object with {', '.join(model.model_fields)}"
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        return "; ".join(_explain(problem, raw) for problem in error.errors())
+
+
+def _explain(problem: Any, raw: dict) -> str:
+    field = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f", field '{field}': is missing{nearest(field, raw)} (the row has: {', '.join(raw) or 'nothing'})"
+    reason = problem.get("ctx", {}).get("error") or problem["msg"][:1].lower() + problem["msg"][1:]
+    return f", field '{field}': is {_shown(problem['input'])}; {reason}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def _read_jsonl(file: Path, model: type[Row]) -> Iterator[Any]:
+    with file.open("rb") as lines:
+        for line in lines:
+            try:
+                text = line.decode("utf-8")
+                yield json.loads(text) if text.strip() else _BadRow("is an empty line; remove it")
+            except UnicodeDecodeError as error:
+                yield _BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
+            except json.JSONDecodeError as error:
+                yield _BadRow(f"is not JSON ({error.msg} at column {error.colno}): {_shown(text.strip())}")
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+                yield _BadRow(f"is not JSON that can be read ({error})")
+
+
+def _read_parquet(file: Path, model: type[Row]) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            present = table.schema_arrow.names
+            columns = [name for name in model.model_fields if name in present]
+            if len(columns) < len(model.model_fields):
+                columns = present  # so that the message can say what there is instead
+            for batch in table.iter_batches(columns=columns):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} is not a readable parquet file (truncated?): {error}") from error

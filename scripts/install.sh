@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# Makes .venv with the pinned dependencies (requirements/) and megarl itself, editable. Does nothing when that is done.
+# Scripts do not call this; they source scripts/env.sh, which does.
+#
+#   PYTHON=/path/to/python   interpreter to build on (default: python3.11; python3.12 on a CUDA host)
+#   MEGARL_DEVICE=cpu|cuda   which requirements (default: cuda where nvidia-smi works)
+#
+# pip's own settings (find-links, index-url and cert, from PIP_... or pip.conf) are honoured. All output goes to stderr.
+set -euo pipefail
+exec >&2
+unset CDPATH
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+UV_VERSION=0.13.8
+venv=.venv
+stamp=$venv/.megarl-installed
+lock=$venv/.megarl-lock # not .lock: that one is uv's own
+
+die() {
+  printf 'megarl install: %s\n' "$*"
+  exit 1
+}
+
+detect_device() {
+  if nvidia-smi -L >/dev/null 2>&1; then echo cuda; else echo cpu; fi
+}
+
+version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
+
+# What the installation depends on; equal to the stamp when nothing has to be done.
+fingerprint() {
+  cat "$requirements" "$overrides" requirements/dev.txt setup.py "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1
+  echo "$requirements python $(version_of "$python") at $PWD"
+}
+
+is_done() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && [ -n "$(version_of "$venv/bin/python")" ]; }
+
+# Value of one of pip's settings, from its environment variable or its files; uv reads neither. Not `pip config get`,
+# which overlooks /etc/pip.conf. Several values, which pip separates by newlines, come separated by spaces.
+pip_setting() {
+  local variable=PIP_${1//-/_} value
+  variable=${variable^^}
+  value=${!variable:-$("$venv/bin/python" -m pip config list | sed -n "s/^\(install\|global\)\.$1='\(.*\)'$/\2/p" | tail -n 1)}
+  echo "${value//\\n/ }"
+}
+
+# Arguments that tell uv where packages are; one per line.
+package_sources() {
+  local place index local_torch=
+  index=$(pip_setting index-url)
+  [ -z "$index" ] || printf '%s\n' --default-index "$index"
+  for place in $(pip_setting find-links); do
+    printf '%s\n' --find-links "$place"
+    ! compgen -G "${place#file://}/torch-*+cpu-*.whl" >/dev/null || local_torch=1
+  done
+  [ "$device" = cuda ] || [ -n "$local_torch" ] || printf '%s\n' --torch-backend cpu
+}
+
+make_venv() {
+  # An installation that did not end (killed, no network) may have left packages half copied.
+  local have want
+  have=$(version_of "$venv/bin/python" || true)
+  want=$(version_of "$python")
+  if grep -qsx unfinished "$stamp" || [ "${have%.*}" != "${want%.*}" ] ||
+    ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    find "$venv" -mindepth 1 -maxdepth 1 ! -path "$lock" -exec rm -rf {} +
+    "$python" -m venv "$venv" || die "'$python -m venv' failed; on Debian and Ubuntu it needs the package python${want%.*}-venv"
+  fi
+  echo unfinished >"$stamp"
+}
+
+install() {
+  echo "megarl install: $requirements into $PWD/$venv (python $(version_of "$python"))"
+  make_venv
+  local hint="it needs the package index that pip uses; look at the messages above, then run again: it starts afresh"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 "uv==$UV_VERSION" ||
+    die "could not install uv; $hint"
+  local -a sources
+  mapfile -t sources < <(package_sources)
+  local certificates
+  certificates=$(pip_setting cert)
+  [ -z "$certificates" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificates}"
+  UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} "$venv/bin/uv" pip install --python "$venv/bin/python" "${sources[@]}" \
+    --requirement "$requirements" --requirement requirements/dev.txt --override "$overrides" --editable . ||
+    die "could not install $requirements; $hint"
+  fingerprint >"$stamp"
+}
+
+device=${MEGARL_DEVICE:-$(detect_device)}
+case $device in
+  cpu) requirements=requirements/cpu.txt overrides=requirements/cpu-overrides.txt python=${PYTHON:-python3.11} ;;
+  cuda) requirements=requirements/gpu.txt overrides=requirements/gpu-overrides.txt python=${PYTHON:-python3.12} ;;
+  *) die "MEGARL_DEVICE is '$device'; it must be cpu or cuda (unset: found out with nvidia-smi)" ;;
+esac
+# A finished environment goes on working where the interpreter that it was built with is no longer on PATH.
+if [ -z "${PYTHON:-}" ] && ! command -v "$python" >/dev/null && [ -n "$(version_of "$venv/bin/python")" ] &&
+  ! grep -qsx unfinished "$stamp"; then
+  python=$venv/bin/python
+fi
+[ -n "$(version_of "$python")" ] || die "'$python' does not run; install it, or name another one: PYTHON=/path/to/python"
+
+if is_done; then exit 0; fi
+mkdir -p "$venv"
+exec 9>"$lock"
+if ! flock --nonblock 9; then
+  echo "megarl install: waiting for another installation into $PWD/$venv"
+  flock 9
+fi
+is_done || install

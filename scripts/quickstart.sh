@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# From a fresh clone to a trained adapter: installs, prepares SmolLM2-135M-Instruct, trains it on arithmetic.
+# The last line printed is the run folder.
+#
+#   bash scripts/quickstart.sh [key=value ...]      overrides of examples/arithmetic/run.yaml, such as train.steps=5
+set -euo pipefail
+
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+# Later values win, so a model.path of the user's own replaces this one.
+model=$(python -m megarl.cli.prepare | tail -n 1)
+exec megarl train "$MEGARL_ROOT/examples/arithmetic/run.yaml" "model.path=$model" "$@"

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Installs and runs every check: format, lint, types, shell scripts, tests. Fails if any of them does.
+#
+#   bash scripts/test.sh [pytest arguments]
+set -euo pipefail
+
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$MEGARL_ROOT"
+
+failed=()
+# Go on after a failure: one run shows all of them.
+check() {
+  printf '\n== %s\n' "$*"
+  "$@" || failed+=("$*")
+}
+
+check ruff check .
+check ruff format --check .
+check mypy megarl
+check shellcheck --external-sources scripts/*.sh scripts/slurm.sbatch .ci/run
+check python -m pytest "$@"
+
+if [ ${#failed[@]} -gt 0 ]; then
+  printf '\nfailed:\n'
+  printf '  %s\n' "${failed[@]}"
+  exit 1
+fi

@@ -1,0 +1,186 @@
+"""One real engine, a PEFT model as trainer, and a manager between them; run in a process of its own."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft
+import torch
+import transformers
+
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.config import RunConfig, parse_config
+from megarl.sampler.gate import VersionGate
+from megarl.sampler.vllm_sampler import VllmSampler
+
+VOCABULARY = 320
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "eos_token_id": 3,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=64, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
+}
+
+
+def make_model(family: str, folder: Path, seed: int = 0) -> None:
+    """Save a tiny random model whose generation_config would change the distribution if it leaked in."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    # Biases and norms start as constants, which would hide one that was not sent.
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter) * (1 if "norm" in name else 3)
+    model.save_pretrained(folder)
+    leaky = {"top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.9, "do_sample": True}
+    transformers.GenerationConfig(**leaky, eos_token_id=[3, 7]).save_pretrained(folder)
+
+
+def run_config(folder: Path, **sections: dict) -> RunConfig:
+    """A config for a tiny engine; sections override."""
+    sampler = {"samples_per_prompt": 4, "max_prompt_tokens": 96, "max_response_tokens": 16, "kv_cache_gib": 0.05}
+    tree = {
+        "model": {"path": str(folder), "dtype": "float32"},
+        "task": {"name": "arithmetic"},
+        "sampler": {**sampler, **sections.pop("sampler", {})},
+        "checkpoint_engine": {"transport": "shm", "timeout_seconds": 60.0, **sections.pop("checkpoint_engine", {})},
+        **sections,
+    }
+    return parse_config(tree)
+
+
+class PeftTrainer(CheckpointEngineMixin):
+    """A single rank that exports what PEFT itself would save; also the manager's ``Source``."""
+
+    rank = 0
+
+    def __init__(self, folder: Path, lora: dict[str, Any]) -> None:
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = peft.get_peft_model(base, peft.LoraConfig(**lora)).eval()
+        self.edit = lambda named: named
+        self.pool = ThreadPoolExecutor(1)
+
+    def randomise(self, seed: int) -> None:
+        """New adapter weights, large enough that logprobs move."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        if adapter_only:
+            state = peft.get_peft_model_state_dict(self.model)
+        else:
+            base = self.model.get_base_model()
+            names = {
+                name.replace(".base_layer.", "."): p for name, p in base.named_parameters() if ".lora_" not in name
+            }
+            state = names
+        yield from self.edit(list(state.items()))
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        config = self.model.peft_config["default"].to_dict()
+        return {key: sorted(value) if isinstance(value, set) else _plain(value) for key, value in config.items()}
+
+    def prepare(self, *arguments: Any) -> Future:
+        return self.pool.submit(self.prepare_sync, *arguments)
+
+    def send(self) -> Future:
+        return self.pool.submit(self.send_weights)
+
+    def finish(self) -> Future:
+        return self.pool.submit(self.finish_sync)
+
+    @torch.no_grad()
+    def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
+        """Hugging Face's and PEFT's own, of the response's tokens."""
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+class Rig:
+    """Engine, its event loop in a thread, trainer and manager."""
+
+    name = "sampler 0"
+    receivers = 1
+
+    def __init__(self, config: RunConfig, trainer: PeftTrainer) -> None:
+        self.config, self.trainer = config, trainer
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.sampler = VllmSampler(config, engine_index=0)
+        self.renew()
+        self.call(self.sampler.start())
+
+    def renew(self, base_ready: bool | None = None) -> None:
+        """A manager and gate without a past failure (a failed adapter leaves nothing in the engine itself)."""
+        self.manager = CheckpointEngineManager(self.trainer, [self], self.config.checkpoint_engine)
+        if base_ready is not None:
+            self.sampler._gate = VersionGate(base_ready)
+
+    def start(self, coroutine: Any) -> Future:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def call(self, coroutine: Any, timeout: float = 120) -> Any:
+        return self.start(coroutine).result(timeout)
+
+    def receive(self, endpoint: bytes, first: int) -> Future:
+        return self.start(self.sampler.receive(endpoint, first))
+
+    def flip(self, version: int, kind: Any, checksum: str) -> Future:
+        return self.start(self.sampler.flip(version, kind, checksum))
+
+    def retire(self, version: int) -> Future:
+        return self.start(self.sampler.retire(version))
+
+    def refuse(self, reason: str) -> Future:
+        return self.start(self.sampler.refuse(reason))
+
+    def generate(self, prompts: list[np.ndarray], version: int) -> list:
+        return self.call(self.sampler.generate(prompts, version))
+
+    def error(self, mismatch_of: list, temperature: float | None = None) -> float:
+        """Largest difference between the sampler's logprobs and PEFT's over nested completions."""
+        scale = self.config.sampler.temperature if temperature is None else temperature
+        return max(
+            float(np.abs(self.trainer.logprobs(one.prompt_ids, one.response_ids, scale) - one.logprobs).max())
+            for group in mismatch_of
+            for one in group
+        )
+
+
+def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
+    """Random prompts of 5 to 90 tokens."""
+    generator = np.random.default_rng(seed)
+    return [generator.integers(10, VOCABULARY, generator.integers(5, 90)) for _ in range(count)]
+
+
+def raised(action: Any) -> str:
+    """``"ErrorClass: message"`` of what an action raises, or ``"nothing"``."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _plain(value: Any) -> Any:
+    """Enums and other objects -> what JSON holds."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if isinstance(value, int | float | bool | list | type(None)) else str(getattr(value, "value", value))

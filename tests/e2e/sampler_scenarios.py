@@ -1,0 +1,284 @@
+"""What real engines do, as JSON: ``python -m tests.e2e.sampler_scenarios SCENARIO FOLDER OUT``."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from megarl.sampler import prepare_environment
+
+prepare_environment(1)
+
+import numpy as np  # noqa: E402
+import psutil  # noqa: E402
+import torch  # noqa: E402
+
+from megarl.checkpoint_engine.base import TRANSPORTS  # noqa: E402
+from megarl.config import CheckpointEngineConfig  # noqa: E402
+from tests.e2e.sampler_faults import FIRST  # noqa: E402
+from tests.e2e.sampler_rig import PeftTrainer, Rig, make_model, prompts, raised, run_config  # noqa: E402
+
+LORA = {"r": 8, "lora_alpha": 24, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+PATTERNS = {
+    "r": 4,
+    "lora_alpha": 6,
+    "target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+    "rank_pattern": {"q_proj": 8, "layers.1.mlp.gate_proj": 3},
+    "alpha_pattern": {"v_proj": 31, "layers.0.self_attn.o_proj": 1},
+    "task_type": "CAUSAL_LM",
+}
+
+
+def llama(folder: Path) -> dict[str, Any]:
+    """Untied Llama, temperature 1, shared memory: versions, patterns, faults, leaks, death."""
+    make_model("llama", folder)
+    trainer = PeftTrainer(folder, LORA)
+    started = time.monotonic()
+    rig = Rig(run_config(folder, lora={"r": 8}), trainer)
+    found: dict[str, Any] = {"start_seconds": time.monotonic() - started}
+    try:
+        found["before_sync"] = raised(lambda: rig.generate(prompts(1), 0))
+        found["adapter_before_base"] = raised(lambda: rig.manager.sync(0, "adapter"))
+        rig.renew(base_ready=False)
+        rig.manager.sync(0, "base")
+        found["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
+        found |= versions(rig)
+        found |= overlap(rig)
+        found |= patterns(rig)
+        found["faults"] = {name: fault(rig, edit) for name, edit in FAULTS.items()}
+        found["faults"]["flipped_byte"] = flipped_byte(rig)
+        found |= many_versions(rig)
+        found |= new_base(rig)
+        found["death"] = death(rig)
+    finally:
+        rig.call(rig.sampler.close())
+    found["after_close"] = raised(lambda: rig.generate(prompts(1), 0))
+    return found
+
+
+def qwen3(folder: Path) -> dict[str, Any]:
+    """Tied Qwen3 with its own head size, temperature 0.7, gloo: distribution, seeds, a batch above a step's budget."""
+    make_model("qwen3", folder)
+    trainer = PeftTrainer(folder, LORA)
+    rig = Rig(run_config(folder, sampler={"temperature": 0.7}, checkpoint_engine={"transport": "gloo"}), trainer)
+    try:
+        rig.manager.sync(0, "base")
+        trainer.randomise(3)
+        reports = [rig.manager.sync(3, "adapter")]
+        many = rig.generate(prompts(100, seed=1), 3)
+        rig.sampler._calls = {}
+        again = rig.generate(prompts(100, seed=1), 3)
+        found = {
+            "error": rig.error(many[:10]),
+            "error_at_temperature_1": rig.error(many[:10], temperature=1.0),
+            "tokens": sum(len(prompt) for prompt in prompts(100, seed=1)) * 4,
+            "same_again": np.mean([np.array_equal(a.response_ids, b.response_ids) for a, b in pairs(many, again)]),
+            "samples_differ": np.mean([len({tuple(one.response_ids) for one in group}) > 1 for group in many]),
+            "first_tokens": len({int(one.response_ids[0]) for group in many for one in group}),
+        }
+        rig.config = rig.config.model_copy(update={"checkpoint_engine": CheckpointEngineConfig(transport="shm")})
+        rig.renew()
+        reports.append(rig.manager.sync(4, "adapter"))
+        same = rig.generate(prompts(3), 4)
+        return found | {"checksums": [report.checksum for report in reports], "shm_error": rig.error(same)}
+    finally:
+        rig.call(rig.sampler.close())
+
+
+def qwen2(folder: Path) -> dict[str, Any]:
+    """Qwen2 (attention bias): the base comes by the weight path, in many small buckets' worth of tensors."""
+    make_model("qwen2", folder)
+    trainer = PeftTrainer(folder, LORA)
+    rig = Rig(run_config(folder), trainer)
+    try:
+        rig.manager.sync(0, "base")
+        trainer.randomise(1)
+        rig.manager.sync(1, "adapter")
+        return {"error": rig.error(rig.generate(prompts(4), 1))}
+    finally:
+        rig.call(rig.sampler.close())
+
+
+def versions(rig: Rig) -> dict[str, Any]:
+    """Each version answers as PEFT does with the same adapter, and not as the one before."""
+    found: dict[str, Any] = {"errors": [], "errors_of_previous": [], "sync_seconds": []}
+    for version in range(2):
+        rig.trainer.randomise(version)
+        found["sync_seconds"].append(sum(rig.manager.sync(version, "adapter").seconds.values()))
+        drawn = rig.generate(prompts(4), version)
+        found["errors"].append(rig.error(drawn))
+        rig.trainer.randomise(version - 1)
+        found["errors_of_previous"].append(rig.error(drawn))
+    found["wrong_version"] = raised(lambda: rig.generate(prompts(1), 0))
+    ones = [one for group in rig.generate(prompts(20), 1) for one in group]
+    found["stamps"] = sorted({int(version) for one in ones for version in one.versions})
+    found["stops_end_with"] = sorted({int(one.response_ids[-1]) for one in ones if one.finish_reason == "stop"})
+    found["lengths_of_length"] = sorted({len(one.response_ids) for one in ones if one.finish_reason == "length"})
+    found["stop_inside"] = sum(int(np.isin(one.response_ids[:-1], [3, 7]).sum()) for one in ones)
+    bad = {"empty": [], "long": [9] * 97, "unknown": [320]}
+    found["bad_prompts"] = {
+        name: raised(lambda ids=ids: rig.generate([np.array(ids, dtype=np.int64)], 1)) for name, ids in bad.items()
+    }
+    return found
+
+
+def overlap(rig: Rig) -> dict[str, Any]:
+    """A version that arrives while the previous one decodes changes nothing of what that one draws."""
+    running: Future = rig.start(rig.sampler.generate(prompts(30), 1))
+    time.sleep(0.15)
+    rig.trainer.randomise(2)
+    rig.manager.sync(2, "adapter")
+    ran_during = not running.done()
+    held = rig.call(rig.sampler.resident())[0]
+    drawn = running.result(60)
+    rig.trainer.randomise(1)
+    error = rig.error(drawn)
+    rig.call(rig.sampler.retire(2))
+    return {
+        "overlapped": ran_during,
+        "overlap_error": error,
+        "held_during": held,
+        "held_after": rig.call(rig.sampler.resident())[0],
+    }
+
+
+def patterns(rig: Rig) -> dict[str, Any]:
+    """rank_pattern, alpha_pattern and rsLoRA mean the same as in PEFT."""
+    plain, found = rig.trainer, {}
+    for version, rslora in ((3, False), (4, True)):
+        rig.trainer = PeftTrainer(Path(rig.config.model.path), {**PATTERNS, "use_rslora": rslora})
+        rig.trainer.randomise(version)
+        rig.renew()
+        rig.manager.sync(version, "adapter")
+        found[f"patterns_rslora_{rslora}"] = rig.error(rig.generate(prompts(4), version))
+    rig.trainer = plain
+    rig.renew()
+    return found
+
+
+def change_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list], list]:
+    """An edit of one tensor of the export."""
+    return lambda named: [(name, change(tensor) if name == FIRST else tensor) for name, tensor in named]
+
+
+FAULTS: dict[str, Callable[[list], list]] = {
+    "missing_half": lambda named: [pair for pair in named if pair[0] != FIRST],
+    "missing_module": lambda named: [pair for pair in named if "layers.0.self_attn.q_proj" not in pair[0]],
+    "missing_slice": lambda named: [pair for pair in named if "layers.1.self_attn.k_proj" not in pair[0]],
+    "unknown_module": lambda named: [
+        *named,
+        *((name.replace("layers.0", "layers.7"), tensor) for name, tensor in named if "layers.0" in name),
+    ],
+    "twice": lambda named: [*named, named[0]],
+    "wrong_shape": change_first(lambda tensor: tensor[:, :-1].contiguous()),
+    "wrong_rank": change_first(lambda tensor: tensor[:-1].contiguous()),
+    "nan": change_first(lambda tensor: torch.full_like(tensor, torch.nan)),
+    "integers": change_first(lambda tensor: tensor.to(torch.int32)),
+    "nothing": lambda named: [],
+}
+
+
+def fault(rig: Rig, edit: Callable[[list], list]) -> list[str]:
+    """What sync raises, and then generate and sync again."""
+    rig.trainer.edit = edit
+    outcome = [raised(lambda: rig.manager.sync(5, "adapter"))]
+    rig.trainer.edit = lambda named: named
+    outcome += [raised(lambda version=version: rig.generate(prompts(1), version)) for version in (4, 5)]
+    outcome.append(raised(lambda: rig.manager.sync(6, "adapter")))
+    # Answered only after a receive that the failure left behind; its refusal belongs to the old gate.
+    rig.call(rig.sampler.resident())
+    rig.renew(base_ready=True)
+    return outcome
+
+
+def flipped_byte(rig: Rig) -> list[str]:
+    """A byte that changes on the way."""
+    TRANSPORTS["flipping"] = "tests.e2e.faulty_transport"
+    config = rig.config
+    rig.config = config.model_copy(update={"checkpoint_engine": CheckpointEngineConfig(transport="flipping")})
+    rig.renew()
+    outcome = fault(rig, lambda named: named)
+    rig.config = config
+    rig.renew()
+    return outcome
+
+
+def many_versions(rig: Rig) -> dict[str, Any]:
+    """50 versions in a row: nothing piles up, and the base stays as it is."""
+    engine = rig.sampler._engine
+    before = rig.call(engine.compute_weight_checksums())
+    rig.renew(base_ready=True)
+    most = 0
+    for version in range(10, 60):
+        rig.trainer.randomise(version)
+        rig.manager.sync(version, "adapter")
+        drawn = rig.generate(prompts(1, seed=version), version)
+        most = max(most, *(len(ids) for ids in rig.call(rig.sampler.resident())[0]))
+    maps = Path(f"/proc/{engine_pid()}/maps").read_text()
+    return {
+        "most_resident": most,
+        "still_mapped": [line for line in maps.splitlines() if "megarl-" in line],
+        "base_unchanged": before == rig.call(engine.compute_weight_checksums()),
+        "error_after_50": rig.error(drawn),
+        "left_in_shm": [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name],
+    }
+
+
+def new_base(rig: Rig) -> dict[str, Any]:
+    """A base that fails half-way ends the engine's use; one that arrives changes the logprobs to Hugging Face's."""
+    old = rig.generate(prompts(4), 59)
+    for name, parameter in rig.trainer.model.named_parameters():
+        if ".lora_" not in name:
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    rig.trainer.edit = lambda named: [pair for pair in named if "layers.1.self_attn.k_proj" not in pair[0]]
+    found = {"base_missing": raised(lambda: rig.manager.sync(59, "base"))}
+    found["after_base_missing"] = raised(lambda: rig.generate(prompts(1), 59))
+    rig.trainer.edit = lambda named: [*named, ("model.layers.0.mlp.extra.weight", torch.ones(2))]
+    rig.renew(base_ready=False)
+    found["base_extra"] = raised(lambda: rig.manager.sync(59, "base"))
+    rig.trainer.edit = lambda named: named
+    rig.renew(base_ready=False)
+    rig.manager.sync(59, "base")
+    found["after_base"] = raised(lambda: rig.generate(prompts(1), 59))
+    rig.manager.sync(60, "adapter")
+    drawn = rig.generate(prompts(4), 60)
+    return found | {"base_error": rig.error(drawn), "base_error_of_old": rig.error(old)}
+
+
+def death(rig: Rig) -> dict[str, Any]:
+    """An engine process that is killed while it decodes."""
+    running = rig.start(rig.sampler.generate(prompts(60), 60))
+    time.sleep(0.1)
+    psutil.Process(engine_pid()).kill()
+    started = time.monotonic()
+    during = raised(lambda: running.result(60))
+    return {
+        "during": during,
+        "after": raised(lambda: rig.generate(prompts(1), 60)),
+        "sync": raised(lambda: rig.manager.sync(61, "adapter")),
+        "seconds": time.monotonic() - started,
+    }
+
+
+def engine_pid() -> int:
+    """Process id of the engine."""
+    [child] = [child for child in psutil.Process().children() if "EngineCore" in "".join(child.cmdline())]
+    return child.pid
+
+
+def pairs(left: list, right: list) -> list[tuple[Any, Any]]:
+    """Completions of two calls, side by side."""
+    return [pair for a, b in zip(left, right, strict=True) for pair in zip(a, b, strict=True)]
+
+
+def main(scenario: str, folder: str, out: str) -> None:
+    found = {"llama": llama, "qwen3": qwen3, "qwen2": qwen2}[scenario](Path(folder))
+    Path(out).write_text(json.dumps(found, default=float, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

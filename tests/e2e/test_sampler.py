@@ -1,0 +1,169 @@
+"""Promise 4, on real engines: what vLLM samples from is exactly what the trainer holds, or nothing is sampled.
+
+The engines run in processes of their own (``sampler_scenarios``), all at once, since most of their
+time is vLLM's start.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.sampler_faults import FAULT_CAUSES
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 280
+
+
+class Scenarios:
+    """Results by name; each waits for its process when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        self.logs = {name: (folder / f"{name}.log").open("w") for name in ("llama", "qwen3", "qwen2")}
+        self.processes = {
+            name: subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.sampler_scenarios", name, folder / name, folder / f"{name}.json"],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for name, log in self.logs.items()
+        }
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        code = self.processes[name].wait(TIMEOUT)
+        assert code == 0, (self.folder / f"{name}.log").read_text()[-4000:]
+        return json.loads((self.folder / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
+    started = Scenarios(tmp_path_factory.mktemp("sampler"))
+    yield started
+    for process in started.processes.values():
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def llama(scenarios: Scenarios) -> dict[str, Any]:
+    return scenarios["llama"]
+
+
+@pytest.fixture(scope="module")
+def qwen3(scenarios: Scenarios) -> dict[str, Any]:
+    return scenarios["qwen3"]
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 20)]
+
+
+def test_nothing_is_sampled_before_the_first_sync(llama: dict) -> None:
+    assert llama["before_sync"].startswith("StaleVersionError") and "holds none" in llama["before_sync"]
+
+
+def test_an_adapter_without_its_base_is_refused(llama: dict) -> None:
+    assert "before the base weights" in llama["adapter_before_base"]
+    assert llama["base_only"].startswith("StaleVersionError")
+
+
+def test_logprobs_equal_peft_for_each_version_and_not_for_the_one_before(llama: dict) -> None:
+    assert max(llama["errors"]) < 1e-4
+    assert min(llama["errors_of_previous"]) > 1e-1
+
+
+def test_another_version_than_the_resident_one_is_refused(llama: dict) -> None:
+    assert llama["wrong_version"] == (
+        "StaleVersionError: asked for policy version 0, but the sampler holds version 1; sync it first"
+    )
+    assert llama["stamps"] == [1]
+
+
+def test_all_eos_tokens_stop_and_belong_to_the_response(llama: dict) -> None:
+    assert llama["stops_end_with"] == [3, 7]
+    assert llama["stop_inside"] == 0
+    assert llama["lengths_of_length"] == [16]
+
+
+@pytest.mark.parametrize("which", ["empty", "long", "unknown"])
+def test_bad_prompts_are_refused(llama: dict, which: str) -> None:
+    assert llama["bad_prompts"][which].startswith("DataError: prompt 0")
+
+
+def test_a_version_that_arrives_while_another_decodes_leaves_it_exact(llama: dict) -> None:
+    assert llama["overlapped"], "the first request ended too early to prove anything"
+    assert llama["overlap_error"] < 1e-4
+    assert llama["held_during"] == [[2, 3], [2, 3]]
+    assert llama["held_after"] == [[3], [3]]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_rank_and_alpha_patterns_equal_peft(llama: dict, rslora: bool) -> None:
+    assert llama[f"patterns_rslora_{rslora}"] < 1e-4
+
+
+@pytest.mark.parametrize(("name", "cause"), FAULT_CAUSES.items())
+def test_a_damaged_adapter_is_refused_by_name_and_ends_generation(llama: dict, name: str, cause: str) -> None:
+    sync, old, new, again = llama["faults"][name]
+    assert sync.startswith("WeightSyncError") and cause in sync
+    assert old.startswith("WeightSyncError: the sampler refuses") and new.startswith("WeightSyncError")
+    assert "an earlier sync failed" in again
+
+
+def test_fifty_versions_leave_nothing_behind(llama: dict) -> None:
+    assert llama["most_resident"] <= 2
+    assert llama["left_in_shm"] == []
+    assert llama["still_mapped"] == []
+
+
+def test_fifty_versions_leave_the_base_bit_identical(llama: dict) -> None:
+    assert llama["base_unchanged"]
+    assert llama["error_after_50"] < 1e-4
+
+
+def test_a_base_with_a_missing_or_unknown_tensor_is_refused_by_name(llama: dict) -> None:
+    assert "no tensor reached: 'model.layers.1.self_attn.k_proj.weight'" in llama["base_missing"]
+    assert llama["after_base_missing"].startswith("WeightSyncError: the sampler refuses")
+    assert "'model.layers.0.mlp.extra.weight'" in llama["base_extra"]
+
+
+def test_a_new_base_gives_hugging_faces_logprobs(llama: dict) -> None:
+    assert llama["after_base"].startswith("StaleVersionError")
+    assert llama["base_error"] < 1e-4
+    assert llama["base_error_of_old"] > 1e-1
+
+
+def test_a_killed_engine_is_an_error_at_once(llama: dict) -> None:
+    assert llama["death"]["during"].startswith("WorkerError")
+    assert llama["death"]["after"].startswith("WorkerError")
+    assert llama["death"]["sync"].startswith("WeightSyncError")
+    assert llama["death"]["seconds"] < 10
+
+
+def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict) -> None:
+    assert qwen3["error"] < 1e-4
+    assert qwen3["error_at_temperature_1"] > 1e-2
+    # generation_config.json has top_k 2; 400 first tokens of random prompts show more than that many.
+    assert qwen3["first_tokens"] > 20
+    assert qwen3["samples_differ"] > 0.9
+
+
+def test_the_same_calls_give_the_same_completions(qwen3: dict) -> None:
+    assert qwen3["tokens"] > 4096, "the batch must exceed one step's budget"
+    assert qwen3["same_again"] > 0.97
+
+
+def test_gloo_and_shm_bring_bitwise_the_same_adapter(qwen3: dict) -> None:
+    assert qwen3["checksums"][0] == qwen3["checksums"][1]
+    assert qwen3["shm_error"] < 1e-4
+
+
+def test_attention_biases_arrive(scenarios: Scenarios) -> None:
+    assert scenarios["qwen2"]["error"] < 1e-4

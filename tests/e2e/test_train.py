@@ -1,0 +1,198 @@
+"""The whole stack as a user starts it: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.types import Sample
+from tests.helpers.models import make_model
+from tests.helpers.reference import load_reference, logprobs_of
+from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.train_run import RECIPE, REWARD, TrainRun, read_rollout, read_rows
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A tiny model with a tokenizer, and a recipe for it."""
+    folder = tmp_path_factory.mktemp("train")
+    model = make_model(folder / "model", "qwen3", tied=True, vocab_size=100, head_dim=32, eos_token_id=0)
+    assert make_tokenizer(model) == 100
+    file = folder / "recipe.yaml"
+    file.write_text(RECIPE.replace("MODEL", str(model)))
+    (folder / "reward.py").write_text(REWARD)
+    return file
+
+
+@pytest.fixture
+def start(recipe):
+    """Start runs; whatever a test does, none is left."""
+    runs = []
+
+    def begin(*overrides: str) -> TrainRun:
+        runs.append(TrainRun(recipe, f"train.output={recipe.parent}", *overrides))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def finished(recipe) -> Path:
+    """The folder of one complete run."""
+    run = TrainRun(recipe, f"train.output={recipe.parent}")
+    try:
+        run.wait_for(f"step {STEPS} ", timeout=240)
+        assert run.finish(60) == 0, run.output()
+        return run.folder()
+    finally:
+        run.kill()
+
+
+def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict]) -> np.ndarray:
+    """Hugging Face + PEFT's logprobs of recorded completions, one after the other."""
+    model = load_reference(recipe.parent / "model", adapter)
+    logprobs = []
+    for row in rows:
+        tokens = np.array(row["prompt_ids"] + row["response_ids"])
+        mask = np.arange(len(tokens)) >= len(row["prompt_ids"])
+        with torch.no_grad():
+            logprobs.append(logprobs_of(model, Sample(tokens, mask)).numpy())
+    return np.concatenate(logprobs)
+
+
+def test_run_leaves_what_it_promises(finished):
+    for name in (
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "plot.png",
+        "adapter/adapter_config.json",
+        "tensorboard",
+    ):
+        assert (finished / name).exists(), name
+    summary = json.loads((finished / "summary.json").read_text())
+    for name in ("reward_first", "reward_last", "mismatch_mean", "mismatch_max", "train_tokens_per_second",
+                 "sample_tokens_per_second", "sync_seconds", "seconds", "peak_memory_gib"):  # fmt: skip
+        assert np.isfinite(summary[name]), name
+    assert [row["step"] for row in read_rows(finished)] == list(range(1, STEPS + 1))
+    assert (finished / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_sampler_trainer_and_peft_agree_after_every_sync(finished, recipe):
+    for row in read_rows(finished):
+        assert row["mismatch_max"] <= 1e-4, row
+    for step in range(1, STEPS):
+        rows = read_rollout(finished, step + 1)
+        assert {row["version"] for row in rows} == {step}
+        sampled = np.concatenate([row["logprobs"] for row in rows])
+        now = peft_logprobs(recipe, finished / "checkpoints" / f"step-{step:06d}" / "adapter", rows)
+        assert np.abs(now - sampled).max() <= 1e-4
+        if step > 1:
+            before = peft_logprobs(recipe, finished / "checkpoints" / f"step-{step - 1:06d}" / "adapter", rows)
+            assert np.abs(before - sampled).max() > 1e-3, "the sampler may as well have used the previous version"
+
+
+def test_adapter_made_elsewhere_trains_on(finished, recipe, start):
+    run = start(f"lora.init_from={finished / 'adapter'}", "train.steps=1")
+    run.wait_for("step 1 ", timeout=240)
+    assert run.finish(60) == 0, run.output()
+    [row] = read_rows(run.folder())
+    assert row["mismatch_max"] <= 1e-4
+    rows = read_rollout(run.folder(), 1)
+    sampled = np.concatenate([row["logprobs"] for row in rows])
+    assert np.abs(peft_logprobs(recipe, finished / "adapter", rows) - sampled).max() <= 1e-4
+    assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
+
+
+VLLM_LOGPROBS = """
+import json, sys
+from megarl.sampler import prepare_environment
+prepare_environment(1)
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
+          kv_cache_memory_bytes=50 * 2**20)
+prompts = [{"prompt_token_ids": tokens} for tokens in json.loads(sys.argv[2])]
+outs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
+print(json.dumps([[next(iter(d.values())).logprob for d in out.prompt_logprobs[1:]] for out in outs]))
+"""
+
+
+def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(finished, recipe, tmp_path):
+    from megarl.cli.main import main
+
+    assert main(["export", str(finished), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 0
+    assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 2
+    assert main(["export", str(tmp_path), "--format", "peft", "--out", str(tmp_path / "other")]) == 2
+    rows = read_rollout(finished, STEPS)
+    expected = peft_logprobs(recipe, tmp_path / "peft", rows)
+    merged = recipe.parent / "merged-run"
+    shutil.copytree(tmp_path / "merged", merged / "model")
+    assert np.abs(peft_logprobs(merged / "recipe.yaml", None, rows) - expected).max() <= 1e-4
+    tokens = json.dumps([row["prompt_ids"] + row["response_ids"] for row in rows])
+    out = subprocess.run(
+        [sys.executable, "-c", VLLM_LOGPROBS, str(tmp_path / "merged"), tokens],
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    answers = json.loads(out.stdout.strip().splitlines()[-1])
+    found = [a[len(row["prompt_ids"]) - 1 :] for a, row in zip(answers, rows, strict=True)]
+    assert np.abs(np.concatenate(found) - expected).max() <= 1e-4
+
+
+def test_killed_run_resumes_bitwise(finished, recipe, start):
+    run = start()
+    run.wait_for("step 3 ", timeout=240)
+    folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
+    run.process.send_signal(signal.SIGKILL)
+    run.finish(30)
+    # As if it had died between the second checkpoint and the third: the later ones are gone.
+    for checkpoint in sorted((folder / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(checkpoint)
+    resumed = start(f"train.resume={folder}")
+    resumed.wait_for(f"step {STEPS} ", timeout=240)
+    assert resumed.finish(60) == 0, resumed.output()
+    assert "resumed at step 2" in resumed.output()
+    assert [row["step"] for row in read_rows(folder)] == list(range(1, STEPS + 1))
+    same = ("prompt_ids", "response_ids", "reward", "advantage")
+    for step in range(1, STEPS + 1):
+        pairs = zip(read_rollout(finished, step), read_rollout(folder, step), strict=True)
+        assert all(a[key] == b[key] for a, b in pairs for key in same), f"other completions at step {step}"
+    last = f"checkpoints/step-{STEPS:06d}"
+    for name in ("optimizer.safetensors", "rng.safetensors", "adapter/adapter_model.safetensors"):
+        a, b = load_file(finished / last / name), load_file(folder / last / name)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a), name
+    states = [json.loads((f / last / "state.json").read_text()) for f in (finished, folder)]
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize(
+    ("victim", "message"),
+    [("ray::TrainerRank", "trainer rank"), ("EngineCore", "sampler 0"), (None, "interrupted")],
+    ids=["trainer", "engine", "ctrl-c"],
+)
+def test_death_and_ctrl_c_end_everything_within_30_seconds(start, victim, message):
+    run = start("train.steps=500", "train.save_every=500")
+    run.wait_for("step 2 ", timeout=240)
+    began = time.monotonic()
+    if victim:
+        run.find(victim).kill()
+    else:
+        run.process.send_signal(signal.SIGINT)
+    status = run.finish(30)
+    assert status == (1 if victim else 130), run.output()[-2000:]
+    assert time.monotonic() - began < 30
+    assert message in run.output().strip().splitlines()[-1] or message in run.output()[-2500:], run.output()[-2500:]
+    assert "Traceback" not in run.output()[-600:]

@@ -1,0 +1,67 @@
+"""Promise 1 on CUDA, over NCCL on several GPUs: fp32 to the bounds of the CPU, bf16 no worse than Hugging Face."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.test_parity import LAYOUTS, compare, make_config, make_truths, train_ranks
+from tests.helpers.models import SHAPE, make_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference import load_reference, logprobs_of, make_adapter, make_samples
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory):
+    return make_truths(tmp_path_factory.mktemp("parity"))
+
+
+@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str)
+def test_fp32_equals_peft(truths, layouts):
+    folder, expected = truths
+    world = LAYOUTS[layouts[0]].get("tensor", 1) * LAYOUTS[layouts[0]].get("pipeline", 1)
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    rows = []
+    for results in run_ranks(train_ranks, world, str(folder), layouts):
+        for key, result in results.items():
+            rows += [(f"{key} {what}", e, b) for what, e, b in compare(result, expected[key.split("/")[1]])]
+    worst = max(rows, key=lambda row: row[1] / row[2])
+    print(f"\n{layouts}: {len(rows)} comparisons, worst {worst[0]}: {worst[1]:.1e} of {worst[2]:.0e}")
+    assert not [row for row in rows if not row[1] <= row[2]]
+
+
+def logprobs_bf16(folder: str) -> list[np.ndarray]:
+    from megarl.config import parse_config
+    from megarl.lora import apply_lora, load_peft_config
+    from megarl.model.megatron_model import MegatronModel
+    from megarl.parallel.device import pick_device
+    from megarl.parallel.groups import init_groups
+
+    tree = make_config(f"{folder}/model", {}).model_dump()
+    tree["model"]["dtype"] = "bfloat16"
+    config = parse_config(tree)
+    groups = init_groups(config.parallel, pick_device("auto"))
+    peft_config = load_peft_config(f"{folder}/adapter")
+    model = MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, peft_config, hf, groups=g))
+    model.load_adapter(f"{folder}/adapter")
+    return model.forward(model.pack(make_samples(40, SHAPE["vocab_size"])))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bf16_is_no_further_from_fp32_than_hugging_face(tmp_path, family):
+    model = make_model(tmp_path / "model", family, tied=False, dtype="bfloat16", hidden_size=256, head_dim=64)
+    adapter = make_adapter(model, tmp_path / "adapter")
+    samples = make_samples(40, SHAPE["vocab_size"])
+    [ours] = run_ranks(logprobs_bf16, 1, str(tmp_path))
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        reference = load_reference(model, adapter, dtype).cuda()
+        with torch.no_grad():
+            found[dtype] = np.concatenate([logprobs_of(reference, sample).cpu().numpy() for sample in samples])
+    truth = found[torch.float32]
+    theirs = np.abs(found[torch.bfloat16] - truth)
+    errors = np.abs(np.concatenate(ours) - truth)
+    print(f"\n{family}: mean |error| ours {errors.mean():.2e}, Hugging Face bf16 {theirs.mean():.2e}")
+    assert 0 < errors.mean() <= 1.1 * theirs.mean()

@@ -1,0 +1,42 @@
+"""Tiny random Hugging Face models, saved as real folders."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+# Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
+SHAPE = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+FAMILIES = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+}
+
+
+def make_model(
+    folder: Path, family: str, *, tied: bool, seed: int = 0, dtype: str = "float32", **changes: object
+) -> Path:
+    """Write a random model of a family (``llama``, ``qwen2``, ``qwen3``) and return its folder."""
+    config_class, extra = FAMILIES[family]
+    config = config_class(**{**SHAPE, **extra, "tie_word_embeddings": tied, **changes})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms and biases start at 1 and 0, which would hide a mapping that mixes them up.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "embed" not in name:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder

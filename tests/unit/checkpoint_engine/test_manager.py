@@ -1,0 +1,188 @@
+"""A sync either reaches every sampler whole, or every sampler refuses. Real transports, real mixin; no vLLM."""
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.checkpoint_engine.base import open_receiver
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.stream import Inbox
+from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.config import CheckpointEngineConfig
+from megarl.errors import WeightSyncError
+
+POOL = ThreadPoolExecutor(8)
+
+
+class Rank(CheckpointEngineMixin):
+    """One trainer rank with a countable export."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
+        self.exported = 0
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(6):
+            self.exported += 1
+            yield f"{'adapter' if adapter_only else 'base'}.{index}", torch.full((1000,), float(index))
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        return {"r": 1}
+
+
+class Trainer:
+    """Two ranks as a ``Source``."""
+
+    def __init__(self) -> None:
+        self.ranks = [Rank(0), Rank(1)]
+
+    def _all(self, method: str, *arguments: Any) -> Future:
+        return POOL.submit(lambda: [getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][-1])
+
+    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future:
+        return self._all("prepare_sync", version, kind, config, receivers)
+
+    def send(self) -> Future:
+        return self._all("send_weights")
+
+    def finish(self) -> Future:
+        return self._all("finish_sync")
+
+
+class Engine:
+    """A ``Sink`` with workers that receive for real; ``spoil`` changes its receipts or raises."""
+
+    def __init__(
+        self, index: int, receivers: int, spoil: Callable[[Receipt], Receipt] = lambda receipt: receipt
+    ) -> None:
+        self.name, self.receivers, self.spoil = f"sampler {index}", receivers, spoil
+        self.resident: int | None = None
+        self.refused: str | None = None
+        self.tensors: dict[int, dict[str, torch.Tensor]] = {}
+
+    def receive(self, endpoint: bytes, first: int) -> Future:
+        return POOL.submit(self._receive, json.loads(endpoint), first)
+
+    def _receive(self, endpoint: dict, first: int) -> list[bytes]:
+        with ThreadPoolExecutor(self.receivers) as workers:
+            indices = range(first, first + self.receivers)
+            return list(workers.map(lambda index: self._worker(endpoint, index), indices))
+
+    def _worker(self, endpoint: dict, index: int) -> bytes:
+        receiver = open_receiver(endpoint, index)
+        inbox = Inbox(receiver, index)
+        self.tensors[index] = {name: tensor.clone() for name, tensor in inbox}
+        receipt = inbox.finish()[1]
+        receiver.close()
+        return self.spoil(receipt).to_bytes()
+
+    def flip(self, version: int, kind: Kind, checksum: str) -> Future:
+        self.resident = version
+        return done(None)
+
+    def retire(self, version: int) -> Future:
+        return done(None)
+
+    def refuse(self, reason: str) -> Future:
+        self.refused = reason
+        return done(None)
+
+
+def done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def config(transport: str = "shm", timeout: float = 20.0) -> CheckpointEngineConfig:
+    return CheckpointEngineConfig(transport=transport, timeout_seconds=timeout, bucket_mib=1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
+    trainer, engines = Trainer(), [Engine(0, 1), Engine(1, 2)]
+    manager = CheckpointEngineManager(trainer, engines, config(transport))
+    report = manager.sync(4, "adapter")
+    assert [engine.resident for engine in engines] == [4, 4]
+    assert sorted(index for engine in engines for index in engine.tensors) == [0, 1, 2]
+    for engine in engines:
+        for tensors in engine.tensors.values():
+            assert all(torch.equal(tensors[f"adapter.{i}"], torch.full((1000,), float(i))) for i in range(6))
+    assert (report.count, report.nbytes) == (6, 24_000)
+    assert list(report.seconds) == ["prepare", "transfer", "verify", "flip", "retire"]
+    assert [rank.exported for rank in trainer.ranks] == [6, 6], "the export is a collective: every rank runs it whole"
+    assert manager.sync(5, "base").kind == "base"
+
+
+@pytest.mark.parametrize("field", ["checksum", "count", "nbytes", "version", "receiver"])
+def test_one_wrong_receipt_flips_no_engine_and_ends_all(field: str) -> None:
+    def spoil(receipt: Receipt) -> Receipt:
+        return replace(receipt, **{field: "00" if field == "checksum" else 99})
+
+    engines = [Engine(0, 1), Engine(1, 1, spoil)]
+    manager = CheckpointEngineManager(Trainer(), engines, config())
+    with pytest.raises(WeightSyncError, match=r"receiver (1|99)|receivers \[0, 99\]"):
+        manager.sync(0, "adapter")
+    assert [engine.resident for engine in engines] == [None, None]
+    assert all(engine.refused for engine in engines)
+    with pytest.raises(WeightSyncError, match="an earlier sync failed"):
+        manager.sync(1, "adapter")
+
+
+def test_an_engine_that_dies_ends_the_sync_with_its_name_and_cause() -> None:
+    def die(receipt: Receipt) -> Receipt:
+        raise OSError("out of luck")
+
+    engines = [Engine(0, 1), Engine(1, 1, die)]
+    with pytest.raises(WeightSyncError, match="sampler 1, transfer: out of luck"):
+        CheckpointEngineManager(Trainer(), engines, config()).sync(0, "adapter")
+    assert all(engine.resident is None and engine.refused for engine in engines)
+
+
+def test_an_engine_that_never_answers_ends_the_sync_by_name() -> None:
+    class Silent(Engine):
+        def flip(self, version: int, kind: Kind, checksum: str) -> Future:
+            return Future()
+
+    engines = [Engine(0, 1), Silent(1, 1)]
+    with pytest.raises(WeightSyncError, match="sampler 1: flip did not end within"):
+        CheckpointEngineManager(Trainer(), engines, config(timeout=0.5)).sync(0, "adapter")
+    assert all(engine.refused for engine in engines)
+
+
+def test_a_trainer_that_fails_while_sending_lets_its_other_ranks_finish() -> None:
+    trainer = Trainer()
+    real = trainer.ranks[0].export_adapter_config
+    trainer.ranks[0].export_adapter_config = lambda: [][0]  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="trainer, transfer"):
+        CheckpointEngineManager(trainer, [Engine(0, 1)], config(timeout=5.0)).sync(0, "adapter")
+    assert [rank.exported for rank in trainer.ranks] == [6, 6]
+    assert real() == {"r": 1}
+
+
+def test_what_the_trainer_sent_must_be_what_was_asked_for() -> None:
+    class Old(Trainer):
+        def prepare(self, version: int, *rest: Any) -> Future:
+            return super().prepare(version - 1, *rest)
+
+    engine = Engine(0, 1)
+    with pytest.raises(WeightSyncError, match="sent the adapter of version 2, asked for was the adapter of version 3"):
+        CheckpointEngineManager(Old(), [engine], config()).sync(3, "adapter")
+    assert engine.resident is None
+
+
+@pytest.mark.parametrize(("version", "kind"), [(-1, "adapter"), (0, "delta"), (True, "base")])
+def test_a_sync_of_nothing_known_is_refused(version: int, kind: Any) -> None:
+    with pytest.raises(WeightSyncError, match=r"version is|kind is"):
+        CheckpointEngineManager(Trainer(), [Engine(0, 1)], config()).sync(version, kind)
+
+
+def test_sending_without_preparing_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="without prepare_sync"):
+        Rank().send_weights()

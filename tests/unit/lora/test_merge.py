@@ -1,0 +1,70 @@
+"""Merged export: out of place, the same logprobs in transformers as PEFT gives, and refusals that leave nothing."""
+
+import hashlib
+import json
+import shutil
+
+import pytest
+import torch
+
+from megarl.errors import AdapterError, ModelError
+from megarl.lora.merge import merge_folder
+from tests.helpers.models import make_model
+from tests.helpers.reference import load_reference, logprobs_of, make_adapter, make_samples, relative_error
+
+
+def digest(folder):
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.iterdir())}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_merged_folder_gives_pefts_logprobs_and_the_base_is_untouched(tmp_path, family, tied):
+    model = make_model(tmp_path / "model", family, tied=tied)
+    adapter = make_adapter(
+        model, tmp_path / "adapter", use_rslora=True, rank_pattern={"v_proj": 2}, alpha_pattern={"o_proj": 3}
+    )
+    before = digest(model)
+    assert merge_folder(model, adapter, tmp_path / "merged") == 4 * 7
+    assert digest(model) == before
+    merged, peft, base = (
+        load_reference(tmp_path / "merged", None), load_reference(model, adapter), load_reference(model, None)
+    )  # fmt: skip
+    for sample in make_samples(4, 131):
+        with torch.no_grad():
+            expected = logprobs_of(peft, sample)
+            assert relative_error(logprobs_of(merged, sample), expected) < 1e-5
+            assert relative_error(logprobs_of(base, sample), expected) > 1e-3
+    assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+def test_bf16_is_rounded_once(tmp_path):
+    from safetensors.torch import load_file
+
+    model = make_model(tmp_path / "model", "llama", tied=False, dtype="bfloat16")
+    adapter = make_adapter(model, tmp_path / "adapter")
+    merge_folder(model, adapter, tmp_path / "merged")
+    name = "model.layers.1.mlp.down_proj"
+    base = load_file(model / "model.safetensors")[f"{name}.weight"].double()
+    lora = load_file(adapter / "adapter_model.safetensors")
+    a, b = (lora[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
+    exact = (base + 2.0 * b @ a).to(torch.bfloat16)
+    merged = load_file(tmp_path / "merged" / "model.safetensors")[f"{name}.weight"]
+    assert (merged == exact).float().mean() > 0.999
+    assert merged.dtype is torch.bfloat16
+
+
+def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
+    model = make_model(tmp_path / "model", "llama", tied=False)
+    other = make_model(tmp_path / "other", "llama", tied=False, hidden_size=64)
+    adapter = make_adapter(model, tmp_path / "adapter")
+    with pytest.raises(AdapterError, match="layer; the model's is"):
+        merge_folder(other, adapter, tmp_path / "out")
+    shutil.copytree(adapter, tmp_path / "cut")
+    file = tmp_path / "cut" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(AdapterError, match="truncated or damaged"):
+        merge_folder(model, tmp_path / "cut", tmp_path / "out")
+    with pytest.raises(ModelError, match="exists already"):
+        merge_folder(model, adapter, other)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["adapter", "cut", "model", "other"]

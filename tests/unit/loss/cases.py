@@ -1,0 +1,78 @@
+"""Random micro-batches of a loss, in float64, and how to cut them by sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config import LossConfig
+from megarl.loss import Loss, TokenBatch, sequence_weights
+
+LENGTHS = (5, 1, 0, 17, 3, 8, 2)
+MAX_RESPONSE = 20
+CONFIG = LossConfig(kl_coef=0.1, clip_low=0.1, clip_high=0.15, importance_cap=1.2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: logprobs and loss inputs of all its tokens, sequence after sequence."""
+
+    lengths: tuple[int, ...]
+    logprobs_T: torch.Tensor
+    tokens: TokenBatch
+
+    def positions(self, sequences: Sequence[int]) -> torch.Tensor:
+        """Token positions of some sequences, in the order given."""
+        starts = np.cumsum((0, *self.lengths))
+        parts = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
+        return torch.cat(parts) if parts else torch.arange(0)
+
+
+def make_case(aggregation: str = "token_mean", lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Case:
+    """Logprobs that differ between policy, old, sampler and reference enough for every bound to be hit."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def near(base: torch.Tensor, spread: float) -> torch.Tensor:
+        return base + spread * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    current = -3.0 * torch.rand(total, generator=generator, dtype=torch.float64) - 0.01
+    counts = torch.tensor(lengths)
+    weights = sequence_weights(np.array(lengths), aggregation, MAX_RESPONSE)  # type: ignore[arg-type]
+    advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
+    old = near(current, 0.2)
+    tokens = TokenBatch(
+        weights_T=torch.from_numpy(weights).repeat_interleave(counts),
+        advantages_T=advantages.repeat_interleave(counts),
+        token_fraction=1.0 / total,
+        sampler_logprobs_T=near(old, 0.2),
+        old_logprobs_T=old,
+        reference_logprobs_T=near(current, 0.5),
+    )
+    return Case(lengths, current, tokens)
+
+
+def select(tokens: TokenBatch, positions: torch.Tensor) -> TokenBatch:
+    """The tokens at some positions."""
+    tensors = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "token_fraction"}
+    chosen: dict[str, Any] = {name: value if value is None else value[positions] for name, value in tensors.items()}
+    return replace(tokens, **chosen)
+
+
+def run(loss: Loss, case: Case, parts: Sequence[Sequence[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
+    """Loss, gradient of all logprobs and combined metrics of a step cut into micro-batches of sequences."""
+    leaf = case.logprobs_T.clone().requires_grad_()
+    total = 0.0
+    metrics: dict[str, float] = {}
+    for sequences in parts:
+        positions = case.positions(sequences)
+        output = loss(leaf[positions], select(case.tokens, positions))
+        output.loss.backward()
+        total += output.loss.item()
+        for name, value in output.metrics.items():
+            other = metrics.get(name, 0.0)
+            metrics[name] = max(other, value.item()) if name.endswith("_max") else other + value.item()
+    assert leaf.grad is not None
+    return total, leaf.grad, metrics

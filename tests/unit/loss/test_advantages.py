@@ -1,0 +1,56 @@
+"""Group advantages: the published formulas, and what they must never do."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trl.trainer.utils import nanstd
+
+from megarl.errors import LossInputError
+from megarl.loss import group_advantages
+
+REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16).map(np.array)
+
+
+def test_std_equals_trl() -> None:
+    rewards = np.array([0.0, 1.0, 0.1, 0.6, 0.6, 0.0, 1.0, 0.0])
+    group = torch.from_numpy(rewards)
+    expected = (group - group.nanmean()) / (nanstd(group, dim=0) + 1e-4)
+    np.testing.assert_allclose(group_advantages(rewards, "std"), expected.numpy(), rtol=1e-6)
+
+
+def test_none_only_centres() -> None:
+    np.testing.assert_allclose(group_advantages(np.array([1.0, 0.0, 0.0, 0.0]), "none"), [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("reward", [0.1, -7.3, 0.0, 1e300, 1 / 3])
+@pytest.mark.parametrize("size", [1, 3, 8, 10])
+def test_equal_rewards_give_exactly_zero(size: int, reward: float, scale: str) -> None:
+    advantages = group_advantages(np.full(size, reward), scale)  # type: ignore[arg-type]
+    assert advantages.dtype == np.float32
+    assert (advantages == 0.0).all()
+
+
+@given(REWARDS, st.sampled_from(["std", "none"]))
+def test_advantages_are_finite_centred_and_keep_the_order(rewards: np.ndarray, scale: str) -> None:
+    advantages = group_advantages(rewards, scale)  # type: ignore[arg-type]
+    assert np.isfinite(advantages).all()
+    assert abs(advantages.sum(dtype=np.float64)) <= 1e-5 * len(rewards) * max(1.0, np.abs(advantages).max())
+    assert (np.diff(advantages[np.argsort(rewards, kind="stable")]) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale", "message"),
+    [
+        (np.array([0.0, np.nan]), "std", "not finite"),
+        (np.array([0.0, np.inf]), "none", "not finite"),
+        (np.zeros((2, 2)), "std", r"rewards_G has shape \(2, 2\)"),
+        (np.zeros(0), "std", r"rewards_G has shape \(0,\)"),
+        (np.zeros(2), "batch", "'batch'; it must be 'std' or 'none'"),
+    ],
+)
+def test_wrong_rewards_are_refused_by_name(rewards: np.ndarray, scale: str, message: str) -> None:
+    with pytest.raises(LossInputError, match=message):
+        group_advantages(rewards, scale)  # type: ignore[arg-type]

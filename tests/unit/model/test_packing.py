@@ -1,0 +1,120 @@
+"""Packing: nothing is lost, doubled or misaligned, whatever the budget and the layout."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.errors import DataError
+from megarl.model.packing import flat_offsets, micro_batches, pack, plan_bins, split_by_sample
+from megarl.types import Sample
+
+CPU = torch.device("cpu")
+
+
+def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for length in lengths:
+        mask = rng.random(length) < 0.5
+        mask[0] = False
+        count = int(mask.sum())
+        values = rng.normal(size=(3, count)).astype(np.float32)
+        samples.append(Sample(rng.integers(0, 99, length), mask, float(rng.normal()), *values))
+    return samples
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(2, 50), min_size=1, max_size=40),
+    st.integers(50, 120),
+    st.integers(1, 4),
+    st.integers(1, 3),
+)
+def test_bins_hold_every_item_once_within_the_budget(lengths, budget, groups, at_least):
+    bins = plan_bins(lengths, budget, groups=groups, at_least=at_least)
+    assert sorted(index for items in bins for index in items) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in items) <= budget for items in bins)
+    assert len(bins) % groups == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(2, 50), min_size=1, max_size=20),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 4),
+)
+def test_every_response_token_keeps_its_label_and_its_values(lengths, data, pipeline, multiple):
+    samples = random_samples(lengths)
+    weights = np.arange(1, len(samples) + 1, dtype=np.float64)
+    batch = pack(samples, weights, max_tokens=64, data=data, pipeline=pipeline, multiple=multiple)
+    assert len({len(rank) for rank in batch.plan}) == 1
+    seen = []
+    for rank in range(data):
+        for item in micro_batches(batch, rank, CPU):
+            assert len(item.tokens_T) % multiple == 0
+            assert sum(item.packed.lengths) == len(item.tokens_T)
+            check_alignment(item, batch)
+            seen += item.samples
+    assert sorted(seen) == list(range(len(samples)))
+
+
+def check_alignment(item, batch):
+    """Each sequence restarts its positions, and each response position predicts its own label."""
+    starts = np.cumsum([0, *item.packed.lengths])
+    cursor = 0
+    for place, index in enumerate(item.samples):
+        sample = batch.samples[index]
+        start, count = starts[place], item.counts[place]
+        fed = item.tokens_T[start : start + len(sample.tokens) - 1].numpy()
+        np.testing.assert_array_equal(fed, sample.tokens[:-1])
+        np.testing.assert_array_equal(item.positions_T[start : start + len(fed)], np.arange(len(fed)))
+        where = item.response_R[cursor : cursor + count].numpy() - start
+        np.testing.assert_array_equal(where + 1, np.flatnonzero(sample.response_mask))
+        np.testing.assert_array_equal(item.labels_R[cursor : cursor + count], sample.tokens[sample.response_mask])
+        tokens = item.loss_tokens
+        part = slice(cursor, cursor + count)
+        assert torch.all(tokens.weights_T[part] == batch.weights_S[index])
+        assert torch.all(tokens.advantages_T[part] == np.float32(sample.advantage))
+        for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
+            np.testing.assert_array_equal(getattr(tokens, f"{name}_T")[part], getattr(sample, name))
+        cursor += count
+
+
+def test_vector_over_all_tokens_splits_back():
+    batch = pack(random_samples([5, 2, 9]), None, max_tokens=32)
+    total = int(batch.response_tokens.sum())
+    parts = split_by_sample(np.arange(total), batch)
+    assert [len(part) for part in parts] == list(batch.response_tokens)
+    assert [part[0] for part in parts if len(part)] == [
+        o for o, c in zip(flat_offsets(batch), batch.response_tokens, strict=True) if c
+    ]
+
+
+def test_sample_over_the_budget_is_refused_by_name():
+    with pytest.raises(DataError, match=r"sample 1 feeds 40 tokens, more than train.micro_batch_tokens \(32\)"):
+        pack(random_samples([5, 41]), None, max_tokens=32)
+
+
+def test_empty_batch_and_wrong_weights_are_refused():
+    with pytest.raises(DataError, match="at least one sample"):
+        pack([], None, max_tokens=32)
+    with pytest.raises(DataError, match="weights_S has shape"):
+        pack(random_samples([5, 6]), np.ones(3), max_tokens=32)
+
+
+def test_old_logprobs_on_some_samples_only_are_refused():
+    first, second = random_samples([5, 6])
+    mixed = [first, Sample(second.tokens, second.response_mask, sampler_logprobs=second.sampler_logprobs)]
+    with pytest.raises(DataError, match="some samples of a batch have old_logprobs"):
+        micro_batches(pack(mixed, None, max_tokens=32), 0, CPU)
+
+
+@pytest.mark.parametrize("name", ["sampler_logprobs", "old_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_logprobs_of_another_length_are_an_error_never_a_broadcast(name, change):
+    tokens, mask = np.arange(6), np.array([False, False, True, True, True, False])
+    with pytest.raises(DataError, match=f"sample.{name} has shape"):
+        Sample(tokens, mask, **{name: np.zeros(3 + change, dtype=np.float32)})

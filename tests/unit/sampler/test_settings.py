@@ -1,0 +1,105 @@
+"""vLLM gets settings under which it samples exactly the configured distribution."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from megarl.config import RunConfig, parse_config
+from megarl.errors import ConfigError, UnsupportedError
+from megarl.sampler import settings
+
+
+def config(folder: Path, **sections: dict) -> RunConfig:
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
+    return parse_config({"model": {"path": str(folder)}, "task": {"name": "arithmetic"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "ids"),
+    [
+        ({"eos_token_id": 5}, {"eos_token_id": 2}, (5,)),
+        ({"eos_token_id": [9, 5, 9]}, {}, (5, 9)),
+        ({}, {"eos_token_id": 2}, (2,)),
+        (None, {"eos_token_id": [2, 3]}, (2, 3)),
+        (None, {}, ()),
+    ],
+)
+def test_stop_tokens_come_from_generation_config_then_config(tmp_path: Path, generation, model, ids) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert settings.stop_tokens(str(tmp_path)) == ids
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, "a"], True, 1.5])
+def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, value) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        settings.stop_tokens(str(tmp_path))
+
+
+@pytest.mark.parametrize(("rank", "pattern", "buffer"), [(1, {}, 1), (2, {}, 8), (16, {}, 16), (8, {"q_proj": 33}, 64)])
+def test_the_rank_buffer_is_the_smallest_that_fits(tmp_path: Path, rank: int, pattern: dict, buffer: int) -> None:
+    assert settings.max_lora_rank(config(tmp_path, lora={"r": rank, "rank_pattern": pattern})) == buffer
+
+
+def test_a_rank_above_vllms_largest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="rank 600; vLLM supports at most 512"):
+        settings.max_lora_rank(config(tmp_path, lora={"r": 600}))
+
+
+def test_the_adapter_to_start_from_decides_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 40, "rank_pattern": None}))
+    assert settings.max_lora_rank(config(tmp_path, lora={"init_from": str(tmp_path / "adapter")})) == 64
+
+
+@pytest.mark.parametrize(("base", "load_format"), [("send", "dummy"), ("disk", "auto")])
+def test_a_base_that_is_sent_starts_from_dummy_weights(tmp_path: Path, base: str, load_format: str) -> None:
+    arguments = settings.engine_arguments(config(tmp_path, checkpoint_engine={"base_weights": base}), 0, "cpu")
+    assert arguments["load_format"] == load_format
+
+
+def vllm_source(module: str) -> str:
+    """Source of a vLLM module, found without importing vLLM."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return (Path(found.stdout.strip()) / module).read_text()
+
+
+def test_every_sampling_parameter_of_vllm_that_shapes_the_distribution_is_explicit(tmp_path: Path) -> None:
+    tree = ast.parse(vllm_source("sampling_params.py"))
+    [cls] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "SamplingParams"]
+    fields = {
+        node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    given = set(settings.sampling_arguments(config(tmp_path), (2,), 7))
+    assert given <= fields
+    shaping = {
+        name
+        for name in fields
+        if name.startswith(("top_", "min_", "temp", "repetition_p", "presence", "freq", "logit_b"))
+    }
+    assert shaping <= given
+
+
+def test_the_ranks_are_vllms(tmp_path: Path) -> None:
+    source = vllm_source("config/lora.py")
+    [line] = [line for line in source.splitlines() if line.startswith("MaxLoRARanks = ")]
+    namespace: dict = {}
+    exec(f"from typing import Literal\n{line}", namespace)
+    assert get_args(namespace["MaxLoRARanks"]) == settings.LORA_RANKS
+
+
+def test_settings_need_no_vllm() -> None:
+    script = "import sys, megarl.sampler.settings, megarl.sampler.gate; sys.exit('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

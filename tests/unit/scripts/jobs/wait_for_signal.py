@@ -1,0 +1,18 @@
+"""A stand-in job that runs until it is told to stop, and writes which signal told it to the given file."""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def stop(number: int, frame: object) -> None:
+    Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    raise SystemExit(5)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    Path(sys.argv[1]).write_text("running")
+    time.sleep(120)

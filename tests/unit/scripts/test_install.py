@@ -1,0 +1,170 @@
+"""scripts/install.sh and env.sh, run for real on a small set of requirements."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = "iniconfig==2.3.1\n"
+
+
+def run(repository: Path, command: str = "bash scripts/install.sh", **extra: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON", "MEGARL_ROOT")}
+    environment |= {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable, **extra}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=repository, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def make_repository(folder: Path) -> Path:
+    """The installer as it is, with requirements that install in seconds."""
+    (folder / "requirements").mkdir(parents=True)
+    (folder / "megarl").mkdir()
+    (folder / "megarl" / "__init__.py").touch()
+    shutil.copytree(ROOT / "scripts", folder / "scripts")
+    shutil.copy(ROOT / "setup.py", folder)
+    for name, text in {"cpu.txt": SMALL, "cpu-overrides.txt": "", "dev.txt": "pluggy==1.7.0\n"}.items():
+        (folder / "requirements" / name).write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_repository(tmp_path_factory.mktemp("install") / "a repository")
+    done = run(folder)
+    if done.returncode and "could not install uv" in done.stderr:
+        pytest.skip("no package index can be reached")
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def imports(repository: Path, name: str) -> bool:
+    return (
+        subprocess.run([repository / ".venv/bin/python", "-c", f"import {name}"], capture_output=True).returncode == 0
+    )
+
+
+def test_installs_requirements_dev_tools_and_megarl_even_below_a_path_with_spaces(repository: Path) -> None:
+    assert all(imports(repository, name) for name in ("iniconfig", "pluggy", "megarl"))
+
+
+def test_second_run_is_silent_and_takes_under_two_seconds(repository: Path) -> None:
+    start = time.monotonic()
+    again = run(
+        repository, "source scripts/env.sh && command -v python && echo $RAY_USAGE_STATS_ENABLED$HF_HUB_OFFLINE"
+    )
+    assert time.monotonic() - start < 2
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout.split("\n")[:2] == [str(repository / ".venv/bin/python"), "01"]
+
+
+def test_a_changed_pin_is_installed(repository: Path) -> None:
+    requirements = repository / "requirements/cpu.txt"
+    requirements.write_text(SMALL + "mpmath==1.3.0\n")
+    try:
+        assert not imports(repository, "mpmath")
+        assert run(repository).returncode == 0
+        assert imports(repository, "mpmath")
+    finally:
+        requirements.write_text(SMALL)
+        run(repository)
+
+
+def test_wheels_named_only_by_pips_configuration_are_found(repository: Path, tmp_path: Path) -> None:
+    for name in ("probe_one", "probe_two"):
+        (tmp_path / name).mkdir()
+        with zipfile.ZipFile(tmp_path / name / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", "")
+            wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            wheel.writestr(
+                f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            )
+            wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+    configuration = tmp_path / "pip.conf"
+    configuration.write_text(f"[global]\nfind-links =\n  {tmp_path}/probe_one\n  file://{tmp_path}/probe_two\n")
+    requirements = repository / "requirements/cpu.txt"
+    requirements.write_text(SMALL + "probe_one==1.0\nprobe_two==1.0\n")
+    try:
+        done = run(repository, "unset PIP_FIND_LINKS; bash scripts/install.sh", PIP_CONFIG_FILE=str(configuration))
+        assert done.returncode == 0, done.stderr
+        assert imports(repository, "probe_one") and imports(repository, "probe_two")
+    finally:
+        requirements.write_text(SMALL)
+        run(repository)
+
+
+def test_a_killed_installation_is_repaired_by_the_next_run(repository: Path) -> None:
+    (repository / "requirements/dev.txt").write_text("pluggy==1.7.0\nnetworkx==3.6.1\n")
+    environment = os.environ | {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable}
+    first = subprocess.Popen(
+        ["bash", "scripts/install.sh"],
+        cwd=repository,
+        env=environment,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
+    )
+    stamp = repository / ".venv/.megarl-installed"
+    deadline = time.monotonic() + 60
+    while stamp.read_text() != "unfinished\n" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    # What a kill in the middle of copying leaves: recorded as installed, but a module is gone.
+    shutil.rmtree(next((repository / ".venv").glob("lib/*/site-packages")) / "iniconfig")
+    assert not imports(repository, "iniconfig")
+    done = run(repository)
+    assert done.returncode == 0, done.stderr
+    assert imports(repository, "iniconfig") and imports(repository, "networkx")
+
+
+def test_two_runs_at_once_install_once(repository: Path) -> None:
+    shutil.rmtree(repository / ".venv")
+    (repository / "scripts/both.sh").write_text(
+        "bash scripts/install.sh 2>one & bash scripts/install.sh 2>two && wait $!\n"
+    )
+    assert run(repository, "bash scripts/both.sh").returncode == 0
+    output = (repository / "one").read_text() + (repository / "two").read_text()
+    assert output.count("Installed ") == 1
+    assert "waiting for another installation" in output
+    assert imports(repository, "megarl")
+
+
+def test_a_missing_python_is_named_with_the_way_out(tmp_path: Path) -> None:
+    done = run(make_repository(tmp_path / "r"), PYTHON="python3.99")
+    assert done.returncode != 0
+    assert "'python3.99' does not run" in done.stderr and "PYTHON=/path/to/python" in done.stderr
+
+
+def test_an_unreachable_index_fails_with_the_way_out_and_sourcing_env_fails_too(tmp_path: Path) -> None:
+    folder = make_repository(tmp_path / "r")
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_FIND_LINKS": str(tmp_path), "PIP_NO_CACHE_DIR": "1"}
+    nowhere |= {"PIP_CONFIG_FILE": "/dev/null"}
+    done = run(folder, "set -e; source scripts/env.sh; echo reached", **nowhere)
+    assert done.returncode != 0 and "reached" not in done.stdout
+    assert "could not install uv" in done.stderr and "run again" in done.stderr
+    assert (folder / ".venv/.megarl-installed").read_text() == "unfinished\n"
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    done = run(make_repository(tmp_path / "r"), MEGARL_DEVICE="tpu")
+    assert done.returncode != 0 and "MEGARL_DEVICE is 'tpu'; it must be cpu or cuda" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt", "gpu-te.txt", "dev.txt"])
+def test_every_requirement_is_pinned_and_the_lists_are_sorted(name: str) -> None:
+    block: list[str] = []
+    for line in [*(ROOT / "requirements" / name).read_text().splitlines(), ""]:
+        requirement = line.split("#")[0].strip()
+        if requirement:
+            assert "==" in requirement, f"{name}: '{requirement}' is not pinned"
+            block.append(requirement.lower().split("==")[0])
+        else:
+            assert block == sorted(block), f"{name}: {block} is not sorted"
+            block = []

@@ -1,0 +1,195 @@
+"""scripts/launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.unit.scripts.conftest import ROOT, Traced
+
+JOBS = Path(__file__).parent / "jobs"
+SCRIPT = ["bash", str(ROOT / "scripts/launch_node.sh")]
+MODULE = [sys.executable, "-m", "megarl.launch.node"]
+
+Start = Callable[..., "Launched"]
+
+
+class Launched:
+    """A launcher and what it prints."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        name = f"node{environment['NODE_RANK']}"
+        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.process = subprocess.Popen(command, env=environment, cwd=folder, stdout=out, stderr=err)
+
+    def wait(self, seconds: float) -> int:
+        return self.process.wait(seconds)
+
+    def wait_for(self, text: str, seconds: float = 60) -> None:
+        deadline = time.monotonic() + seconds
+        while text not in self.err.read_text():
+            assert self.process.poll() is None, self.err.read_text()
+            assert time.monotonic() < deadline, self.err.read_text()
+            time.sleep(0.1)
+
+    def wait_for_job(self, file: Path, seconds: float = 60) -> None:
+        self.wait_for("starting: ", seconds)
+        deadline = time.monotonic() + 10
+        while not file.exists() or file.read_text() != "running":
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def below(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+@pytest.fixture
+def start(traced: Traced, port: int, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    # Ray's socket paths are limited to 107 characters, so not below tmp_path.
+    ray_folder = Path("/tmp") / f"mr{os.getpid()}"
+    environment = traced.environment | {
+        "NNODES": "2",
+        "HEAD_ADDR": "127.0.0.1",
+        "HEAD_PORT": str(port),
+        "JOIN_TIMEOUT": "60",
+        "NODE_CPUS": "1",
+        "RAY_TMPDIR": str(ray_folder),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        # No ~/.ray/auth_token, so no token authentication unless a test asks for it.
+        "HOME": str(tmp_path),
+    }
+    ray_folder.mkdir(exist_ok=True)
+
+    def launch(rank: int, job: list[str], command: list[str] = MODULE, **changes: str) -> Launched:
+        return Launched([*command, "--", *job], environment | {"NODE_RANK": str(rank)} | changes, tmp_path)
+
+    yield launch
+    subprocess.run(["rm", "-rf", str(ray_folder)], check=True)
+
+
+@pytest.mark.usefixtures("installed")
+def test_job_reaches_both_nodes_under_a_token_its_status_is_everyones_and_nothing_is_left(
+    start: Start, traced: Traced
+) -> None:
+    job = ["python", str(JOBS / "every_node.py"), "7", "train.steps=1", "two words"]
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
+    worker, head = start(1, job, SCRIPT, **token), start(0, job, SCRIPT, **token)
+    assert head.wait(90) == 7, head.err.read_text()
+    assert worker.wait(20) == 7, worker.err.read_text()
+    assert head.out.read_text() == "nodes=2 pinned=True arguments=['train.steps=1', 'two words']\n"
+    assert traced.wait_until_gone() == []
+
+
+def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_job(
+    start: Start, traced: Traced, tmp_path: Path
+) -> None:
+    job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal")]
+    worker, head = start(1, job), start(0, job)
+    head.wait_for_job(tmp_path / "signal")
+    of_worker, of_head = worker.below(), head.below()
+    assert any("raylet" in process.name() for process in of_worker)
+
+    worker.process.send_signal(signal.SIGTERM)
+    assert worker.wait(20) == 128 + signal.SIGTERM
+    assert psutil.wait_procs(of_worker, timeout=3)[1] == []
+    assert [process for process in of_head if not process.is_running()] == []
+    assert head.process.poll() is None
+    assert (tmp_path / "signal").read_text() == "running"
+
+    head.process.send_signal(signal.SIGINT)
+    assert head.wait(30) == 128 + signal.SIGINT
+    assert (tmp_path / "signal").read_text() == "SIGINT"
+    assert traced.wait_until_gone() == []
+
+
+def test_worker_leaves_by_itself_when_the_head_is_killed(start: Start, traced: Traced, tmp_path: Path) -> None:
+    job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal")]
+    worker, head = start(1, job), start(0, job)
+    head.wait_for_job(tmp_path / "signal")
+    head.process.kill()
+    assert worker.wait(40) == 1
+    assert "[node 1] error: the head 127.0.0.1:" in worker.err.read_text()
+    assert "has not answered for 15 s; leaving" in worker.err.read_text()
+    # The killed launcher could clean nothing up; the kernel told its Ray and its job.
+    assert (tmp_path / "signal").read_text() == "SIGTERM"
+    assert traced.wait_until_gone(15) == []
+
+
+def test_head_gives_up_on_missing_nodes_with_what_to_look_at(start: Start, traced: Traced) -> None:
+    head = start(0, ["true"], JOIN_TIMEOUT="12")
+    assert head.wait(60) == 1
+    assert "only 1 of 2 nodes joined within 12 s (JOIN_TIMEOUT)" in head.err.read_text()
+    assert traced.wait_until_gone() == []
+
+
+def test_worker_gives_up_on_a_missing_head(start: Start, traced: Traced) -> None:
+    worker = start(1, ["true"], JOIN_TIMEOUT="2")
+    assert worker.wait(30) == 1
+    assert "no head answers at 127.0.0.1:" in worker.err.read_text()
+    assert traced.wait_until_gone() == []
+
+
+def test_a_node_without_the_heads_token_is_told_what_to_do(start: Start, traced: Traced, tmp_path: Path) -> None:
+    # The token file alone switches authentication on, as it does for `ray start`.
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+    head = start(0, ["true"])
+    worker = start(1, ["true"], HOME="/nonexistent")
+    assert worker.wait(60) == 1
+    assert "give every node the head's ~/.ray/auth_token" in worker.err.read_text()
+    head.process.send_signal(signal.SIGTERM)
+    assert head.wait(30) == 128 + signal.SIGTERM
+    assert traced.wait_until_gone() == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_sbatch_runs_the_script_on_every_host_of_the_allocation(start: Start, traced: Traced, tmp_path: Path) -> None:
+    stand_ins = tmp_path / "bin"
+    stand_ins.mkdir()
+    for name, text in STAND_INS.items():
+        (stand_ins / name).write_text(text)
+        (stand_ins / name).chmod(0o755)
+    # Slurm runs a copy from its spool folder, in the folder of submission.
+    spooled = tmp_path / "slurm_script"
+    spooled.write_text((ROOT / "scripts/slurm.sbatch").read_text())
+    job = ["python", str(JOBS / "every_node.py"), "3", "a=b c"]
+    environment = traced.environment
+    batch = start(
+        0,
+        job,
+        ["bash", str(spooled)],
+        PATH=f"{stand_ins}:{environment['PATH']}",
+        SLURM_SUBMIT_DIR=str(ROOT),
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_NODELIST="both[1-2]",
+        SLURM_JOB_ID="4711",
+        HEAD_ADDR="overwritten",
+    )
+    assert batch.wait(120) == 3, batch.err.read_text()
+    assert "nodes=2 pinned=True arguments=['a=b c']\n" in batch.out.read_text()
+    assert "--ntasks-per-node=1" in batch.out.read_text()
+    assert traced.wait_until_gone() == []
+
+
+# What the sbatch file asks of Slurm, done on one machine: the command once for each node id, the highest exit status.
+STAND_INS = {
+    "scontrol": """#!/bin/bash
+[ "$*" = "show hostnames both[1-2]" ] && echo 127.0.0.1 && sleep 0.3 && echo localhost
+""",
+    "srun": """#!/bin/bash
+while [[ $1 == -* ]]; do echo "srun $1"; shift; done
+export -n NODE_RANK; unset NODE_RANK
+SLURM_NODEID=1 "$@" & other=$!
+SLURM_NODEID=0 "$@"; first=$?
+wait $other; second=$?
+exit $((first > second ? first : second))
+""",
+}

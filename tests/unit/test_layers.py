@@ -1,0 +1,165 @@
+"""Imports flow one way (design.md). Every import counts: in functions, under TYPE_CHECKING, through importlib."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "megarl"
+
+# May be imported by all of megarl.
+COMMON = {"types", "errors", "config"}
+
+# Part -> the other parts that it may import. The part with the longest name that fits a module counts.
+INTERNAL: dict[str, set[str]] = {
+    "types": {"errors"},
+    "errors": set(),
+    "config": {"errors"},
+    "parallel": COMMON,
+    "loss": COMMON,
+    "model": COMMON | {"parallel", "loss"},
+    "lora": COMMON | {"parallel", "model"},
+    "tasks": COMMON,
+    "checkpoint_engine": COMMON | {"checkpoint_engine"},  # senders
+    "checkpoint_engine.wire": COMMON,
+    "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
+    "sampler": COMMON | {"checkpoint_engine.wire", "checkpoint_engine.receiver*"},
+    "controller": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
+    "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
+    "cli": COMMON
+    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"},
+}
+
+# Package -> where alone it may be imported (a trailing * stands for any ending).
+ONLY_UNDER: dict[str, set[str]] = {
+    "megatron": {"parallel", "model", "lora"},
+    "vllm": {"sampler", "checkpoint_engine.receiver*"},
+    "ray": {"controller", "launch"},
+}
+
+# Part -> packages that it must not import: these parts stay light.
+NEVER: dict[str, set[str]] = {
+    part: {"torch", "transformers", "peft", "megatron", "vllm", "ray"}
+    for part in ("types", "errors", "config", "tasks")
+}
+
+
+def is_under(module: str, place: str) -> bool:
+    """Whether ``module`` is ``place`` or lies below it."""
+    if place.endswith("*"):
+        return module.startswith(place[:-1])
+    return module == place or module.startswith(place + ".")
+
+
+def longest_fit(module: str, places: dict[str, set[str]]) -> str | None:
+    """The most special of ``places`` that holds ``module``."""
+    return max((place for place in places if is_under(module, place)), key=len, default=None)
+
+
+def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of every import in ``source``; ``module`` resolves relative ones."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                keep = len(parts) - node.level + is_package
+                base = ".".join([*parts[:keep], *([base] if base else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)
+            if function in ("import_module", "__import__") and isinstance(node.args[0].value, str):
+                yield node.lineno, node.args[0].value
+
+
+def violations(package: Path) -> list[str]:
+    """``file:line: what`` for every import in the package ``package`` that the tables forbid."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        parts = list(file.relative_to(package).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        module = ".".join(parts[:-1] if is_package else parts)
+        full = ".".join([package.name, module] if module else [package.name])
+        for line, target in imported(file.read_text(), full, is_package):
+            problem = verdict(module, target, package.name)
+            if problem:
+                found.append(f"{file.relative_to(package)}:{line}: {problem}")
+    return found
+
+
+def verdict(module: str, target: str, package: str) -> str | None:
+    """What is wrong with ``module`` (relative to the package) importing ``target`` (absolute), or None."""
+    part = longest_fit(module, INTERNAL)
+    if target == package or target.startswith(package + "."):
+        inside = target[len(package) + 1 :]
+        to = longest_fit(inside, INTERNAL)
+        if part is None or to is None or to == part or any(is_under(inside, place) for place in INTERNAL[part]):
+            return None
+        return f"{part} may not import {inside}"
+    top = target.partition(".")[0]
+    if top in ONLY_UNDER and not any(is_under(module, place) for place in ONLY_UNDER[top]):
+        return f"{top} may only be imported under {', '.join(sorted(ONLY_UNDER[top]))}"
+    if part in NEVER and top in NEVER[part]:
+        return f"{part} may not import {top}"
+    return None
+
+
+def test_every_part_of_megarl_is_in_the_table():
+    parts = {file.stem for file in PACKAGE.glob("*.py") if file.stem != "__init__"}
+    parts |= {folder.name for folder in PACKAGE.iterdir() if (folder / "__init__.py").is_file()}
+    assert parts <= {name.partition(".")[0] for name in INTERNAL}
+
+
+def test_megarl_keeps_the_import_arrows():
+    assert violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "problem"),
+    [
+        ("tasks/new.py", "def f():\n    import torch.nn\n", "new.py:2: tasks may not import torch"),
+        ("tasks/new.py", "import importlib\nx = importlib.import_module('torch')\n", "tasks may not import torch"),
+        ("tasks/new.py", "from megarl.controller import loop\n", "tasks may not import controller.loop"),
+        ("tasks/new.py", "from ..sampler import base\n", "tasks may not import sampler.base"),
+        ("tasks/__init__.py", "from .. import model\n", "tasks may not import model"),
+        ("config/run.py", "from typing import *\nif TYPE_CHECKING:\n    import vllm\n", "vllm may only be"),
+        ("types.py", "import megarl.config.run\n", "types may not import config.run"),
+        ("loss/new.py", "from megatron.core import parallel_state\n", "megatron may only be imported under"),
+        ("loss/new.py", "import megarl.parallel.groups\n", "loss may not import parallel.groups"),
+        ("model/new.py", "from megarl.lora.layers import X\n", "model may not import lora.layers.X"),
+        ("model/new.py", "class A:\n    def f(self):\n        import ray\n", "new.py:3: ray may only be imported"),
+        ("checkpoint_engine/shm.py", "from vllm import LLM\n", "vllm may only be imported under"),
+        ("checkpoint_engine/wire.py", "from megarl.checkpoint_engine.shm import X\n", "wire may not import"),
+        ("checkpoint_engine/manager.py", "from megarl.sampler import base\n", "checkpoint_engine may not import"),
+        ("sampler/new.py", "import ray\n", "ray may only be imported under controller, launch"),
+        ("sampler/new.py", "from megarl.model import gpt\n", "sampler may not import model.gpt"),
+        ("sampler/new.py", "import megarl.checkpoint_engine.shm\n", "sampler may not import checkpoint_engine.shm"),
+        ("controller/new.py", "from megarl.cli import main\n", "controller may not import cli.main"),
+    ],
+)
+def test_a_planted_violation_is_found(tmp_path, file, source, problem):
+    planted = tmp_path / "megarl" / file
+    planted.parent.mkdir(parents=True)
+    planted.write_text(source)
+    found = violations(tmp_path / "megarl")
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("tasks/new.py", "import numpy\nfrom megarl.types import Prompt\nfrom .base import Task\n"),
+        ("checkpoint_engine/receiver_lora.py", "from vllm.lora import x\nfrom megarl.checkpoint_engine import wire\n"),
+        ("lora/new.py", "from megatron.core import x\nfrom megarl.model.gpt import y\nimport peft, torch\n"),
+        ("controller/new.py", "import ray\nfrom megarl.tasks import build_task\n"),
+    ],
+)
+def test_an_allowed_import_is_not_reported(tmp_path, file, source):
+    allowed = tmp_path / "megarl" / file
+    allowed.parent.mkdir(parents=True)
+    allowed.write_text(source)
+    assert violations(tmp_path / "megarl") == []
