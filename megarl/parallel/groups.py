@@ -23,19 +23,28 @@ class Groups:
     Attributes:
         topology: the layout.
         rank: global rank.
-        tensor_rank, data_rank, pipeline_rank: coordinates.
-        tensor, data, pipeline: groups along one axis.
+        tensor_rank, context_rank, data_rank, pipeline_rank: coordinates.
+        expert_rank, expert_tensor_rank: coordinates in the experts' layout.
+        tensor, context, data, pipeline, expert, expert_tensor: groups along one axis.
+        data_context: the ranks along data and context together.
         device: where tensors live.
     """
 
     topology: Topology
     rank: int
     tensor_rank: int
+    context_rank: int
     data_rank: int
     pipeline_rank: int
+    expert_rank: int
+    expert_tensor_rank: int
     tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
     data: dist.ProcessGroup
+    data_context: dist.ProcessGroup
     pipeline: dist.ProcessGroup
+    expert: dist.ProcessGroup
+    expert_tensor: dist.ProcessGroup
     device: torch.device
 
     @property
@@ -83,7 +92,10 @@ def init_groups(
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor,
             pipeline_model_parallel_size=config.pipeline,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
             context_parallel_size=config.context,
+            expert_model_parallel_size=config.expert,
+            expert_tensor_parallel_size=config.expert_tensor,
             create_gloo_process_groups=False,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
@@ -108,16 +120,26 @@ def current_groups(device: torch.device | None = None) -> Groups:
         context=mpu.get_context_parallel_world_size(),
         data=mpu.get_data_parallel_world_size(),
         pipeline=mpu.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline=mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        expert=mpu.get_expert_model_parallel_world_size(),
+        expert_tensor=mpu.get_expert_tensor_parallel_world_size(),
     )
     return Groups(
         topology=topology,
         rank=dist.get_rank(),
         tensor_rank=mpu.get_tensor_model_parallel_rank(),
+        context_rank=mpu.get_context_parallel_rank(),
         data_rank=mpu.get_data_parallel_rank(),
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
+        expert_rank=mpu.get_expert_model_parallel_rank(),
+        expert_tensor_rank=mpu.get_expert_tensor_parallel_rank(),
         tensor=mpu.get_tensor_model_parallel_group(),
+        context=mpu.get_context_parallel_group(),
         data=mpu.get_data_parallel_group(),
+        data_context=mpu.get_data_parallel_group(with_context_parallel=True),
         pipeline=mpu.get_pipeline_model_parallel_group(),
+        expert=mpu.get_expert_model_parallel_group(),
+        expert_tensor=mpu.get_expert_tensor_parallel_group(),
         device=device,
     )
 

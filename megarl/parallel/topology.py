@@ -1,6 +1,8 @@
 """Rank arithmetic, without torch: which rank sits where in the layout.
 
 mcore's order is ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are adjacent ranks, pipeline stages are farthest apart.
+Within a pipeline stage the experts are laid out anew over the same ranks: expert-tensor fastest, then expert, then the
+copies of an expert (expert data parallel).
 """
 
 from dataclasses import dataclass
@@ -11,21 +13,37 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes of the dense (non-expert) layout; ``world_size`` is their product."""
+    """Sizes of the axes. ``world_size`` is the product of the dense ones; the expert axes divide a stage's ranks."""
 
     tensor: int = 1
     context: int = 1
     data: int = 1
     pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
 
     @classmethod
     def from_config(cls, config: ParallelConfig) -> "Topology":
         """Take the sizes from the ``parallel`` section."""
-        return cls(config.tensor, config.context, config.data, config.pipeline)
+        return cls(
+            tensor=config.tensor,
+            context=config.context,
+            data=config.data,
+            pipeline=config.pipeline,
+            virtual_pipeline=config.virtual_pipeline,
+            expert=config.expert,
+            expert_tensor=config.expert_tensor,
+        )
 
     @property
     def world_size(self) -> int:
         return self.tensor * self.context * self.data * self.pipeline
+
+    @property
+    def expert_data(self) -> int:
+        """Copies of each expert: the ranks of a stage that hold the same slice of the same experts."""
+        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
 
     def rank(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
         """Global rank at the given coordinates."""
