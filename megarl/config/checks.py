@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megarl.config.sampler import SamplerConfig
 
 # Layout axes that no test proves yet; a value above 1 is refused.
-UNPROVEN = ("virtual_pipeline", "context", "expert", "expert_tensor")
+UNPROVEN = ("context", "expert", "expert_tensor")
 # Sizes read from config.json; of these the optional ones may be null.
 SIZES = (
     "num_attention_heads",
@@ -76,10 +76,14 @@ def check_layout(parallel: "ParallelConfig") -> None:
         if getattr(parallel, axis) > 1:
             raise UnsupportedError(
                 f"parallel.{axis} is {getattr(parallel, axis)}; proven are parallel.tensor (with sequence), "
-                f"parallel.pipeline and parallel.data, with {', '.join(UNPROVEN)} at 1"
+                f"parallel.pipeline (with virtual_pipeline) and parallel.data, with {', '.join(UNPROVEN)} at 1"
             )
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline > 1 (it is 1)"
+        )
 
 
 def check_sampling(sampler: "SamplerConfig") -> None:
@@ -122,7 +126,9 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "num_key_value_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
-    _check_divides("parallel.pipeline", parallel.pipeline, "num_hidden_layers", shape)
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
+    _check_divides(axis, stages, "num_hidden_layers", shape)
 
 
 def _check_divides(axis: str, size: int, key: str, shape: dict[str, Any]) -> None:

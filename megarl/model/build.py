@@ -46,6 +46,7 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
+        **_interleaving(parallel),
         "sequence_parallel": parallel.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -67,6 +68,18 @@ def transformer_config(
         "persist_layer_norm": False,
     }
     return TransformerConfig(**(settings | family.settings(hf)))
+
+
+def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of the interleaved schedule."""
+    if parallel.virtual_pipeline == 1:
+        return {}
+    # mcore wants its neighbours' sends and receives unbatched with two stages, where both neighbours are one rank.
+    return {
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
 
 
 def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,18 +116,27 @@ def build_chunks(
         UnsupportedError: the family or a setting is not supported.
     """
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device)
+    stages = range(parallel.virtual_pipeline)
+    return [_build_chunk(hf, config, groups, stage if len(stages) > 1 else None) for stage in stages]
+
+
+def _build_chunk(
+    hf: Mapping[str, Any], config: TransformerConfig, groups: Groups, vp_stage: int | None
+) -> PackedGPTModel:
+    first, last = vp_stage in (None, 0), vp_stage in (None, groups.topology.virtual_pipeline - 1)
     with cuda_names():
         chunk = PackedGPTModel(
             config=config,
-            transformer_layer_spec=local_block_spec(config, None),
-            vocab_size=padded_vocab(hf["vocab_size"], parallel.tensor),
+            transformer_layer_spec=local_block_spec(config, vp_stage),
+            vocab_size=padded_vocab(hf["vocab_size"], groups.topology.tensor),
             max_sequence_length=hf.get("max_position_embeddings", 0),
-            pre_process=groups.first_stage,
-            post_process=groups.last_stage,
+            pre_process=groups.first_stage and first,
+            post_process=groups.last_stage and last,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+            vp_stage=vp_stage,
             **rope_settings(hf),
         )
     chunk.model_type = ModelType.encoder_or_decoder
     chunk.to(groups.device)
     chunk.requires_grad_(False)
-    return [chunk]
+    return chunk

@@ -80,6 +80,7 @@ class MegatronModel:
             max_tokens=self.config.train.micro_batch_tokens,
             data=parallel.data,
             pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
             multiple=parallel.tensor,
             step_tokens=step_tokens,
         )

@@ -77,6 +77,7 @@ def pack(
     max_tokens: int,
     data: int = 1,
     pipeline: int = 1,
+    virtual_pipeline: int = 1,
     multiple: int = 1,
     step_tokens: int | None = None,
 ) -> PackedBatch:
@@ -88,6 +89,8 @@ def pack(
         max_tokens: token budget of a micro-batch.
         data, pipeline: parallel sizes; every DP rank gets as many micro-batches, at least ``pipeline`` where there are
             samples enough, so that the pipeline fills.
+        virtual_pipeline: above 1 the number of micro-batches is a multiple of ``pipeline``, as the interleaved schedule
+            needs it.
         multiple: pad T to it (the tensor-parallel size under SP).
         step_tokens: response tokens of the whole step, where the batch is a part of it.
 
@@ -106,7 +109,8 @@ def pack(
                 f"sample {index} feeds {length} tokens, more than train.micro_batch_tokens ({max_tokens}); raise it"
             )
     total = step_tokens or sum(int(sample.response_mask.sum()) for sample in samples)
-    bins = plan_bins(lengths, max_tokens, groups=data, at_least=pipeline)
+    rounds = pipeline if virtual_pipeline > 1 else 1
+    bins = plan_bins(lengths, max_tokens, groups=data * rounds, at_least=pipeline // rounds)
     plan = tuple(tuple(tuple(sorted(b)) for b in bins[rank::data]) for rank in range(data))
     return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple)
 

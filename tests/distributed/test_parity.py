@@ -25,6 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SP": {"tensor": 2},
     "TP2": {"tensor": 2, "sequence": False},
     "PP2": {"pipeline": 2},
+    "PP2xVPP2": {"pipeline": 2, "virtual_pipeline": 2},
     "DP2": {"data": 2},
     "TP2xPP2": {"tensor": 2, "pipeline": 2},
     "PP2xDP2": {"pipeline": 2, "data": 2},
@@ -119,7 +120,7 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     return folder, truths
 
 
-@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str)
+@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str)
 def test_logprobs_gradients_and_updates_equal_peft(truths, layouts):
     folder, expected = truths
     world = {"TP1": 1, "TP2+SP": 2}.get(layouts[0], 4)
