@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megarl.config.sampler import SamplerConfig
 
 # Layout axes that no test proves yet; a value above 1 is refused.
-UNPROVEN = ("context", "expert", "expert_tensor")
+UNPROVEN = ("context",)
 # Sizes read from config.json; of these the optional ones may be null.
 SIZES = (
     "num_attention_heads",
@@ -76,7 +76,8 @@ def check_layout(parallel: "ParallelConfig") -> None:
         if getattr(parallel, axis) > 1:
             raise UnsupportedError(
                 f"parallel.{axis} is {getattr(parallel, axis)}; proven are parallel.tensor (with sequence), "
-                f"parallel.pipeline (with virtual_pipeline) and parallel.data, with {', '.join(UNPROVEN)} at 1"
+                f"parallel.pipeline (with virtual_pipeline), parallel.data, parallel.expert (with expert_tensor), with "
+                f"{', '.join(UNPROVEN)} at 1"
             )
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
@@ -126,9 +127,34 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "num_key_value_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
+    _check_experts(parallel, shape)
     stages = parallel.pipeline * parallel.virtual_pipeline
     axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
     _check_divides(axis, stages, "num_hidden_layers", shape)
+
+
+def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+    """Experts are laid out over the tensor x context x data ranks of a pipeline stage."""
+    key = "num_experts" if shape.get("num_experts") else "num_local_experts"
+    if not shape.get(key):
+        for axis in ("expert", "expert_tensor"):
+            if getattr(parallel, axis) > 1:
+                raise ConfigError(f"parallel.{axis} is {getattr(parallel, axis)}, but the model has no experts; use 1")
+        return
+    _check_divides("parallel.expert", parallel.expert, key, shape)
+    _check_divides("parallel.expert_tensor", parallel.expert_tensor, "hidden_size", shape)
+    inner = "moe_intermediate_size" if shape.get("moe_intermediate_size") else "intermediate_size"
+    _check_divides("parallel.expert_tensor", parallel.expert_tensor, inner, shape)
+    ranks = parallel.tensor * parallel.context * parallel.data
+    if ranks % (parallel.expert * parallel.expert_tensor):
+        raise ConfigError(
+            f"parallel.expert ({parallel.expert}) x expert_tensor ({parallel.expert_tensor}) must divide "
+            f"parallel.tensor ({parallel.tensor}) x context ({parallel.context}) x data ({parallel.data}) = {ranks}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        raise UnsupportedError(
+            "parallel.sequence is false with parallel.tensor > 1 and a mixture of experts; supported is true"
+        )
 
 
 def _check_divides(axis: str, size: int, key: str, shape: dict[str, Any]) -> None:

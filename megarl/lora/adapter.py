@@ -10,57 +10,94 @@ import torch
 from peft import LoraConfig
 
 from megarl.lora import peft_io
-from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear
+from megarl.lora.layers import ParallelLoraLinear, PartPlan
 from megarl.lora.merge import merge_weight
 from megarl.lora.peft_io import PREFIX
-from megarl.model.families.base import Family
-from megarl.model.sharding import ShardedTensor, parameter_view, stream_full
+from megarl.model.families import WeightMap
+from megarl.model.sharding import ShardedTensor, parameter_view, placed, stream_full
 from megarl.parallel.groups import Groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """One adapted part of a layer on this pipeline stage.
+
+    Attributes:
+        part: what is adapted.
+        kind: the class of its layer.
+        layer: the wrapped linear; None where another expert-parallel rank has it.
+    """
+
+    part: PartPlan
+    kind: type[ParallelLoraLinear]
+    layer: ParallelLoraLinear | None
+
+    def matrices(self) -> dict[str, torch.nn.Parameter]:
+        """PEFT name -> this rank's matrix; empty where another rank has it."""
+        if self.layer is None:
+            return {}
+        return {self.name("A"): self.layer.lora_A[self.part.key], self.name("B"): self.layer.lora_B[self.part.key]}
+
+    def name(self, side: str) -> str:
+        """PEFT's name of A or B in the weights file."""
+        return f"{PREFIX}{self.part.name}.lora_{side}.weight"
+
+    def shapes(self) -> dict[str, tuple[tuple[int, int], int | None]]:
+        """PEFT name -> (shape in the file, dimension split over the kind's axis)."""
+        part = self.part
+        return {
+            self.name("A"): ((part.rank, part.in_features), self.kind.split_A),
+            self.name("B"): ((part.out_features, part.rank), self.kind.split_B),
+        }
 
 
 class LoraAdapter:
     """Handle returned by ``apply_lora``.
 
     Attributes:
-        layers: the wrapped linears on this rank.
+        slots: the adapted parts of this rank's pipeline stage, those of experts on other ranks included.
         config: the PEFT config it was made from.
+        names: the model's names.
+        dtype: of the matrices.
+        groups: this rank's place.
     """
 
     def __init__(
-        self, layers: list[ParallelLoraLinear], config: LoraConfig, family: Family, num_layers: int, groups: Groups
+        self, slots: list[Slot], config: LoraConfig, names: WeightMap, dtype: torch.dtype, groups: Groups
     ) -> None:
-        self.layers = layers
+        self.slots = slots
         self.config = config
-        self.family = family
-        self.num_layers = num_layers
+        self.names = names
+        self.dtype = dtype
         self.groups = groups
+
+    @property
+    def layers(self) -> list[ParallelLoraLinear]:
+        """The wrapped linears on this rank, each once."""
+        return list(dict.fromkeys(slot.layer for slot in self.slots if slot.layer is not None))
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
-        return [
-            (f"{PREFIX}{part.name}.lora_{side}.weight", matrices[part.key])
-            for layer in self.layers
-            for part in filter(None, layer.parts)
-            for side, matrices in (("A", layer.lora_A), ("B", layer.lora_B))
-        ]
+        return [named for slot in self.slots for named in slot.matrices().items()]
 
     def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]:
-        """This rank's matrices as sharded tensors under PEFT's file names.
+        """The stage's matrices as sharded tensors under PEFT's file names, those held elsewhere included.
 
         Args:
             values: PEFT name -> tensor shaped like the parameter, to be handled in its place (optimizer moments, fp32
                 main weights, gradients).
         """
+        dtype = self.dtype if values is None else torch.float32
         tensors = []
-        for layer in self.layers:
-            column = isinstance(layer, ColumnParallelLora)
-            for part in filter(None, layer.parts):
-                shapes = {"A": (part.rank, part.in_features), "B": (part.out_features, part.rank)}
-                dims = {"A": None if column else 1, "B": 0 if column else None}
-                for side, matrices in (("A", layer.lora_A), ("B", layer.lora_B)):
-                    name = f"{PREFIX}{part.name}.lora_{side}.weight"
-                    data = matrices[part.key].data if values is None else values[name]
-                    tensors.append(parameter_view(name, data, shapes[side], dims[side]))
+        for slot in self.slots:
+            matrices = slot.matrices()
+            for name, (shape, dim) in slot.shapes().items():
+                if name in matrices:
+                    data = matrices[name].data if values is None else values[name]
+                else:
+                    data = torch.empty(0, shape[1], dtype=dtype)
+                tensor = parameter_view(name, data, shape, dim)
+                tensors.append(placed(tensor, slot.kind.axis, slot.part.owner, self.groups))
         return tensors
 
     @contextlib.contextmanager
@@ -85,16 +122,12 @@ class LoraAdapter:
         Args:
             tensors: this rank's base tensors under Hugging Face names.
         """
-        updates = {
-            f"{part.name}.weight": (layer.lora_A[part.key], layer.lora_B[part.key], part.scaling)
-            for layer in self.layers
-            for part in filter(None, layer.parts)
-        }
+        updates = {f"{slot.part.name}.weight": (slot.layer, slot.part) for slot in self.slots if slot.layer is not None}
         return [_with_update(t, *updates[t.name]) if t.name in updates else t for t in tensors]
 
     def adapter_config(self) -> dict[str, Any]:
         """The contents of ``adapter_config.json``."""
-        return peft_io.config_dict(self.config, self.family, self.num_layers)
+        return peft_io.config_dict(self.config, self.names)
 
     def save(self, path: str | Path) -> None:
         """Write a PEFT directory. Collective; rank 0 writes, atomically.
@@ -114,10 +147,10 @@ class LoraAdapter:
         peft_io.load(path, self)
 
 
-def _with_update(base: ShardedTensor, matrix_a: torch.Tensor, matrix_b: torch.Tensor, scaling: float) -> ShardedTensor:
-    """``base`` whose ``read`` adds ``scaling * B @ A``; this rank's slices of A and B give this rank's slice."""
+def _with_update(base: ShardedTensor, layer: ParallelLoraLinear, part: PartPlan) -> ShardedTensor:
+    """``base`` whose ``read`` adds ``scaling * B @ A``; for this rank's slice."""
 
     def read() -> torch.Tensor:
-        return merge_weight(base.read(), matrix_a, matrix_b, scaling)
+        return merge_weight(base.read(), *layer.factors(part), part.scaling)
 
     return dataclasses.replace(base, read=read)

@@ -7,17 +7,22 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.router import TopKRouter
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.adapter import LoraAdapter
-from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, RowParallelLora, mark_parameter
+from megarl.lora.adapter import LoraAdapter, Slot
+from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
+from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, RowParallelLora
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
-from megarl.model.base_tensors import head_layout, layers_of
-from megarl.model.families import family_of
+from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of
+from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import part_rows
 from megarl.parallel.groups import Groups, current_groups
+
+# The mcore class that each kind of linear must be.
+BASES = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": TopKRouter}
 
 
 def apply_lora(
@@ -49,21 +54,34 @@ def apply_lora(
         raise UnsupportedError(f"adapter config: init_lora_weights is {config.init_lora_weights!r}; supported is true")
     groups = groups or current_groups()
     models = [find_gpt(chunk) for chunk in chunks]
-    family = family_of(hf_config)
-    chosen = resolve_targets(config, family, models[0].config.num_layers)
+    names = names_of(hf_config)
+    chosen = resolve_targets(config, names)
     plans = [
         (layer, linear, parts)
         for model in models
         for index, layer in layers_of(model)
-        for linear in family.linears
-        if any(parts := _plan(layer, linear, HF_LAYER.format(index), config, chosen, groups))
+        for linear in names.linears(index)
+        if any(parts := _plan(layer, linear, HF_LAYER.format(index), config, chosen, names, groups))
     ]
     for model in models:
         model.requires_grad_(False)
-    layers = [_wrap(layer, linear, parts, config, groups) for layer, linear, parts in plans]
-    for wrapped in layers:
-        _create_parameters(wrapped, seed, groups)
-    return LoraAdapter(layers, config, family, models[0].config.num_layers, groups)
+    slots: list[Slot] = []
+    for layer, linear, parts in plans:
+        wrapped = None
+        if owner_of(linear, names, groups) in (None, groups.expert_rank):
+            wrapped = _wrap(layer, linear, parts, config, names, groups)
+            _create_parameters(wrapped, seed, groups)
+        slots += [Slot(part, kind_of(linear), wrapped) for part in parts if part]
+    return LoraAdapter(slots, config, names, models[0].config.params_dtype, groups)
+
+
+def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
+    """The adapter layer for a linear."""
+    if linear.split == "replicated":
+        return RouterLora
+    if linear.split == "column":
+        return ColumnParallelLora if linear.expert is None else ExpertColumnLora
+    return RowParallelLora if linear.expert is None else ExpertRowLora
 
 
 def find_gpt(module: torch.nn.Module) -> GPTModel:
@@ -76,63 +94,75 @@ def find_gpt(module: torch.nn.Module) -> GPTModel:
 
 
 def _plan(
-    layer: torch.nn.Module, linear: LinearMap, prefix: str, config: LoraConfig, chosen: set[str], groups: Groups
+    layer: torch.nn.Module,
+    linear: LinearMap,
+    prefix: str,
+    config: LoraConfig,
+    chosen: set[str],
+    names: WeightMap,
+    groups: Groups,
 ) -> tuple[PartPlan | None, ...]:
     """What to add to one linear; all None where nothing is."""
-    module = layer.get_submodule(linear.mcore)
-    names = [f"{prefix}{hf}" for hf in linear.hf]
-    if not chosen.intersection(names):
-        return (None,) * len(names)
+    targets = [f"{prefix}{hf}" for hf in linear.hf]
+    if not chosen.intersection(targets):
+        return (None,) * len(targets)
+    module = find_linear(layer, linear, names, groups)
+    owner = owner_of(linear, names, groups)
     if isinstance(module, ParallelLoraLinear):
-        raise AdapterError(f"{prefix}{linear.hf[0]} already has an adapter; apply_lora goes on a model without one")
-    expected = ColumnParallelLinear if linear.split == "column" else RowParallelLinear
+        if owner in (None, groups.expert_rank):
+            raise AdapterError(f"{targets[0]} already has an adapter; apply_lora goes on a model without one")
+        module = module.base_layer
+    expected = BASES[linear.split]
     if not isinstance(module, expected):
-        raise UnsupportedError(
-            f"{prefix}{linear.hf[0]} is a {type(module).__name__}; supported is mcore's {expected.__name__}"
-        )
-    tensor = groups.topology.tensor
-    column = linear.split == "column"
+        raise UnsupportedError(f"{targets[0]} is a {type(module).__name__}; supported is mcore's {expected.__name__}")
+    size = groups.along(kind_of(linear).axis)[2]
     local_out, local_in = module.weight.shape
     plans: list[PartPlan | None] = []
-    for name, rows in zip(names, part_rows(local_out, linear.fusion, head_layout(layer.config)), strict=True):
+    for name, rows in zip(targets, part_rows(local_out, linear.fusion, head_layout(layer.config)), strict=True):
         if name not in chosen:
             plans.append(None)
             continue
         rank, scaling = rank_and_scaling(config, name)
-        in_features = local_in * (1 if column else tensor)
-        plans.append(PartPlan(name, rank, scaling, in_features, rows * (tensor if column else 1), rows))
+        in_features = local_in * (size if linear.split == "row" else 1)
+        out_features = rows * (size if linear.split == "column" else 1)
+        plans.append(PartPlan(name, rank, scaling, in_features, out_features, rows, owner))
     return tuple(plans)
 
 
 def _wrap(
-    layer: torch.nn.Module, linear: LinearMap, parts: tuple[PartPlan | None, ...], config: LoraConfig, groups: Groups
+    layer: torch.nn.Module,
+    linear: LinearMap,
+    parts: tuple[PartPlan | None, ...],
+    config: LoraConfig,
+    names: WeightMap,
+    groups: Groups,
 ) -> ParallelLoraLinear:
     """Replace the linear in its parent."""
-    path, _, attribute = linear.mcore.rpartition(".")
-    parent = layer.get_submodule(path)
-    base = getattr(parent, attribute)
-    kind = ColumnParallelLora if linear.split == "column" else RowParallelLora
+    base = find_linear(layer, linear, names, groups)
+    kind = kind_of(linear)
     heads = head_layout(layer.config)
     rows = part_rows(base.weight.shape[0], linear.fusion, heads)
-    wrapped = kind(base, parts, rows, linear.fusion, heads, config.lora_dropout, groups.tensor)
-    setattr(parent, attribute, wrapped)
+    wrapped = kind(base, parts, rows, linear.fusion, heads, config.lora_dropout, groups.along(kind.axis)[0])
+    path = next(name for name, module in layer.named_modules() if module is base)
+    parent, _, attribute = path.rpartition(".")
+    setattr(layer.get_submodule(parent), attribute, wrapped)
     return wrapped
 
 
 def _create_parameters(wrapped: ParallelLoraLinear, seed: int, groups: Groups) -> None:
     """Initialise A and B: each rank draws the whole A and keeps its slice."""
-    base = wrapped.base_layer
-    column = isinstance(wrapped, ColumnParallelLora)
-    sequence_parallel = bool(base.sequence_parallel)
-    like = {"dtype": base.weight.dtype, "device": base.weight.device}
+    _, rank, size = groups.along(wrapped.axis)
+    weight = wrapped.base_layer.weight
+    like = {"dtype": weight.dtype, "device": weight.device}
     for part in filter(None, wrapped.parts):
         whole = initial_a(part, seed)
-        if not column:
-            whole = whole.chunk(groups.topology.tensor, dim=1)[groups.tensor_rank]
+        if wrapped.split_A is not None:
+            whole = whole.chunk(size, dim=wrapped.split_A)[rank]
+        rows = part.out_features // (size if wrapped.split_B is not None else 1)
         matrix_a = torch.nn.Parameter(whole.to(**like).contiguous())
-        matrix_b = torch.nn.Parameter(torch.zeros(part.rows, part.rank, **like))
-        mark_parameter(matrix_a, None if column else 1, sequence_parallel)
-        mark_parameter(matrix_b, 0 if column else None, sequence_parallel)
+        matrix_b = torch.nn.Parameter(torch.zeros(rows, part.rank, **like))
+        wrapped.mark(matrix_a, wrapped.split_A)
+        wrapped.mark(matrix_b, wrapped.split_B)
         wrapped.lora_A[part.key] = matrix_a
         wrapped.lora_B[part.key] = matrix_b
 

@@ -2,11 +2,12 @@
 
 Shapes: T tokens (T/TP under sequence parallelism), I input and O output features of the whole layer, r rank.
 A is [r, I] and B is [O, r] in the PEFT file. Column-parallel: A is replicated, B split along O. Row-parallel: A is
-split along I, B replicated. Only the rank-r activations are communicated, never the wide ones.
+split along I, B replicated. Only the rank-r activations are communicated, never the wide ones. Routers and experts are
+in ``experts.py``.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel import (
 
 from megarl.model.families.base import Fusion
 from megarl.model.fusion import HeadLayout, fuse_outputs
+from megarl.parallel.groups import Axis
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,8 @@ class PartPlan:
         rank: r.
         scaling: alpha / r, or alpha / sqrt(r).
         in_features, out_features: of the whole part.
-        rows: of the part on this tensor-parallel rank.
+        rows: of the part on this rank.
+        owner: the expert-parallel rank that holds it; None if all do.
     """
 
     name: str
@@ -39,6 +42,7 @@ class PartPlan:
     in_features: int
     out_features: int
     rows: int
+    owner: int | None = None
 
     @property
     def key(self) -> str:
@@ -51,7 +55,14 @@ class ParallelLoraLinear(torch.nn.Module):
 
     ``lora_A[key]`` and ``lora_B[key]`` hold this rank's matrices of each adapted part. Parts that are not adapted add
     nothing. Attributes that mcore reads from a linear (``weight``, ``sequence_parallel``, ...) come from the base.
+
+    Class attributes of each kind: ``split_A`` and ``split_B`` are the dimensions split over the ranks of ``axis``, None
+    for a replicated matrix.
     """
+
+    split_A: ClassVar[int | None] = None
+    split_B: ClassVar[int | None] = None
+    axis: ClassVar[Axis] = "tensor"
 
     def __init__(
         self,
@@ -90,6 +101,14 @@ class ParallelLoraLinear(torch.nn.Module):
         """The adapters' contribution, laid out like the base's output."""
         raise NotImplementedError
 
+    def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(A, B)`` whose product is this rank's slice of the part's update."""
+        return self.lora_A[part.key], self.lora_B[part.key]
+
+    def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
+        """Set the attributes by which mcore reduces, clips and counts a matrix."""
+        mark_parameter(matrix, split, bool(self.base_layer.sequence_parallel))
+
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The base layer's, under the name it had before it was wrapped: distributed checkpoints stay the base's."""
         return self.base_layer.sharded_state_dict(prefix, *args, **kwargs)
@@ -101,6 +120,8 @@ class ParallelLoraLinear(torch.nn.Module):
 class ColumnParallelLora(ParallelLoraLinear):
     """Adapter of a layer whose outputs are split over TP; under SP its input is split along the sequence."""
 
+    split_B = 0
+
     def delta(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[T/TP or T, ..., I] -> [T, ..., O/TP]``."""
         active = [part for part in self.parts if part]
@@ -110,16 +131,13 @@ class ColumnParallelLora(ParallelLoraLinear):
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self.group)
-        lows = iter(low.split([part.rank for part in active], dim=-1))
-        outs = [
-            F.linear(next(lows), self.lora_B[part.key]) * part.scaling if part else low.new_zeros(*low.shape[:-1], rows)
-            for part, rows in zip(self.parts, self.part_rows, strict=True)
-        ]
-        return fuse_outputs(outs, self.fusion, self.heads)
+        return widen(self, low)
 
 
 class RowParallelLora(ParallelLoraLinear):
     """Adapter of a layer whose inputs are split over TP; under SP its output is split along the sequence."""
+
+    split_A = 1
 
     def delta(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[T, ..., I/TP] -> [T/TP or T, ..., O]``."""
@@ -132,6 +150,16 @@ class RowParallelLora(ParallelLoraLinear):
             else reduce_from_tensor_model_parallel_region
         )
         return F.linear(reduce(low, group=self.group), self.lora_B[part.key]) * part.scaling
+
+
+def widen(layer: ParallelLoraLinear, low: torch.Tensor) -> torch.Tensor:
+    """Apply each part's B to its columns of ``low [..., sum of ranks]`` and lay the results out like the base's."""
+    lows = iter(low.split([part.rank for part in layer.parts if part], dim=-1))
+    outs = [
+        F.linear(next(lows), layer.lora_B[part.key]) * part.scaling if part else low.new_zeros(*low.shape[:-1], rows)
+        for part, rows in zip(layer.parts, layer.part_rows, strict=True)
+    ]
+    return fuse_outputs(outs, layer.fusion, layer.heads)
 
 
 def _dropped(layer: ParallelLoraLinear, hidden: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from megarl.errors import AdapterError, ModelError
 from megarl.lora.peft_io import PREFIX, WEIGHTS, load_peft_config, write_directory
 from megarl.lora.targets import rank_and_scaling, resolve_targets
-from megarl.model.families import family_of
+from megarl.model.families import names_of
 from megarl.model.hf_folder import WeightFolder, read_config
 
 
@@ -48,7 +48,7 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
         raise ModelError(f"--out '{out}' exists already; name a new folder")
     hf_config = read_config(model)
     config = load_peft_config(adapter)
-    targets = resolve_targets(config, family_of(hf_config), hf_config["num_hidden_layers"])
+    targets = resolve_targets(config, names_of(hf_config))
     folder = WeightFolder(model)
     if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in folder.where):
         raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")

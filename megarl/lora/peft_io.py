@@ -18,12 +18,11 @@ from megarl.errors import AdapterError, nearest
 from megarl.lora.targets import (
     ALL_LINEAR,
     check_supported,
-    linear_names,
     rank_and_scaling,
     resolve_targets,
     short_names,
 )
-from megarl.model.families.base import Family
+from megarl.model.families import WeightMap
 from megarl.model.sharding import collect
 from megarl.parallel.groups import on_rank_zero
 
@@ -36,11 +35,10 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
-def config_dict(config: LoraConfig, family: Family, num_layers: int) -> dict[str, Any]:
+def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
     """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it."""
     if config.target_modules == ALL_LINEAR:
-        names = short_names(linear_names(family, num_layers))
-        config = dataclasses.replace(config, target_modules=names)
+        config = dataclasses.replace(config, target_modules=short_names(names.linear_names()))
     plain = config.to_dict()
     plain.pop("runtime_config", None)
     plain["inference_mode"] = True
@@ -142,8 +140,8 @@ def load(path: str | Path, adapter: "LoraAdapter") -> None:
 
 def _check_same_targets(config: LoraConfig, adapter: "LoraAdapter", folder: Path) -> None:
     """The file's targets, ranks and scalings must be those the layers were built with."""
-    theirs = resolve_targets(config, adapter.family, adapter.num_layers)
-    ours = resolve_targets(adapter.config, adapter.family, adapter.num_layers)
+    theirs = resolve_targets(config, adapter.names)
+    ours = resolve_targets(adapter.config, adapter.names)
     for name in sorted(theirs ^ ours):
         where = "adapted in the file but not here" if name in theirs else "adapted here but not in the file"
         raise AdapterError(f"{folder / CONFIG}: '{name}' is {where}; apply the file's own config (load_peft_config)")
@@ -157,7 +155,7 @@ def _check_same_targets(config: LoraConfig, adapter: "LoraAdapter", folder: Path
 
 def _check_names(found: set[str], adapter: "LoraAdapter", file: Path) -> None:
     """The file must hold the matrices of every adapted module of the whole model, and nothing else."""
-    names = resolve_targets(adapter.config, adapter.family, adapter.num_layers)
+    names = resolve_targets(adapter.config, adapter.names)
     expected = {f"{PREFIX}{name}.lora_{side}.weight" for name in names for side in "AB"}
     if missing := sorted(expected - found):
         raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")

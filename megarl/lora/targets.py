@@ -9,7 +9,8 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from megarl.errors import AdapterError, UnsupportedError, nearest
-from megarl.model.families.base import HF_LAYER, Family
+from megarl.lora.expert_targets import check_experts
+from megarl.model.families import WeightMap
 
 # PEFT fields whose every value is understood, or that do not change the computation.
 UNDERSTOOD = {
@@ -38,26 +39,18 @@ def check_supported(config: LoraConfig) -> None:
             )
 
 
-def linear_names(family: Family, num_layers: int) -> list[str]:
-    """Hugging Face names of every linear that can be adapted, over all layers and pipeline stages."""
-    return [
-        f"{HF_LAYER.format(layer)}{hf}" for layer in range(num_layers) for linear in family.linears for hf in linear.hf
-    ]
-
-
-def resolve_targets(config: LoraConfig, family: Family, num_layers: int) -> set[str]:
+def resolve_targets(config: LoraConfig, weights: WeightMap) -> set[str]:
     """The full names of the linears that ``config`` adapts, by PEFT's own matching.
 
     Args:
         config: ``target_modules`` is a list of names, a regular expression or ``"all-linear"``.
-        family: names the linears.
-        num_layers: of the whole model.
+        weights: the model's names.
 
     Raises:
         AdapterError: a listed target, or the expression, matches nothing.
-        UnsupportedError: it matches the embedding or lm_head.
+        UnsupportedError: it matches the embedding or lm_head, or a part of the experts.
     """
-    names = linear_names(family, num_layers)
+    names = weights.linear_names()
     if not config.target_modules:
         raise AdapterError("adapter config: target_modules is empty; give module names or 'all-linear'")
     if config.target_modules == ALL_LINEAR:
@@ -81,6 +74,7 @@ def resolve_targets(config: LoraConfig, family: Family, num_layers: int) -> set[
             f"adapter config: target_modules {config.target_modules!r} matches no linear layer "
             f"(the model has: {', '.join(short_names(names))})"
         )
+    check_experts(config, weights, chosen)
     return chosen
 
 

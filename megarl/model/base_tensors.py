@@ -9,21 +9,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megarl.errors import ModelError
-from megarl.model.families import family_of
-from megarl.model.families.base import (
-    EMBEDDING,
-    FINAL_NORM,
-    HF_LAYER,
-    MCORE_LAYER,
-    OUTPUT,
-    Family,
-    LinearMap,
-    VectorMap,
-)
+from megarl.model.families import WeightMap, names_of
+from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, MCORE_LAYER, OUTPUT, LinearMap, VectorMap
 from megarl.model.fusion import HeadLayout, part_rows, part_views
 from megarl.model.hf_folder import WeightFolder
-from megarl.model.sharding import ShardedTensor, parameter_view
-from megarl.parallel.groups import Groups, current_groups
+from megarl.model.sharding import ShardedTensor, parameter_view, placed
+from megarl.parallel.groups import Axis, Groups, current_groups
 
 
 def head_layout(config: Any) -> HeadLayout:
@@ -47,13 +38,12 @@ def layers_of(chunk: GPTModel) -> Iterator[tuple[int, torch.nn.Module]]:
         yield layer.layer_number - 1, layer
 
 
-def base_tensors(chunk: GPTModel, family: Family, hf_config: Mapping[str, Any], groups: Groups) -> list[ShardedTensor]:
+def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[ShardedTensor]:
     """List every base tensor of one model chunk under its Hugging Face name, adapters excluded.
 
     Args:
         chunk: unwrapped (no DDP), with or without adapters.
-        family: the mapping.
-        hf_config: parsed ``config.json``.
+        names: of the model.
         groups: this rank's place.
 
     Raises:
@@ -62,18 +52,18 @@ def base_tensors(chunk: GPTModel, family: Family, hf_config: Mapping[str, Any], 
     tensors = (
         []
         if not chunk.pre_process
-        else [_vocabulary(EMBEDDING, chunk.embedding.word_embeddings.weight, hf_config, groups)]
+        else [_vocabulary(EMBEDDING, chunk.embedding.word_embeddings.weight, names.hf_config, groups)]
     )
     for index, layer in layers_of(chunk):
         hf_prefix = HF_LAYER.format(index)
-        for linear in family.linears:
-            tensors += _linear(linear, layer, hf_prefix, head_layout(chunk.config), groups)
-        tensors += [_vector(vector, layer, hf_prefix) for vector in family.vectors]
+        for linear in names.linears(index):
+            tensors += _linear(linear, layer, hf_prefix, names, groups)
+        tensors += [_vector(vector, layer, hf_prefix) for vector in names.vectors]
     if chunk.post_process:
         tensors.append(_vector(FINAL_NORM, chunk, ""))
         if not chunk.share_embeddings_and_output_weights:
-            tensors.append(_vocabulary(OUTPUT, chunk.output_layer.weight, hf_config, groups))
-    _check_complete(chunk, tensors)
+            tensors.append(_vocabulary(OUTPUT, chunk.output_layer.weight, names.hf_config, groups))
+    _check_complete(chunk, [tensor for tensor in tensors if tensor.held(groups)])
     return tensors
 
 
@@ -93,9 +83,9 @@ def load_base(
         UnsupportedError: the family is not supported.
     """
     groups = groups or current_groups()
-    folder, family = WeightFolder(path), family_of(hf_config)
+    folder, names = WeightFolder(path), names_of(hf_config)
     for chunk in chunks:
-        tensors = base_tensors(chunk, family, hf_config, groups)
+        tensors = base_tensors(chunk, names, groups)
         if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
             # The last stage's own copy of tied embeddings: loaded here, but never exported.
             tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
@@ -109,25 +99,40 @@ def _vocabulary(
     return dataclasses.replace(tensor, padded=weight.shape[0] * groups.topology.tensor)
 
 
+def owner_of(linear: LinearMap, names: WeightMap, groups: Groups) -> int | None:
+    """The expert-parallel rank that holds a routed expert's linear; None where all hold it."""
+    return None if linear.expert is None else linear.expert // (names.num_experts // groups.topology.expert)
+
+
+def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> torch.nn.Module:
+    """The module of a linear; of an expert held elsewhere, this rank's expert at the same place, which has its shape."""
+    if linear.expert is None:
+        return layer.get_submodule(linear.mcore)
+    return layer.get_submodule(linear.mcore.format(linear.expert % (names.num_experts // groups.topology.expert)))
+
+
 def _linear(
-    linear: LinearMap, layer: torch.nn.Module, hf_prefix: str, heads: HeadLayout, groups: Groups
+    linear: LinearMap, layer: torch.nn.Module, hf_prefix: str, names: WeightMap, groups: Groups
 ) -> list[ShardedTensor]:
     """Weight and bias of each part of one linear."""
-    module = unwrap(layer.get_submodule(linear.mcore))
-    size = groups.topology.tensor
+    module = unwrap(find_linear(layer, linear, names, groups))
+    heads = head_layout(layer.config)
+    axis: Axis = "tensor" if linear.expert is None else "expert_tensor"
+    size = groups.along(axis)[2]
     tensors = []
     for attribute in ("weight", "bias"):
         parameter = getattr(module, attribute, None)
         if parameter is None or parameter.numel() == 0:
             continue
         data = parameter.data
-        split = {"column": 0, "row": 1 if attribute == "weight" else None}[linear.split]
+        split = {"column": 0, "row": 1 if attribute == "weight" else None, "replicated": None}[linear.split]
         rows = part_rows(data.shape[0], linear.fusion, heads)
         for hf, view, part in zip(linear.hf, part_views(data, linear.fusion, heads), rows, strict=True):
             shape = [part * (size if split == 0 else 1), *data.shape[1:]]
             if split == 1:
                 shape[1] *= size
-            tensors.append(parameter_view(f"{hf_prefix}{hf}.{attribute}", view, tuple(shape), split))
+            tensor = parameter_view(f"{hf_prefix}{hf}.{attribute}", view, tuple(shape), split)
+            tensors.append(placed(tensor, axis, owner_of(linear, names, groups), groups))
     return tensors
 
 

@@ -18,8 +18,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
+from megarl.model.experts import local_expert_spec, sparse_layers
 
 
 class RMSNorm(torch.nn.Module):
@@ -50,21 +52,30 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
             k_layernorm=head_norm,
         ),
     )
-    layer = ModuleSpec(
+    dense = ModuleSpec(
+        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [
+        _layer_spec(attention, local_expert_spec() if sparse else dense)
+        for sparse in sparse_layers(config)[first : first + count]
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-            ),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
 class PackedGPTModel(GPTModel):

@@ -18,7 +18,7 @@ from megarl.model import checkpoint
 from megarl.model.adapter import Attach
 from megarl.model.base_tensors import base_tensors, load_base
 from megarl.model.build import build_chunks
-from megarl.model.families import family_of
+from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer, wrap_ddp
 from megarl.model.packing import PackedBatch, pack
@@ -66,8 +66,8 @@ class MegatronModel:
         self.optimizer.zero_grad()
 
     def _base_tensors(self) -> list[ShardedTensor]:
-        family = family_of(self.hf_config)
-        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, family, self.hf_config, self.groups)]
+        names = names_of(self.hf_config)
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups)]
 
     def pack(
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None

@@ -1,5 +1,6 @@
 """One tensor, split over ranks: read and write this rank's part, load it from a file, export the whole."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.groups import Groups, gather_full
+from megarl.parallel.groups import Axis, Groups, gather_full
 
 
 class Sliceable(Protocol):
@@ -26,10 +27,13 @@ class ShardedTensor:
         name: in the file.
         shape: of the whole tensor, as in the file.
         dtype: on this rank.
-        dim: the dimension split over tensor-parallel ranks, or None if every rank holds all of it.
+        dim: the dimension split over the ranks of ``axis``, or None if each of them holds all of it.
         read: returns this rank's part in the file's layout, contiguous or not.
         write: copies this rank's part in the file's layout into place.
         padded: size of ``dim`` after padding, where it exceeds ``shape[dim]`` (vocabularies); else None.
+        axis: ``expert_tensor`` for the tensors of routed experts.
+        owner: the expert-parallel rank that holds it, or None if all do. The others list it too, so that collectives
+            meet, but must not read or write it.
     """
 
     name: str
@@ -39,6 +43,12 @@ class ShardedTensor:
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None]
     padded: int | None = None
+    axis: Axis = "tensor"
+    owner: int | None = None
+
+    def held(self, groups: Groups) -> bool:
+        """Whether this rank has (a part of) it."""
+        return self.owner is None or self.owner == groups.expert_rank
 
     def local_slice(self, rank: int, size: int) -> tuple[slice, ...]:
         """Index of this rank's part within the file's tensor (padding excluded)."""
@@ -51,17 +61,32 @@ class ShardedTensor:
 
     def load(self, source: Sliceable, groups: Groups) -> None:
         """Read only this rank's part of ``source`` and write it into place; padding rows become zero."""
-        index = self.local_slice(groups.tensor_rank, groups.topology.tensor)
-        part = source[index]
+        if not self.held(groups):
+            return
+        _, rank, size = groups.along(self.axis)
+        part = source[self.local_slice(rank, size)]
         if self.padded is not None and self.dim is not None:
-            missing = self.padded // groups.topology.tensor - part.shape[self.dim]
+            missing = self.padded // size - part.shape[self.dim]
             if missing:
                 part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])], dim=0)
         self.write(part)
 
     def full(self, groups: Groups) -> torch.Tensor:
-        """Collective over the tensor-parallel group: the whole tensor, on every rank of it."""
-        whole = gather_full(self.read().detach(), self.dim, groups.tensor)
+        """The whole tensor, on every rank of the pipeline stage; a collective over ``axis`` and, with an owner, EP."""
+        if self.owner is not None and groups.topology.expert > 1:
+            return self._from_owner(groups)
+        return self._gathered(groups)
+
+    def _from_owner(self, groups: Groups) -> torch.Tensor:
+        if self.held(groups):
+            whole = self._gathered(groups)
+        else:
+            whole = torch.empty(self.shape, dtype=self.dtype, device=groups.device)
+        dist.broadcast(whole, dist.get_global_rank(groups.expert, self.owner), group=groups.expert)
+        return whole
+
+    def _gathered(self, groups: Groups) -> torch.Tensor:
+        whole = gather_full(self.read().detach(), self.dim, groups.along(self.axis)[0])
         if self.padded is not None and self.dim is not None:
             whole = whole.narrow(self.dim, 0, self.shape[self.dim])
         return whole.contiguous()
@@ -86,6 +111,18 @@ def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: i
             view.copy_(part.reshape(view.shape))
 
     return ShardedTensor(name, shape, view.dtype, dim, read, write)
+
+
+def placed(tensor: ShardedTensor, axis: Axis, owner: int | None, groups: Groups) -> ShardedTensor:
+    """The tensor with an axis and an owner; where it lies elsewhere, reading or writing it here raises."""
+    tensor = dataclasses.replace(tensor, axis=axis, owner=owner)
+    if tensor.held(groups):
+        return tensor
+
+    def elsewhere(*args: Any) -> Any:
+        raise RuntimeError(f"'{tensor.name}' is on expert-parallel rank {owner}, not here ({groups.expert_rank})")
+
+    return dataclasses.replace(tensor, read=elsewhere, write=elsewhere)
 
 
 def stream_full(tensors: Iterable[ShardedTensor], groups: Groups) -> Iterator[tuple[str, torch.Tensor]]:

@@ -4,6 +4,7 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from megarl.config import ParallelConfig
 from megarl.errors import ConfigError
 from megarl.parallel.device import backend
 from megarl.parallel.topology import Topology
+
+# The axes that split weights.
+Axis = Literal["tensor", "expert_tensor"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,12 @@ class Groups:
     def last_stage(self) -> bool:
         """Whether this rank computes logprobs."""
         return self.pipeline_rank == self.topology.pipeline - 1
+
+    def along(self, axis: Axis) -> tuple[dist.ProcessGroup, int, int]:
+        """``(group, this rank in it, its size)`` of an axis."""
+        if axis == "tensor":
+            return self.tensor, self.tensor_rank, self.topology.tensor
+        return self.expert_tensor, self.expert_tensor_rank, self.topology.expert_tensor
 
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage of this rank's pipeline."""

@@ -120,7 +120,9 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     return folder, truths
 
 
-@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str)
+@pytest.mark.parametrize(
+    "layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str
+)
 def test_logprobs_gradients_and_updates_equal_peft(truths, layouts):
     folder, expected = truths
     world = {"TP1": 1, "TP2+SP": 2}.get(layouts[0], 4)

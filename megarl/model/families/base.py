@@ -1,7 +1,7 @@
 """How a model family's Hugging Face names map to mcore's, in both directions, as data.
 
 A mapping names, for each mcore tensor, the Hugging Face tensors it holds and how they are fused and split over
-tensor-parallel ranks. Loading, export, LoRA placement and adapter names all follow from it.
+ranks. Loading, export, LoRA placement and adapter names all follow from it.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +11,8 @@ from typing import Any, Literal
 # How mcore lays the fused parts of a linear out along its output dimension:
 #   single: one part.  gated: parts one after the other (gate, up).  qkv: per query group [its queries, its k, its v].
 Fusion = Literal["single", "gated", "qkv"]
+# column: the output dimension is split over tensor-parallel ranks; row: the input dimension; replicated: neither.
+Split = Literal["column", "row", "replicated"]
 
 
 @dataclass(frozen=True)
@@ -18,16 +20,19 @@ class LinearMap:
     """A linear layer of a transformer layer.
 
     Attributes:
-        mcore: module path below ``decoder.layers.N.``.
-        hf: module paths below ``model.layers.N.``, in the order they are fused.
-        split: ``column`` splits the output dimension over tensor-parallel ranks, ``row`` the input dimension.
+        mcore: module path below ``decoder.layers.N.``; of an expert, ``{}`` stands for its index on its rank.
+        hf: module paths below ``model.layers.N.``, in the order they are fused; in a template of experts, ``{}`` stands
+            for the expert's index in the model.
+        split: which dimension is split; an expert's over the expert-tensor-parallel ranks.
         fusion: how the parts interleave along the output dimension.
+        expert: index of the expert it belongs to, or None.
     """
 
     mcore: str
     hf: tuple[str, ...]
-    split: Literal["column", "row"]
+    split: Split
     fusion: Fusion = "single"
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,41 @@ class VectorMap:
 
 
 @dataclass(frozen=True)
+class MoeMap:
+    """The mixture of experts that takes the place of the MLP in some layers.
+
+    Attributes:
+        linears: of the layer: the router and shared experts.
+        experts: templates of one expert's linears.
+        count: config.json -> number of experts.
+        sparse: (config.json, layer index from 0) -> whether the layer has experts.
+    """
+
+    linears: tuple[LinearMap, ...]
+    experts: tuple[LinearMap, ...]
+    count: Callable[[Mapping[str, Any]], int]
+    sparse: Callable[[Mapping[str, Any], int], bool]
+
+
+@dataclass(frozen=True)
 class Family:
     """One model family.
 
     Attributes:
         model_types: ``model_type`` values in config.json.
-        linears: per transformer layer.
-        vectors: per transformer layer.
+        attention: linears of every transformer layer.
+        mlp: linears of the layers without experts.
+        vectors: of every transformer layer.
         settings: config.json -> further ``TransformerConfig`` keyword arguments.
+        moe: None for dense families.
     """
 
     model_types: tuple[str, ...]
-    linears: tuple[LinearMap, ...]
+    attention: tuple[LinearMap, ...]
+    mlp: tuple[LinearMap, ...]
     vectors: tuple[VectorMap, ...]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
+    moe: MoeMap | None = None
 
 
 # Outside the transformer layers all supported families agree.

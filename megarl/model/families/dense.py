@@ -2,11 +2,14 @@
 
 from megarl.model.families.base import LinearMap, VectorMap
 
-LINEARS = (
+ATTENTION = (
     LinearMap(
         "self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "column", "qkv"
     ),
     LinearMap("self_attention.linear_proj", ("self_attn.o_proj",), "row"),
+)
+
+MLP = (
     LinearMap("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), "column", "gated"),
     LinearMap("mlp.linear_fc2", ("mlp.down_proj",), "row"),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from megarl.errors import UnsupportedError
 from megarl.model.families.base import Family
-from megarl.model.families.dense import LINEARS, NORMS
+from megarl.model.families.dense import ATTENTION, MLP, NORMS
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -16,4 +16,4 @@ def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-FAMILY = Family(("llama",), LINEARS, NORMS, _settings)
+FAMILY = Family(("llama",), ATTENTION, MLP, NORMS, _settings)

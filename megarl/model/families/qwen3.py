@@ -5,7 +5,7 @@ from typing import Any
 
 from megarl.errors import UnsupportedError
 from megarl.model.families.base import Family, VectorMap
-from megarl.model.families.dense import LINEARS, NORMS
+from megarl.model.families.dense import ATTENTION, MLP, NORMS
 
 QK_NORMS = (
     VectorMap(("self_attention.q_layernorm.weight",), "self_attn.q_norm.weight"),
@@ -13,10 +13,15 @@ QK_NORMS = (
 )
 
 
-def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+def attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """``TransformerConfig`` arguments of Qwen3's attention.
+
+    Raises:
+        UnsupportedError: sliding-window attention.
+    """
     if hf.get("use_sliding_window"):
         raise UnsupportedError("config.json: use_sliding_window is true; supported is full attention only")
     return {"qk_layernorm": True, "add_qkv_bias": bool(hf.get("attention_bias"))}
 
 
-FAMILY = Family(("qwen3",), LINEARS, NORMS + QK_NORMS, _settings)
+FAMILY = Family(("qwen3",), ATTENTION, MLP, NORMS + QK_NORMS, attention_settings)

@@ -1,0 +1,53 @@
+"""What the mixture-of-experts families share: mcore's names of router and experts, and its settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import UnsupportedError
+from megarl.model.families.base import LinearMap
+
+
+def router(hf: str) -> LinearMap:
+    """The router, by its Hugging Face path below the layer."""
+    return LinearMap("mlp.router", (hf,), "replicated")
+
+
+def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
+    """Templates of one expert's linears, by their Hugging Face paths below the layer."""
+    return (
+        LinearMap("mlp.experts.local_experts.{}.linear_fc1", (gate, up), "column", "gated"),
+        LinearMap("mlp.experts.local_experts.{}.linear_fc2", (down,), "row"),
+    )
+
+
+def num_experts(hf: Mapping[str, Any]) -> int:
+    """Routed experts of a layer; transformers writes either name.
+
+    Raises:
+        UnsupportedError: config.json has neither.
+    """
+    count = hf.get("num_experts") or hf.get("num_local_experts")
+    if not count:
+        raise UnsupportedError("config.json has neither num_experts nor num_local_experts; a mixture of experts has")
+    return int(count)
+
+
+def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) -> dict[str, Any]:
+    """``TransformerConfig`` arguments of a softmax top-k mixture without auxiliary losses or token dropping.
+
+    Args:
+        hf: parsed config.json.
+        hidden: inner size of an expert.
+        renormalise: whether the chosen experts' probabilities are scaled to add up to 1, which equals the softmax over
+            the chosen logits alone.
+    """
+    return {
+        "num_moe_experts": num_experts(hf),
+        "moe_router_topk": hf["num_experts_per_tok"],
+        "moe_ffn_hidden_size": hidden,
+        "moe_router_pre_softmax": not renormalise,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }

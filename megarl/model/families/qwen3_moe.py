@@ -1,0 +1,34 @@
+"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in place of the MLP in all layers but those config.json lists."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.model.families.base import Family, MoeMap
+from megarl.model.families.dense import ATTENTION, MLP, NORMS
+from megarl.model.families.moe import expert_settings, experts, num_experts, router
+from megarl.model.families.qwen3 import QK_NORMS, attention_settings
+
+
+def _sparse(hf: Mapping[str, Any], layer: int) -> bool:
+    return layer not in (hf.get("mlp_only_layers") or ()) and (layer + 1) % (hf.get("decoder_sparse_step") or 1) == 0
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = [int(_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])]
+    experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=bool(hf.get("norm_topk_prob")))
+    return attention_settings(hf) | experts_of | {"moe_layer_freq": pattern}
+
+
+FAMILY = Family(
+    ("qwen3_moe",),
+    ATTENTION,
+    MLP,
+    NORMS + QK_NORMS,
+    _settings,
+    MoeMap(
+        linears=(router("mlp.gate"),),
+        experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        count=num_experts,
+        sparse=_sparse,
+    ),
+)
