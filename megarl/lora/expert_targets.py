@@ -32,12 +32,11 @@ def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str]) -> Non
                 f"adapter config: target_modules adapts a part of the {kind} only (not '{left[0]}'); supported is "
                 "all of them, in all layers, or none: list all of their names"
             )
-    if dense := sorted(
-        name for name in chosen if chosen & experts and ".mlp." in name and name not in experts | routers
-    ):
+    dense = sorted(chosen & names.dense_mlp_names())
+    if dense and chosen & experts:
         raise UnsupportedError(
-            f"adapter config: target_modules adapts the experts and '{dense[0]}' of a layer without experts, which PEFT "
-            "cannot hold in one adapter; adapt the attention only"
+            f"adapter config: target_modules adapts the experts and '{dense[0]}' of a layer without experts, which "
+            "PEFT cannot hold in one adapter; adapt the attention only"
         )
     if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
         raise UnsupportedError(
@@ -45,8 +44,8 @@ def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str]) -> Non
         )
     if config.lora_dropout:
         raise UnsupportedError(
-            f"adapter config: lora_dropout is {config.lora_dropout} with routers or experts as targets; PEFT and megarl "
-            "support 0 there"
+            f"adapter config: lora_dropout is {config.lora_dropout} with routers or experts as targets; PEFT "
+            "and megarl support 0 there"
         )
     if config.use_rslora and chosen & experts:
         raise UnsupportedError(

@@ -105,7 +105,7 @@ def owner_of(linear: LinearMap, names: WeightMap, groups: Groups) -> int | None:
 
 
 def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> torch.nn.Module:
-    """The module of a linear; of an expert held elsewhere, this rank's expert at the same place, which has its shape."""
+    """The module of a linear; of an expert held elsewhere, this rank's at the same place: it has the same shape."""
     if linear.expert is None:
         return layer.get_submodule(linear.mcore)
     return layer.get_submodule(linear.mcore.format(linear.expert % (names.num_experts // groups.topology.expert)))

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, and a mixture of experts in place of the MLP in all layers but those config.json lists."""
+"""Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those that config.json lists."""
 
 from collections.abc import Mapping
 from typing import Any

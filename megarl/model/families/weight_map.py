@@ -60,6 +60,10 @@ class WeightMap:
         """Those of ``linear_names`` that belong to routed experts."""
         return self._named(lambda linear: linear.expert is not None)
 
+    def dense_mlp_names(self) -> set[str]:
+        """Those of ``linear_names`` that belong to the MLP of a layer without experts."""
+        return self._named(lambda linear: linear in self.family.mlp)
+
     def _named(self, wanted: Callable[[LinearMap], bool]) -> set[str]:
         return {
             f"{HF_LAYER.format(layer)}{hf}"
