@@ -1,11 +1,22 @@
 """The mixture of experts of the ``local`` back end: mcore's router, dispatcher and one MLP per expert."""
 
+import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+
+
+class LocalRouter(TopKRouter):
+    """mcore's router; its own gating names a Transformer Engine function even where that is not installed."""
+
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., experts]`` in the model's dtype, as Hugging Face computes them."""
+        return F.linear(input, self.weight)
 
 
 def local_expert_spec() -> ModuleSpec:
@@ -14,6 +25,7 @@ def local_expert_spec() -> ModuleSpec:
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
+            router=LocalRouter,
             experts=ModuleSpec(module=SequentialMLP, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),

@@ -95,7 +95,8 @@ class AdapterOptimizer:
             if not math.isfinite(norm):
                 raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
             if self.max_norm > 0:
-                clip_grad_by_total_norm_fp32(self.optimizer.get_parameters(), self.max_norm, norm)
+                for part in self._parts():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_norm, norm)
             self.optimizer.step_with_ready_grads()
         self.zero_grad()
         return norm
@@ -165,9 +166,12 @@ class AdapterOptimizer:
     def _main(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         return getattr(parameter, "main_param", parameter)
 
+    def _parts(self) -> list[Any]:
+        """mcore's optimizers: one, or with experts one for the dense parameters and one for theirs."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
     def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [wrapper.optimizer for wrapper in chained if wrapper.optimizer is not None]
+        return [part.optimizer for part in self._parts() if part.optimizer is not None]
 
     def _inner_of(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
         """Main parameter -> the torch optimizer that owns it."""

@@ -18,6 +18,8 @@ MODELS = {
     "qwen2": {"family": "qwen2", "tied": False},
     "qwen2-tied": {"family": "qwen2", "tied": True},
     "llama": {"family": "llama", "tied": False},
+    "qwen3-moe": {"family": "qwen3_moe", "tied": False},
+    "mixtral": {"family": "mixtral", "tied": False},
     "llama-tied": {"family": "llama", "tied": True},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

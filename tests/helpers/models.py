@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 # Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
 SHAPE = {
@@ -20,13 +20,24 @@ FAMILIES = {
     "llama": (LlamaConfig, {}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
 
 def make_model(
     folder: Path, family: str, *, tied: bool, seed: int = 0, dtype: str = "float32", **changes: object
 ) -> Path:
-    """Write a random model of a family (``llama``, ``qwen2``, ``qwen3``) and return its folder."""
+    """Write a random model of a family (a key of ``FAMILIES``) and return its folder."""
     config_class, extra = FAMILIES[family]
     config = config_class(**{**SHAPE, **extra, "tie_word_embeddings": tied, **changes})
     torch.manual_seed(seed)

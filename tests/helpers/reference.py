@@ -9,7 +9,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
+from megarl.lora.targets import short_names
+from megarl.model.families import names_of
+from megarl.model.hf_folder import read_config
 from megarl.types import Sample
+from tests.helpers.experts import hold_zeros, unstack, write_adapter
 
 
 @dataclass
@@ -78,6 +82,8 @@ def run_reference(
 ) -> Truth:
     """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and ``steps`` AdamW updates clipped to norm 1."""
     model = load_reference(model_path, adapter_path, dtype)
+    hold_zeros(model)
+    names = names_of(model.config.to_dict())
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trainable.values(), lr=lr, weight_decay=0.0)
     with torch.no_grad():
@@ -86,17 +92,17 @@ def run_reference(
         with model.disable_adapter():
             base_logprobs = [logprobs_of(model, s).numpy() for s in samples]
     gradients: dict[str, torch.Tensor] = {}
-    start = {n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}
+    start = unstack({n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}, names)
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
         for sample, weight in zip(samples, weights_S, strict=True):
             (-weight * sample.advantage * logprobs_of(model, sample).sum()).backward()
         if step == 0:
-            gradients = {n.replace(".default", ""): p.grad.clone() for n, p in trainable.items()}
+            gradients = unstack({n.replace(".default", ""): p.grad.clone() for n, p in trainable.items()}, names)
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), 1.0)))
         optimizer.step()
-    adapter = {n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}
+    adapter = unstack({n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}, names)
     return Truth(logprobs, base_logprobs, gradients, start, adapter, norms, entropy)
 
 
@@ -106,6 +112,10 @@ def make_adapter(model_path: Path, folder: Path, *, seed: int = 1, **config: obj
 
     torch.manual_seed(seed)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    names = names_of(read_config(model_path))
+    if names.num_experts:
+        settings["target_modules"] = short_names(names.linear_names())
+        return write_adapter(model_path, folder, names, LoraConfig(**settings), seed=seed)
     model = get_peft_model(load_reference(model_path, None), LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
