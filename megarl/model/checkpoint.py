@@ -29,7 +29,8 @@ STATE, OPTIMIZER, RNG, ADAPTER = "state.json", "optimizer.safetensors", "rng.saf
 # Fields of config.json that decide what the weights mean.
 IDENTITY = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts",
+    "moe_intermediate_size",
 )  # fmt: skip
 
 
@@ -137,7 +138,7 @@ def load(
             _restore_rng(folder / RNG, groups.rank)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint '{folder}' is damaged: {error}") from error
-    optimizer.restore(state["optimizer_steps"], _values(kinds))
+    optimizer.restore(state["optimizer_steps"], _values(kinds, groups))
     optimizer.sync_model()
     return state["version"], state["extra"]
 
@@ -163,8 +164,8 @@ def _optimizer_tensors(adapter: Adapter, optimizer: AdapterOptimizer) -> dict[st
     return {"main": adapter.tensors(optimizer.main_weights())} | {m: adapter.tensors(moments[m]) for m in MOMENTS}
 
 
-def _values(kinds: dict[str, list[ShardedTensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    return {moment: {tensor.name: tensor.read() for tensor in kinds[moment]} for moment in MOMENTS}
+def _values(kinds: dict[str, list[ShardedTensor]], groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
+    return {moment: {t.name: t.read() for t in kinds[moment] if t.held(groups)} for moment in MOMENTS}
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

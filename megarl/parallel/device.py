@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.errors import ConfigError
+from megarl.parallel import uneven
 
 CPU = torch.device("cpu")
 
@@ -104,7 +105,9 @@ class _CpuTorch:
 def _answer_for_cpu() -> None:
     """Point the ``torch.cuda`` functions that mcore calls at the CPU. Idempotent."""
     from megatron.core.pipeline_parallel import schedules
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
         return torch.get_rng_state()
@@ -131,10 +134,17 @@ def _answer_for_cpu() -> None:
     for name, answer in answers.items():
         setattr(cuda, name, answer)
     schedules.torch = _CpuTorch()
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    uneven.install(mappings)
     # On a CPU the "GPU" state that mcore forks is the CPU's own: that it changes is no news.
     logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
     mcore_random._get_cuda_rng_state = get_state
     mcore_random._set_cuda_rng_state = set_state
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """mcore converts only what lies on a GPU, but goes on with arrays."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 class _CudaNames(TorchFunctionMode):

@@ -45,7 +45,8 @@ def hold_zeros(model: torch.nn.Module) -> None:
             rows, rank = parameter.shape[0] // 2, parameter.shape[1] // experts // 2
             mask = torch.zeros(2, rows, 2, rank, experts)
             mask[0, :, 0] = mask[1, :, 1] = 1
-            parameter.register_hook(lambda gradient, mask=mask.view_as(parameter): gradient * mask.to(gradient.dtype))
+            mask = mask.view_as(parameter)
+            parameter.register_hook(lambda gradient, mask=mask: gradient * mask.to(gradient.dtype))
 
 
 def unstack(tensors: Mapping[str, torch.Tensor], names: WeightMap) -> dict[str, torch.Tensor]:

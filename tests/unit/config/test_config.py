@@ -67,6 +67,8 @@ WRONG = {
     "kv heads at TP9": ("parallel.tensor=9", ["parallel.tensor (9)", "num_key_value_heads (3)", "allowed: 1, 3"]),
     "30 layers at PP4": ("parallel.pipeline=4", ["parallel.pipeline (4)", "num_hidden_layers (30)", "1, 2, 3, 5, 6"]),
     "9 heads at sampler TP2": ("sampler.tensor=2", ["sampler.tensor (2)", "num_attention_heads (9)"]),
+    "VPP without PP": ("parallel.virtual_pipeline=2", ["parallel.virtual_pipeline (2)", "parallel.pipeline > 1"]),
+    "experts without experts": ("parallel.expert=2", ["parallel.expert is 2", "no experts"]),
     "SP without TP": ("parallel.sequence=true", ["parallel.sequence", "parallel.tensor > 1"]),
     "too small a token budget": ("train.micro_batch_tokens=10", ["train.micro_batch_tokens (10)", "768"]),
     "longer than the context": ("sampler.max_response_tokens=8000", ["8512", "max_position_embeddings (8192)"]),
@@ -89,7 +91,6 @@ def test_a_wrong_override_is_one_line_that_names_field_value_and_what_is_allowed
     ("override", "parts"),
     [
         ("parallel.context=2", ["parallel.context is 2", "proven are parallel.tensor"]),
-        ("parallel.expert=2", ["parallel.expert is 2"]),
         ("sampler.top_p=0.9", ["sampler.top_p is 0.9", "only 1.0"]),
         ("sampler.top_k=50", ["sampler.top_k is 50", "only -1"]),
     ],

@@ -27,6 +27,19 @@ def test_merged_folder_gives_pefts_logprobs_and_the_base_is_untouched(tmp_path, 
     before = digest(model)
     assert merge_folder(model, adapter, tmp_path / "merged") == 4 * 7
     assert digest(model) == before
+    compare_logprobs(tmp_path, model, adapter)
+    assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_merged_experts_give_pefts_logprobs(tmp_path, family):
+    model = make_model(tmp_path / "model", family, tied=False)
+    adapter = make_adapter(model, tmp_path / "adapter")
+    assert merge_folder(model, adapter, tmp_path / "merged") == 4 * (4 + 1 + 4 * 3)
+    compare_logprobs(tmp_path, model, adapter)
+
+
+def compare_logprobs(tmp_path, model, adapter):
     merged, peft, base = (
         load_reference(tmp_path / "merged", None), load_reference(model, adapter), load_reference(model, None)
     )  # fmt: skip
@@ -35,7 +48,6 @@ def test_merged_folder_gives_pefts_logprobs_and_the_base_is_untouched(tmp_path, 
             expected = logprobs_of(peft, sample)
             assert relative_error(logprobs_of(merged, sample), expected) < 1e-5
             assert relative_error(logprobs_of(base, sample), expected) > 1e-3
-    assert json.loads((tmp_path / "merged/config.json").read_text()) == json.loads((model / "config.json").read_text())
 
 
 def test_bf16_is_rounded_once(tmp_path):
