@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.lora.request import LoRARequest
 
-from megarl.checkpoint_engine import receiver_cpu
+from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe
 from megarl.checkpoint_engine.base import open_receiver
 from megarl.checkpoint_engine.receiver_base import load_base
 from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
@@ -37,6 +37,7 @@ class ReceiverExtension:
         if manager is None:
             raise WeightSyncError("the engine was started without enable_lora")
         receiver_cpu.install()
+        receiver_cpu_moe.install()
         self._megarl_staged = {}
         manager._load_adapter = self._megarl_load_adapter
         return self.rank

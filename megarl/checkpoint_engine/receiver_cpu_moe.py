@@ -1,0 +1,116 @@
+"""Routed experts under LoRA on vLLM's CPU back end.
+
+With LoRA switched on, vLLM 0.32 runs every mixture of experts through its Triton experts, whether or not an adapter
+has experts, and Triton needs a GPU. Here the same base weights and the same per-slot adapter buffers, which vLLM has
+loaded, checked and scaled, go through torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+def install() -> None:
+    """Replace the Triton experts' computation; does nothing where vLLM has none."""
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    except ImportError:
+        return
+    TritonExperts.apply = _apply
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """Adapter buffers, each ``[slots, experts, ...]``, and the slot of each token, -1 for none.
+
+    Shapes: H hidden, I inner, r rank. Gate and up: A ``[r, H]``, B ``[I, r]``; down: A ``[r, I]``, B ``[H, r]``.
+    """
+
+    of_token: torch.Tensor
+    gate_up_a: tuple[torch.Tensor, ...]
+    gate_up_b: tuple[torch.Tensor, ...]
+    down_a: tuple[torch.Tensor, ...]
+    down_b: tuple[torch.Tensor, ...]
+
+
+def _apply(
+    self: Any,
+    output: torch.Tensor,
+    hidden_states: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    activation: Any,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """vLLM's ``FusedMoEExpertsModular.apply`` for unquantised SwiGLU experts that are all on this rank."""
+    if getattr(activation, "value", activation) != "silu":
+        raise NotImplementedError(f"experts on a CPU support the activation 'silu', not {activation}")
+    context = self._lora_context
+    slots = None
+    if context is not None:
+        slots = _Slots(
+            context.punica_wrapper.token_lora_indices,
+            context.w13_lora_a_stacked,
+            context.w13_lora_b_stacked,
+            context.w2_lora_a_stacked,
+            context.w2_lora_b_stacked,
+        )
+    output.copy_(run_experts(hidden_states, w1, w2, topk_weights, topk_ids, slots))
+
+
+def run_experts(
+    hidden: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    slots: _Slots | None,
+) -> torch.Tensor:
+    """``[T, H]`` float32: the weighted sum of each token's experts.
+
+    Args:
+        hidden: ``[T, H]``.
+        w1: ``[E, 2I, H]``, gate then up.
+        w2: ``[E, H, I]``.
+        weights, chosen: ``[T, K]``, routing probabilities and expert indices.
+        slots: adapters, or None.
+    """
+    total = torch.zeros(hidden.shape, dtype=torch.float32)
+    for expert in torch.unique(chosen).tolist():
+        token, choice = (chosen == expert).nonzero(as_tuple=True)
+        inputs = hidden[token]
+        gate_up = F.linear(inputs, w1[expert])
+        if slots is not None:
+            _add(gate_up, inputs, slots.gate_up_a, slots.gate_up_b, slots.of_token[token], expert)
+        gate, up = gate_up.chunk(2, dim=-1)
+        inner = F.silu(gate) * up
+        out = F.linear(inner, w2[expert])
+        if slots is not None:
+            _add(out, inner, slots.down_a, slots.down_b, slots.of_token[token], expert)
+        total.index_add_(0, token, out.float() * weights[token, choice, None].float())
+    return total
+
+
+def _add(
+    out: torch.Tensor,
+    inputs: torch.Tensor,
+    matrices_a: tuple[torch.Tensor, ...],
+    matrices_b: tuple[torch.Tensor, ...],
+    slots: torch.Tensor,
+    expert: int,
+) -> None:
+    """Add each slot's delta to its rows; the parts lie side by side in ``out``. Scaling is in B already."""
+    for slot in torch.unique(slots).tolist():
+        if slot < 0:
+            continue
+        rows = (slots == slot).nonzero()[:, 0]
+        parts = [
+            F.linear(F.linear(inputs[rows], a[slot, expert]), b[slot, expert])
+            for a, b in zip(matrices_a, matrices_b, strict=True)
+        ]
+        out[rows] += torch.cat(parts, dim=-1)
