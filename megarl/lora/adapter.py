@@ -14,7 +14,8 @@ from megarl.lora.layers import ParallelLoraLinear, PartPlan
 from megarl.lora.merge import merge_weight
 from megarl.lora.peft_io import PREFIX
 from megarl.model.families import WeightMap
-from megarl.model.sharding import ShardedTensor, parameter_view, placed, stream_full
+from megarl.model.sharding import ShardedTensor, parameter_view, placed
+from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups
 
 

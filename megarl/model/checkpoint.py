@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError
 from megarl.model.adapter import Adapter
 from megarl.model.optim import MOMENTS, AdapterOptimizer
-from megarl.model.sharding import ShardedTensor, collect, stream_full
+from megarl.model.sharding import ShardedTensor, collect
+from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 
 FORMAT = 1

@@ -22,8 +22,9 @@ from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer, wrap_ddp
 from megarl.model.packing import PackedBatch, pack
-from megarl.model.sharding import ShardedTensor, stream_full
+from megarl.model.sharding import ShardedTensor
 from megarl.model.step import Stepper
+from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
 

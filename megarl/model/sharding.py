@@ -1,14 +1,14 @@
-"""One tensor, split over ranks: read and write this rank's part, load it from a file, export the whole."""
+"""One tensor, split over ranks: read and write this rank's part, load it from a file."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.groups import Axis, Groups, gather_full
+from megarl.parallel.groups import Axis, Groups
 
 
 class Sliceable(Protocol):
@@ -71,26 +71,6 @@ class ShardedTensor:
                 part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])], dim=0)
         self.write(part)
 
-    def full(self, groups: Groups) -> torch.Tensor:
-        """The whole tensor, on every rank of the pipeline stage; a collective over ``axis`` and, with an owner, EP."""
-        if self.owner is not None and groups.topology.expert > 1:
-            return self._from_owner(groups)
-        return self._gathered(groups)
-
-    def _from_owner(self, groups: Groups) -> torch.Tensor:
-        if self.held(groups):
-            whole = self._gathered(groups)
-        else:
-            whole = torch.empty(self.shape, dtype=self.dtype, device=groups.device)
-        dist.broadcast(whole, dist.get_global_rank(groups.expert, self.owner), group=groups.expert)
-        return whole
-
-    def _gathered(self, groups: Groups) -> torch.Tensor:
-        whole = gather_full(self.read().detach(), self.dim, groups.along(self.axis)[0])
-        if self.padded is not None and self.dim is not None:
-            whole = whole.narrow(self.dim, 0, self.shape[self.dim])
-        return whole.contiguous()
-
 
 def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: int | None) -> ShardedTensor:
     """A ``ShardedTensor`` over a (view of a) parameter whose flattened rows are the file's.
@@ -125,40 +105,7 @@ def placed(tensor: ShardedTensor, axis: Axis, owner: int | None, groups: Groups)
     return dataclasses.replace(tensor, read=elsewhere, write=elsewhere)
 
 
-def stream_full(tensors: Iterable[ShardedTensor], groups: Groups) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of every pipeline stage, whole, on every rank, stage after stage.
-
-    A collective over the tensor- and pipeline-parallel groups: every rank must consume it to the end. At most one
-    whole tensor is alive at a time unless the caller keeps it.
-
-    Args:
-        tensors: this rank's; ranks of one stage hold the same names in the same order.
-        groups: this rank's place.
-    """
-    own = list(tensors)
-    for stage, records in enumerate(_records_of_stages(own, groups)):
-        mine = stage == groups.pipeline_rank
-        source = dist.get_global_rank(groups.pipeline, stage)
-        for index, (name, shape, dtype) in enumerate(records):
-            whole = own[index].full(groups) if mine else torch.empty(shape, dtype=dtype, device=groups.device)
-            if groups.topology.pipeline > 1:
-                dist.broadcast(whole, source, group=groups.pipeline)
-            yield name, whole
-
-
 def collect(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Consume a stream of ``stream_full`` on every rank; copies on the CPU on global rank 0, nothing elsewhere."""
     keep = dist.get_rank() == 0
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}
-
-
-def _records_of_stages(
-    own: list[ShardedTensor], groups: Groups
-) -> list[list[tuple[str, tuple[int, ...], torch.dtype]]]:
-    """Names, shapes and dtypes held by each pipeline stage."""
-    records = [(tensor.name, tensor.shape, tensor.dtype) for tensor in own]
-    if groups.topology.pipeline == 1:
-        return [records]
-    stages: list[Any] = [None] * groups.topology.pipeline
-    dist.all_gather_object(stages, records, group=groups.pipeline)
-    return stages

@@ -105,7 +105,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, layout, dtype, elsewhere
 def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
     """Load and hand back the optimizer's whole state, by name."""
     from megarl.model.checkpoint import _optimizer_tensors
-    from megarl.model.sharding import stream_full
+    from megarl.model.streaming import stream_full
 
     model = build(Path(folder), layout)
     model.load_checkpoint(Path(folder) / "checkpoint")
