@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.config.sampler import SamplerConfig
 
-# Layout axes that no test proves yet; a value above 1 is refused.
-UNPROVEN = ("context",)
 # Sizes read from config.json; of these the optional ones may be null.
 SIZES = (
     "num_attention_heads",
@@ -49,6 +47,7 @@ def cross_check(config: "RunConfig") -> None:
             f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence, "
             f"sampler.max_prompt_tokens + sampler.max_response_tokens = {length}"
         )
+    _check_padding(config, length - 1)
     total = config.train.prompts_per_step * config.sampler.samples_per_prompt
     if config.train.updates_per_step > config.train.prompts_per_step:
         raise ConfigError(
@@ -72,18 +71,22 @@ def cross_check(config: "RunConfig") -> None:
 
 def check_layout(parallel: "ParallelConfig") -> None:
     """Refuse layouts that are not proven and combinations that make no sense."""
-    for axis in UNPROVEN:
-        if getattr(parallel, axis) > 1:
-            raise UnsupportedError(
-                f"parallel.{axis} is {getattr(parallel, axis)}; proven are parallel.tensor (with sequence), "
-                f"parallel.pipeline (with virtual_pipeline), parallel.data, parallel.expert (with expert_tensor), with "
-                f"{', '.join(UNPROVEN)} at 1"
-            )
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
         raise ConfigError(
             f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline > 1 (it is 1)"
+        )
+
+
+def _check_padding(config: "RunConfig", longest: int) -> None:
+    """A sequence's last token is not fed; context parallelism pads what is to two chunks per rank."""
+    chunks = 2 * config.parallel.context
+    padded = -(-longest // chunks) * chunks
+    if config.parallel.context > 1 and config.train.micro_batch_tokens < padded:
+        raise ConfigError(
+            f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence padded to a "
+            f"multiple of 2 x parallel.context ({chunks}); make it at least {padded}"
         )
 
 

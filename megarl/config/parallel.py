@@ -13,7 +13,8 @@ class ParallelConfig(Section):
     virtual_pipeline: int = Field(1, ge=1)
     """Model chunks per pipeline stage (VPP); 1 is the plain 1F1B schedule."""
     context: int = Field(1, ge=1)
-    """Context parallel size (CP): each sequence is split."""
+    """Context parallel size (CP): each sequence is padded to a multiple of twice this and split into as many chunks;
+    every rank gets two that make equal work."""
     expert: int = Field(1, ge=1)
     """Expert parallel size (EP): experts are split."""
     expert_tensor: int = Field(1, ge=1)

@@ -31,7 +31,7 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Gradients are clipped to this global norm; 0 switches clipping off."""
     micro_batch_tokens: int = Field(8192, ge=2)
-    """Token budget of one packed micro-batch."""
+    """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
     seed: int = 0
     """Adapter initialisation, data order, dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -2,11 +2,15 @@
 
 import inspect
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.model.zigzag import key_rows, rank_runs
 
 # Neither "sbhd" nor "thd": mcore then applies RoPE from per-token angles (PackedGPTModel prepares them), which needs
 # no loop over the sequences of a pack.
@@ -15,15 +19,37 @@ PACKED_FORMAT = "packed"
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """mcore's record with what SDPA wants: the lengths on the host, so that no layer waits for the device."""
+    """mcore's record of a pack, with lengths on the host, so that no layer waits for the device.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are the sequences' bounds in the whole pack, context-parallel padding
+    included, as Transformer Engine's thd attention takes them; ``max_seqlen_*`` is the longest of them.
+
+    Attributes:
+        lengths: of the sequences in the whole pack, padding included; they add up to T * CP.
+        context: CP size.
+        query_lengths: of this rank's runs (see ``zigzag``); they add up to T. Without CP a run is a sequence.
+        key_lengths: keys of each run; its causal mask is aligned to the lower right.
+        query_bounds, key_bounds: int32 ``[runs + 1]``, cumulated lengths.
+        key_rows: int64, where those keys lie in the pack gathered from all CP ranks; None without CP.
+    """
 
     lengths: tuple[int, ...] = ()
+    context: int = 1
+    query_lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
+    query_bounds: torch.Tensor | None = None
+    key_bounds: torch.Tensor | None = None
+    key_rows: torch.Tensor | None = None
 
     @classmethod
-    def from_lengths(cls, lengths: tuple[int, ...], device: torch.device) -> "PackedSequences":
-        """Describe sequences of these lengths that lie one after the other."""
-        bounds = torch.tensor((0, *lengths)).cumsum(0).to(device=device, dtype=torch.int32)
+    def from_lengths(
+        cls, lengths: tuple[int, ...], device: torch.device, *, context: int = 1, context_rank: int = 0
+    ) -> "PackedSequences":
+        """Describe sequences of these (padded) lengths that lie one after the other."""
+        bounds = _bounds(lengths, device)
         longest = max(lengths)
+        runs = rank_runs(lengths, context, context_rank)
+        queries, keys = tuple(run.length for run in runs), tuple(run.keys for run in runs)
         return cls(
             qkv_format=PACKED_FORMAT,
             cu_seqlens_q=bounds,
@@ -31,19 +57,38 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths,
+            context=context,
+            query_lengths=queries,
+            key_lengths=keys,
+            query_bounds=bounds if context == 1 else _bounds(queries, device),
+            key_bounds=bounds if context == 1 else _bounds(keys, device),
+            key_rows=None
+            if context == 1
+            else torch.from_numpy(key_rows(lengths, context, context_rank)).to(device, non_blocking=True),
         )
+
+
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
 
 
 class PackedAttention(torch.nn.Module):
     """Causal attention within each packed sequence; mcore's ``core_attention`` for the ``local`` back end.
 
-    Takes query ``[T, 1, heads, head_dim]`` and key and value ``[T, 1, kv_heads, head_dim]``, returns
-    ``[T, 1, heads * head_dim]``.
+    Takes query ``[T, 1, heads, head_dim]`` and key and value ``[T, 1, kv_heads, head_dim]`` of this rank's tokens,
+    returns ``[T, 1, heads * head_dim]``.
+
+    Under context parallelism every layer gathers the keys and values of the whole pack, and each run attends to its own
+    sequence up to its end: no masked block is computed, and all ranks do the same work. Until its backward pass a layer
+    keeps about T * (CP + 1/2) keys and values instead of T, unless it is recomputed.
     """
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        self.context = getattr(pg_collection, "cp", None)
 
     def forward(
         self,
@@ -56,27 +101,82 @@ class PackedAttention(torch.nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend; ``attention_mask`` is not used, the mask follows from ``packed_seq_params``."""
-        attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
-        out = attend(query.squeeze(1), key.squeeze(1), value.squeeze(1), packed_seq_params, self.softmax_scale)
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        if packed_seq_params.key_rows is not None:
+            key, value = (_GatherRows.apply(t, packed_seq_params.key_rows, self.context) for t in (key, value))
+        out = attend_runs(query, key, value, packed_seq_params, self.softmax_scale)
         return out.reshape(out.shape[0], 1, -1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows, then those of ``rows``; backward: the sum over all ranks' uses, for this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.group, ctx.tokens = group, local.shape[0]
+        whole = local.new_empty(group.size() * ctx.tokens, *local.shape[1:])
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        # Summed in float32, as a kernel that saw all queries at once would: the result is rounded once.
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        whole = gradient.new_zeros(ctx.group.size() * ctx.tokens, *gradient.shape[1:], dtype=dtype)
+        whole.index_add_(0, rows, gradient.to(dtype))
+        local = whole.new_empty(ctx.tokens, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, whole, group=ctx.group)
+        return local.to(gradient.dtype), None, None
+
+
+def attend_runs(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
+) -> torch.Tensor:
+    """Attention of this rank's runs, each to its own keys, aligned to the lower right.
+
+    Args:
+        query: ``[T, heads, head_dim]``.
+        key, value: ``[sum(key_lengths), kv_heads, head_dim]``, run after run.
+        packed: the runs.
+        scale: of the logits; default: 1 / sqrt(head_dim).
+
+    Returns:
+        ``[T, heads, head_dim]``.
+    """
+    attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
+    return attend(query, key, value, packed, scale)
 
 
 def _attend_each(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """One SDPA call per sequence: no mask and no work across sequences."""
-    parts = [tensor.transpose(0, 1).split(packed.lengths, dim=1) for tensor in (query, key, value)]
-    outs = [
-        F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
-        for q, k, v in zip(*parts, strict=True)
-    ]
+    """One SDPA call per run: no work across sequences."""
+    queries = query.transpose(0, 1).split(packed.query_lengths, dim=1)
+    keys, values = (tensor.transpose(0, 1).split(packed.key_lengths, dim=1) for tensor in (key, value))
+    outs = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        before = k.shape[1] - q.shape[1]
+        # SDPA's own causal mask is aligned to the upper left.
+        mask = q.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before) if before else None
+        outs.append(
+            F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )[0]
+        )
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
 def _attend_varlen(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
 ) -> torch.Tensor:
-    """torch's variable-length flash attention; needs CUDA and 16-bit inputs."""
+    """torch's variable-length flash attention; needs CUDA and 16-bit inputs.
+
+    Its causal mask is aligned to the lower right where a sequence has more keys than queries: query i sees keys up to
+    i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h),
+    whether asked for by ``is_causal`` or as the window (-1, 0).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
@@ -90,10 +190,10 @@ def _attend_varlen(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        packed.cu_seqlens_q,
-        packed.cu_seqlens_kv,
-        packed.max_seqlen_q,
-        packed.max_seqlen_kv,
+        packed.query_bounds,
+        packed.key_bounds,
+        max(packed.query_lengths),
+        max(packed.key_lengths),
         scale=scale,
         **options,
     )

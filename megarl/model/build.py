@@ -47,6 +47,7 @@ def transformer_config(
         "tensor_model_parallel_size": parallel.tensor,
         "pipeline_model_parallel_size": parallel.pipeline,
         **_interleaving(parallel),
+        "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": parallel.expert_tensor,
         "sequence_parallel": parallel.sequence_parallel,

@@ -83,8 +83,14 @@ class PackedGPTModel(GPTModel):
 
     ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final
     hidden states ``[T, 1, hidden]`` on the last stage (``[T / TP, 1, hidden]`` under SP). Logits are the business of
-    ``megarl.loss.logprobs``, which never holds all of them.
+    ``megarl.loss.logprobs``, which never holds all of them. T are this rank's tokens under context parallelism.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "rotary_pos_emb"):
+            # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.
+            self.rotary_pos_emb.cp_group = None
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
         """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""

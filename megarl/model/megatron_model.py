@@ -82,6 +82,7 @@ class MegatronModel:
             data=parallel.data,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
+            context=parallel.context,
             multiple=parallel.tensor,
             step_tokens=step_tokens,
         )

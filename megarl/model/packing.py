@@ -1,11 +1,15 @@
 """Samples -> packed micro-batches. The plan is pure and the same on every rank; only its own share becomes tensors.
 
 A sequence of L tokens is fed as its first L - 1 and predicts its last L - 1: the last token's own output is never used.
-Shape letters: T packed input tokens of a micro-batch, S sequences, R response tokens.
+Under context parallelism (CP) each sequence is padded at its end and spread over the CP ranks (see ``zigzag``); a
+response token, with its label and everything the loss needs of it, belongs to the rank that is fed the token before it.
+Shape letters: T packed input tokens of a micro-batch on this rank, S sequences, R response tokens on this rank.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,22 +17,24 @@ import torch
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
 from megarl.model.attention import PackedSequences
+from megarl.model.zigzag import padded_length, rank_tokens
 from megarl.types import Sample
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed micro-batch on the device.
+    """This rank's part of one packed micro-batch, on the device.
 
     Attributes:
-        tokens_T: int64 inputs; padding at the end is a sequence of its own.
+        tokens_T: int64 inputs. Padding lies at the end of sequences (CP) and at the end of the pack as a sequence of
+            its own; no other token attends to it.
         positions_T: int64, position of each token within its sequence.
         packed: the sequences' bounds, for attention.
         response_R: int64, the packed positions whose next token the policy chose.
         labels_R: int64, those tokens.
+        places_R: int64, where they lie in the vector over all of the batch's response tokens (see ``flat_offsets``).
         loss_tokens: what the loss needs of them.
-        samples: index of each sequence in the batch.
-        counts: response tokens of each sequence; they add up to R.
+        samples: index of each sequence of the whole pack in the batch; the pack's padding comes after them.
     """
 
     tokens_T: torch.Tensor
@@ -36,9 +42,9 @@ class MicroBatch:
     packed: PackedSequences
     response_R: torch.Tensor
     labels_R: torch.Tensor
+    places_R: torch.Tensor
     loss_tokens: TokenBatch
     samples: tuple[int, ...]
-    counts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,7 @@ class PackedBatch:
         token_fraction: 1 / (response tokens of the whole step).
         plan: ``plan[data_rank][micro_batch]`` lists sample indices; every rank has as many micro-batches.
         multiple: T is padded to a multiple of it.
+        context: CP size that the plan is for.
     """
 
     samples: tuple[Sample, ...]
@@ -58,8 +65,9 @@ class PackedBatch:
     token_fraction: float
     plan: tuple[tuple[tuple[int, ...], ...], ...]
     multiple: int
+    context: int = 1
 
-    @property
+    @cached_property
     def response_tokens(self) -> np.ndarray:
         """``[S]`` int64 response tokens of each sample."""
         return np.array([int(sample.response_mask.sum()) for sample in self.samples])
@@ -78,6 +86,7 @@ def pack(
     data: int = 1,
     pipeline: int = 1,
     virtual_pipeline: int = 1,
+    context: int = 1,
     multiple: int = 1,
     step_tokens: int | None = None,
 ) -> PackedBatch:
@@ -86,11 +95,12 @@ def pack(
     Args:
         samples: the batch.
         weights_S: float64 weight of each sample's tokens, over the whole step; None for passes without a loss.
-        max_tokens: token budget of a micro-batch.
+        max_tokens: token budget of a micro-batch over all CP ranks, the padding of each sequence included.
         data, pipeline: parallel sizes; every DP rank gets as many micro-batches, at least ``pipeline`` where there are
             samples enough, so that the pipeline fills.
         virtual_pipeline: above 1 the number of micro-batches is a multiple of ``pipeline``, as the interleaved schedule
             needs it.
+        context: CP size.
         multiple: pad T to it (the tensor-parallel size under SP).
         step_tokens: response tokens of the whole step, where the batch is a part of it.
 
@@ -102,17 +112,19 @@ def pack(
     weights = np.zeros(len(samples)) if weights_S is None else np.asarray(weights_S, dtype=np.float64)
     if weights.shape != (len(samples),):
         raise DataError(f"weights_S has shape {weights.shape}, but there are {len(samples)} samples")
-    lengths = [len(sample.tokens) - 1 for sample in samples]
+    lengths = [padded_length(len(sample.tokens) - 1, context) for sample in samples]
     for index, length in enumerate(lengths):
         if length > max_tokens:
+            padded = f" (padded for parallel.context = {context})" if context > 1 else ""
             raise DataError(
-                f"sample {index} feeds {length} tokens, more than train.micro_batch_tokens ({max_tokens}); raise it"
+                f"sample {index} feeds {length} tokens{padded}, more than train.micro_batch_tokens ({max_tokens}); "
+                "raise it"
             )
     total = step_tokens or sum(int(sample.response_mask.sum()) for sample in samples)
     rounds = pipeline if virtual_pipeline > 1 else 1
     bins = plan_bins(lengths, max_tokens, groups=data * rounds, at_least=pipeline // rounds)
     plan = tuple(tuple(tuple(sorted(b)) for b in bins[rank::data]) for rank in range(data))
-    return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple)
+    return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple, context)
 
 
 def plan_bins(lengths: Sequence[int], max_tokens: int, *, groups: int = 1, at_least: int = 1) -> list[list[int]]:
@@ -143,39 +155,58 @@ def plan_bins(lengths: Sequence[int], max_tokens: int, *, groups: int = 1, at_le
         count += 1
 
 
-def micro_batches(batch: PackedBatch, data_rank: int, device: torch.device) -> list[MicroBatch]:
-    """Tensors of one DP rank's micro-batches, in order."""
-    return [_assemble(batch, indices, device) for indices in batch.plan[data_rank]]
+def micro_batches(
+    batch: PackedBatch, data_rank: int, device: torch.device, *, context_rank: int = 0
+) -> list[MicroBatch]:
+    """Tensors of one rank's part of its micro-batches, in order."""
+    return [_assemble(batch, indices, context_rank, device) for indices in batch.plan[data_rank]]
 
 
-def _assemble(batch: PackedBatch, indices: tuple[int, ...], device: torch.device) -> MicroBatch:
+def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, device: torch.device) -> MicroBatch:
     chosen = [batch.samples[index] for index in indices]
-    lengths = [len(sample.tokens) - 1 for sample in chosen]
-    # An empty micro-batch still runs, so that every rank takes part in every collective.
-    padding = -sum(lengths) % batch.multiple if lengths else max(batch.multiple, 1)
-    if padding:
-        lengths.append(padding)
-    tokens = np.concatenate([*(s.tokens[:-1] for s in chosen), np.zeros(padding, dtype=np.int64)])
-    positions = np.concatenate([np.arange(length) for length in lengths])
+    lengths = _padded_lengths(batch, chosen)
     starts = np.cumsum([0, *lengths])
-    where = [start + np.flatnonzero(s.response_mask[1:]) for start, s in zip(starts, chosen, strict=False)]
-    labels = [sample.tokens[sample.response_mask] for sample in chosen]
+    tokens = np.zeros(starts[-1], dtype=np.int64)
+    for start, sample in zip(starts, chosen, strict=False):
+        tokens[start : start + len(sample.tokens) - 1] = sample.tokens[:-1]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    held = rank_tokens(lengths, batch.context, context_rank)
+    here = np.full(len(tokens), -1)
+    here[held] = np.arange(len(held))
+    # Of the whole micro-batch's response tokens, in sample order: where they are on this rank, and which are.
+    response = here[_joined([s + np.flatnonzero(c.response_mask[1:]) for s, c in zip(starts, chosen, strict=False)])]
+    kept = np.flatnonzero(response >= 0)
+    offsets, counts = flat_offsets(batch), batch.response_tokens
+    places = _joined([np.arange(offsets[index], offsets[index] + counts[index]) for index in indices])
+    labels = _joined([sample.tokens[sample.response_mask] for sample in chosen])
     return MicroBatch(
-        tokens_T=_tensor(tokens, np.int64, device),
-        positions_T=_tensor(positions, np.int64, device),
-        packed=PackedSequences.from_lengths(tuple(int(length) for length in lengths), device),
-        response_R=_tensor(_concatenate(where), np.int64, device),
-        labels_R=_tensor(_concatenate(labels), np.int64, device),
-        loss_tokens=_loss_tokens(batch, indices, chosen, device),
+        tokens_T=_tensor(tokens[held], np.int64, device),
+        positions_T=_tensor(positions[held], np.int64, device),
+        packed=PackedSequences.from_lengths(lengths, device, context=batch.context, context_rank=context_rank),
+        response_R=_tensor(response[kept], np.int64, device),
+        labels_R=_tensor(labels[kept], np.int64, device),
+        places_R=_tensor(places[kept], np.int64, device),
+        loss_tokens=_loss_tokens(batch, indices, chosen, kept, device),
         samples=indices,
-        counts=tuple(len(part) for part in where),
     )
 
 
+def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]:
+    """Lengths of the whole pack's sequences; where T must grow, or there is no sequence, one of padding comes last."""
+    lengths = [padded_length(len(sample.tokens) - 1, batch.context) for sample in chosen]
+    unit = batch.context * math.lcm(batch.multiple, 2 if batch.context > 1 else 1)
+    # An empty micro-batch still runs, so that every rank takes part in every collective.
+    padding = -sum(lengths) % unit if lengths else unit
+    return (*lengths, padding) if padding else tuple(lengths)
+
+
 def _loss_tokens(
-    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], device: torch.device
+    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray, device: torch.device
 ) -> TokenBatch:
     counts = [int(sample.response_mask.sum()) for sample in chosen]
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return _tensor(values[kept], np.float32, device)
 
     def gather(name: str) -> torch.Tensor | None:
         values = [getattr(sample, name) for sample in chosen]
@@ -184,11 +215,11 @@ def _loss_tokens(
             return None
         if any(missing):
             raise DataError(f"some samples of a batch have {name} and some have not; give it for all or for none")
-        return _tensor(_concatenate(values), np.float32, device)
+        return tensor(_joined(values))
 
     return TokenBatch(
-        weights_T=_tensor(np.repeat(batch.weights_S[list(indices)], counts), np.float32, device),
-        advantages_T=_tensor(np.repeat([sample.advantage for sample in chosen], counts), np.float32, device),
+        weights_T=tensor(np.repeat(batch.weights_S[list(indices)], counts)),
+        advantages_T=tensor(np.repeat([sample.advantage for sample in chosen], counts)),
         token_fraction=batch.token_fraction,
         sampler_logprobs_T=gather("sampler_logprobs"),
         old_logprobs_T=gather("old_logprobs"),
@@ -196,8 +227,8 @@ def _loss_tokens(
     )
 
 
-def _concatenate(parts: list[np.ndarray]) -> np.ndarray:
-    return np.concatenate(parts) if parts else np.zeros(0)
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def _tensor(array: np.ndarray, dtype: type, device: torch.device) -> torch.Tensor:

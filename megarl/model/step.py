@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.loss.logprobs import token_logprobs
 from megarl.model.gpt import PackedGPTModel
-from megarl.model.packing import MicroBatch, PackedBatch, flat_offsets, micro_batches, split_by_sample
+from megarl.model.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
 from megarl.parallel.groups import Groups
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]
@@ -43,17 +44,15 @@ class Stepper:
         """Logprobs ``[R]`` float32 of each sample, in the batch's order, on every rank."""
         outputs = self._run(batch, self._collect, forward_only=True)
         flat = torch.zeros(int(batch.response_tokens.sum()), dtype=torch.float32, device=self.groups.device)
-        offsets = flat_offsets(batch)
         for output in outputs:
-            parts = output["logprobs"].split(list(output["counts"]))
-            for sample, part in zip(output["samples"], parts, strict=True):
-                flat[offsets[sample] : offsets[sample] + len(part)] = part
-        dist.all_reduce(flat, group=self.groups.data)
+            flat[output["places"]] = output["logprobs"]
+        dist.all_reduce(flat, group=self.groups.data_context)
         dist.broadcast(flat, self.groups.last_stage_rank(), group=self.groups.pipeline)
         return split_by_sample(flat.cpu().numpy(), batch)
 
     def _run(self, batch: PackedBatch, loss_function: Callable, *, forward_only: bool) -> list[dict]:
-        items = micro_batches(batch, self.groups.data_rank, self.groups.device)
+        self._check_layout(batch)
+        items = micro_batches(batch, self.groups.data_rank, self.groups.device, context_rank=self.groups.context_rank)
         iterators: list[Iterator[MicroBatch]] = [iter(items) for _ in self.chunks]
         return get_forward_backward_func()(
             forward_step_func=partial(_forward_step, loss_function=loss_function),
@@ -65,6 +64,14 @@ class Stepper:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _check_layout(self, batch: PackedBatch) -> None:
+        here, data = self.groups.topology, len(batch.plan)
+        if (data, batch.context) != (here.data, here.context):
+            raise DataError(
+                f"the batch was packed for data={data}, context={batch.context}, but parallel.data is {here.data} and "
+                f"parallel.context is {here.context}; pack it with MegatronModel.pack"
+            )
 
     def _logprobs(
         self, model: PackedGPTModel, item: MicroBatch, hidden_states: torch.Tensor
@@ -93,15 +100,15 @@ class Stepper:
 
     def _collect(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch) -> tuple:
         logprobs = self._logprobs(model, item, hidden_states)[0] if len(item.labels_R) else hidden_states.new_zeros(0)
-        record = {"logprobs": logprobs.float(), "samples": item.samples, "counts": item.counts}
+        record = {"logprobs": logprobs.float(), "places": item.places_R}
         return hidden_states.new_zeros(()), torch.tensor(0, dtype=torch.int, device=hidden_states.device), record
 
     def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
-        """Combine metrics over micro-batches and DP ranks, and tell every pipeline stage."""
+        """Combine metrics over micro-batches, DP and CP ranks, and tell every pipeline stage."""
         names: list[Any] = [sorted({name for output in outputs for name in output})]
         if self.groups.last_stage:
-            everyone: list[Any] = [None] * self.groups.topology.data
-            dist.all_gather_object(everyone, names[0], group=self.groups.data)
+            everyone: list[Any] = [None] * self.groups.data_context.size()
+            dist.all_gather_object(everyone, names[0], group=self.groups.data_context)
             names = [sorted(set().union(*everyone))]
         dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=self.groups.pipeline)
         values = torch.zeros(len(names[0]), dtype=torch.float64, device=self.groups.device)
@@ -113,8 +120,8 @@ class Stepper:
                     value = output[name].double()
                     values[index] = torch.maximum(values[index], value) if largest[index] else values[index] + value
         peak = values.clone()
-        dist.all_reduce(values, group=self.groups.data)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.groups.data)
+        dist.all_reduce(values, group=self.groups.data_context)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.groups.data_context)
         values[largest] = peak[largest]
         dist.broadcast(values, self.groups.last_stage_rank(), group=self.groups.pipeline)
         return dict(zip(names[0], values.tolist(), strict=True))

@@ -108,8 +108,18 @@ def init_groups(
             expert_tensor_parallel_size=config.expert_tensor,
             create_gloo_process_groups=False,
         )
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        tensor_parallel.model_parallel_cuda_manual_seed(_dropout_seed(seed, topology, dist.get_rank()))
     return current_groups(device)
+
+
+def _dropout_seed(seed: int, topology: Topology, rank: int) -> int:
+    """A seed for mcore's random states, the same on TP ranks only.
+
+    mcore gives all ranks the same default state, and TP ranks their own beside it. CP and DP ranks hold other tokens
+    and pipeline stages other layers: with the same state they would all draw the same dropout masks.
+    """
+    # mcore adds up to a few thousand for the tensor and expert ranks.
+    return seed + 65_537 * (rank // topology.tensor)
 
 
 def current_groups(device: torch.device | None = None) -> Groups:

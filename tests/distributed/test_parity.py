@@ -31,6 +31,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2": {"data": 2},
     "TP2xPP2": {"tensor": 2, "pipeline": 2},
     "PP2xDP2": {"pipeline": 2, "data": 2},
+    "CP2": {"context": 2},
+    "TP2+SPxCP2": {"tensor": 2, "context": 2},
+    "PP2xCP2": {"pipeline": 2, "context": 2},
+    "CP2xDP2": {"context": 2, "data": 2},
 }
 # Adam divides by the gradient's own size, so an element whose gradient is rounding noise moves by up to LR either way:
 # the bound on single elements is meaningful only for an LR of training size; the update's norm is checked too.
@@ -123,7 +127,14 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
 
 
 @pytest.mark.parametrize(
-    "layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str
+    "layouts",
+    [
+        ["TP1"],
+        ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2", "CP2"],
+        ["TP2xPP2", "PP2xDP2"],
+        ["TP2+SPxCP2", "PP2xCP2", "CP2xDP2"],
+    ],
+    ids=str,
 )
 def test_logprobs_gradients_and_updates_equal_peft(truths, layouts):
     folder, expected = truths

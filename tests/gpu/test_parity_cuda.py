@@ -17,7 +17,11 @@ def truths(tmp_path_factory):
     return make_truths(tmp_path_factory.mktemp("parity"))
 
 
-@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2", "PP2", "DP2"], ["TP2xPP2", "PP2xDP2"]], ids=str)
+@pytest.mark.parametrize(
+    "layouts",
+    [["TP1"], ["TP2+SP", "TP2", "PP2", "DP2", "CP2"], ["TP2xPP2", "PP2xDP2", "TP2+SPxCP2", "PP2xCP2", "CP2xDP2"]],
+    ids=str,
+)
 def test_fp32_equals_peft(truths, layouts):
     folder, expected = truths
     world = LAYOUTS[layouts[0]].get("tensor", 1) * LAYOUTS[layouts[0]].get("pipeline", 1)
@@ -32,14 +36,14 @@ def test_fp32_equals_peft(truths, layouts):
     assert not [row for row in rows if not row[1] <= row[2]]
 
 
-def logprobs_bf16(folder: str) -> list[np.ndarray]:
+def logprobs_bf16(folder: str, layout: dict[str, int]) -> list[np.ndarray]:
     from megarl.config import parse_config
     from megarl.lora import apply_lora, load_peft_config
     from megarl.model.megatron_model import MegatronModel
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 
-    tree = make_config(f"{folder}/model", {}).model_dump()
+    tree = make_config(f"{folder}/model", layout).model_dump()
     tree["model"]["dtype"] = "bfloat16"
     config = parse_config(tree)
     groups = init_groups(config.parallel, pick_device("auto"))
@@ -49,12 +53,14 @@ def logprobs_bf16(folder: str) -> list[np.ndarray]:
     return model.forward(model.pack(make_samples(40, SHAPE["vocab_size"])))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_bf16_is_no_further_from_fp32_than_hugging_face(tmp_path, family):
+@pytest.mark.parametrize(("family", "context"), [("llama", 1), ("qwen3", 1), ("qwen3", 2)])
+def test_bf16_is_no_further_from_fp32_than_hugging_face(tmp_path, family, context):
+    if torch.cuda.device_count() < context:
+        pytest.skip(f"needs {context} GPUs")
     model = make_model(tmp_path / "model", family, tied=False, dtype="bfloat16", hidden_size=256, head_dim=64)
     adapter = make_adapter(model, tmp_path / "adapter")
     samples = make_samples(40, SHAPE["vocab_size"])
-    [ours] = run_ranks(logprobs_bf16, 1, str(tmp_path))
+    ours = run_ranks(logprobs_bf16, context, str(tmp_path), {"context": context})[0]
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         reference = load_reference(model, adapter, dtype).cuda()

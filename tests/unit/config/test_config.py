@@ -71,6 +71,10 @@ WRONG = {
     "experts without experts": ("parallel.expert=2", ["parallel.expert is 2", "no experts"]),
     "SP without TP": ("parallel.sequence=true", ["parallel.sequence", "parallel.tensor > 1"]),
     "too small a token budget": ("train.micro_batch_tokens=10", ["train.micro_batch_tokens (10)", "768"]),
+    "no room for CP's padding": (
+        "parallel.context=5000",
+        ["train.micro_batch_tokens (8192)", "2 x parallel.context (10000)", "at least 10000"],
+    ),
     "longer than the context": ("sampler.max_response_tokens=8000", ["8512", "max_position_embeddings (8192)"]),
     "more ranks than samples": ("parallel.data=1000", ["parallel.data (1000)", "256 completions"]),
     "more updates than groups": ("train.updates_per_step=64", ["train.updates_per_step (64)", "(32)"]),
@@ -90,7 +94,6 @@ def test_a_wrong_override_is_one_line_that_names_field_value_and_what_is_allowed
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("parallel.context=2", ["parallel.context is 2", "proven are parallel.tensor"]),
         ("sampler.top_p=0.9", ["sampler.top_p is 0.9", "only 1.0"]),
         ("sampler.top_k=50", ["sampler.top_k is 50", "only -1"]),
     ],

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.errors import DataError
 from megarl.model.packing import flat_offsets, micro_batches, pack, plan_bins, split_by_sample
+from megarl.model.zigzag import padded_length, rank_tokens
 from megarl.types import Sample
 
 CPU = torch.device("cpu")
@@ -39,48 +40,62 @@ def test_bins_hold_every_item_once_within_the_budget(lengths, budget, groups, at
     assert len(bins) % groups == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(2, 50), min_size=1, max_size=20),
     st.integers(1, 3),
     st.integers(1, 2),
     st.integers(1, 4),
+    st.integers(1, 4),
 )
-def test_every_response_token_keeps_its_label_and_its_values(lengths, data, pipeline, multiple):
+def test_every_response_token_keeps_its_label_and_its_values_on_one_rank(lengths, data, pipeline, context, multiple):
     samples = random_samples(lengths)
     weights = np.arange(1, len(samples) + 1, dtype=np.float64)
-    batch = pack(samples, weights, max_tokens=64, data=data, pipeline=pipeline, multiple=multiple)
+    batch = pack(samples, weights, max_tokens=64, data=data, pipeline=pipeline, context=context, multiple=multiple)
     assert len({len(rank) for rank in batch.plan}) == 1
-    seen = []
+    seen, places = [], []
     for rank in range(data):
-        for item in micro_batches(batch, rank, CPU):
-            assert len(item.tokens_T) % multiple == 0
-            assert sum(item.packed.lengths) == len(item.tokens_T)
-            check_alignment(item, batch)
-            seen += item.samples
+        for items in zip(*(micro_batches(batch, rank, CPU, context_rank=r) for r in range(context)), strict=True):
+            whole = items[0].packed.lengths
+            assert all(item.packed.lengths == whole for item in items)
+            assert len({len(item.tokens_T) for item in items}) == 1
+            for context_rank, item in enumerate(items):
+                assert len(item.tokens_T) % multiple == 0
+                assert len(item.tokens_T) == sum(item.packed.query_lengths) == sum(whole) // context
+                check_alignment(item, batch, rank_tokens(whole, context, context_rank))
+                places += item.places_R.tolist()
+            tokens = sum(len(samples[index].tokens) - 1 for index in items[0].samples)
+            assert sum(padded_length(len(samples[i].tokens) - 1, context) for i in items[0].samples) <= 64
+            assert sum(whole) - tokens < 2 * context * len(whole) + 2 * context * multiple
+            seen += items[0].samples
     assert sorted(seen) == list(range(len(samples)))
+    assert sorted(places) == list(range(int(batch.response_tokens.sum())))
 
 
-def check_alignment(item, batch):
-    """Each sequence restarts its positions, and each response position predicts its own label."""
-    starts = np.cumsum([0, *item.packed.lengths])
-    cursor = 0
-    for place, index in enumerate(item.samples):
+def check_alignment(item, batch, held):
+    """Each token on the rank is fed at its own position, and each response position predicts its own label."""
+    fed = [np.pad(s.tokens[:-1], (0, n - len(s.tokens) + 1)) for s, n in sequences(item, batch)]
+    ends = np.cumsum([0, *item.packed.lengths])
+    rest = np.zeros(ends[-1] - sum(len(part) for part in fed), dtype=np.int64)
+    np.testing.assert_array_equal(item.tokens_T, np.concatenate([*fed, rest])[held])
+    positions = np.concatenate([np.arange(length) for length in item.packed.lengths])
+    np.testing.assert_array_equal(item.positions_T, positions[held])
+    owner = np.repeat(np.arange(len(batch.samples)), batch.response_tokens)[item.places_R.numpy()]
+    within = item.places_R.numpy() - flat_offsets(batch)[owner]
+    for row, (index, rank) in enumerate(zip(owner, within, strict=True)):
         sample = batch.samples[index]
-        start, count = starts[place], item.counts[place]
-        fed = item.tokens_T[start : start + len(sample.tokens) - 1].numpy()
-        np.testing.assert_array_equal(fed, sample.tokens[:-1])
-        np.testing.assert_array_equal(item.positions_T[start : start + len(fed)], np.arange(len(fed)))
-        where = item.response_R[cursor : cursor + count].numpy() - start
-        np.testing.assert_array_equal(where + 1, np.flatnonzero(sample.response_mask))
-        np.testing.assert_array_equal(item.labels_R[cursor : cursor + count], sample.tokens[sample.response_mask])
-        tokens = item.loss_tokens
-        part = slice(cursor, cursor + count)
-        assert torch.all(tokens.weights_T[part] == batch.weights_S[index])
-        assert torch.all(tokens.advantages_T[part] == np.float32(sample.advantage))
+        place = np.flatnonzero(sample.response_mask)[rank]
+        fed_at = held[int(item.response_R[row])] - ends[item.samples.index(index)]
+        assert (fed_at + 1, int(item.labels_R[row])) == (place, sample.tokens[place])
+        assert float(item.loss_tokens.weights_T[row]) == batch.weights_S[index]
+        assert float(item.loss_tokens.advantages_T[row]) == np.float32(sample.advantage)
         for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
-            np.testing.assert_array_equal(getattr(tokens, f"{name}_T")[part], getattr(sample, name))
-        cursor += count
+            assert float(getattr(item.loss_tokens, f"{name}_T")[row]) == getattr(sample, name)[rank]
+
+
+def sequences(item, batch):
+    """(sample, padded length) of each sequence of the pack that is not padding."""
+    return [(batch.samples[index], length) for index, length in zip(item.samples, item.packed.lengths, strict=False)]
 
 
 def test_vector_over_all_tokens_splits_back():
@@ -96,6 +111,11 @@ def test_vector_over_all_tokens_splits_back():
 def test_sample_over_the_budget_is_refused_by_name():
     with pytest.raises(DataError, match=r"sample 1 feeds 40 tokens, more than train.micro_batch_tokens \(32\)"):
         pack(random_samples([5, 41]), None, max_tokens=32)
+
+
+def test_padding_counts_against_the_budget():
+    with pytest.raises(DataError, match=r"feeds 36 tokens \(padded for parallel.context = 3\), more than"):
+        pack(random_samples([33]), None, max_tokens=32, context=3)
 
 
 def test_empty_batch_and_wrong_weights_are_refused():
