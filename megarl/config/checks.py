@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megarl.config.parallel import ParallelConfig
     from megarl.config.run import RunConfig
     from megarl.config.sampler import SamplerConfig
+    from megarl.config.train import TrainConfig
 
 # Sizes read from config.json; of these the optional ones may be null.
 SIZES = (
@@ -30,6 +31,7 @@ def cross_check(config: "RunConfig") -> None:
         UnsupportedError: a layout or a sampling method that is not proven.
     """
     check_layout(config.parallel)
+    check_switches(config.train)
     check_sampling(config.sampler)
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
@@ -87,6 +89,18 @@ def _check_padding(config: "RunConfig", longest: int) -> None:
         raise ConfigError(
             f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence padded to a "
             f"multiple of 2 x parallel.context ({chunks}); make it at least {padded}"
+        )
+
+
+def check_switches(train: "TrainConfig") -> None:
+    """Refuse switches of mcore that need others."""
+    needed = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(train, name)]
+    if train.overlap_param_gather and needed:
+        raise ConfigError(f"train.overlap_param_gather is true, which needs train.{needed[0]} (it is false)")
+    if train.recompute_layers is not None and train.recompute != "full":
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}, which needs train.recompute 'full' "
+            f"(it is '{train.recompute}')"
         )
 
 

@@ -30,6 +30,19 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Gradients are clipped to this global norm; 0 switches clipping off."""
+    distributed_optimizer: bool = False
+    """Spread main weights and moments over data x context parallel ranks (mcore's DistributedOptimizer). Saves memory;
+    an adapter's state is small, so it is off by default."""
+    overlap_grad_reduce: bool = False
+    """Sum gradients over data-parallel ranks while the backward pass still runs."""
+    overlap_param_gather: bool = False
+    """With ``distributed_optimizer`` and ``overlap_grad_reduce``: gather the updated weights during the next forward
+    pass. A sync to the sampler waits for them, so it pays only where ``updates_per_step`` > 1."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes again instead of keeping them: ``selective``: the core attention;
+    ``full``: whole layers."""
+    recompute_layers: int | None = Field(None, ge=1)
+    """With ``recompute: full``: only the first so many layers of each pipeline stage (or virtual stage)."""
     micro_batch_tokens: int = Field(8192, ge=2)
     """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
     seed: int = 0

@@ -1,7 +1,6 @@
 """What a run leaves behind: config, metrics, completions, checkpoints, summary, plot."""
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,13 @@ from megarl.controller.roles import TrainerGroup
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
 from megarl.errors import CheckpointError
+from megarl.model.durable import discard
 
 METRICS, SUMMARY, PLOT, CONFIG = "metrics.jsonl", "summary.json", "plot.png", "config.yaml"
 # Steps that reward_first and reward_last average over.
 ENDS = 3
+# Within the 30 s in which a run that fails or is interrupted must be gone.
+RESCUE_SECONDS = 15.0
 
 
 class Recorder:
@@ -47,6 +49,8 @@ class Recorder:
         (folder / CONFIG).write_text(dump_config(config.model_copy(update={"train": train})))
         self.rows: list[dict[str, Any]] = []
         self.syncs: list[SyncReport] = []
+        self._stops: list[float] = []
+        self._saving: Path | None = None
         self.memory = MemoryWatch()
         self._writer = SummaryWriter(str(folder / "tensorboard"))
         self._started = time.perf_counter()
@@ -82,25 +86,50 @@ class Recorder:
         self.screen.step(row)
 
     def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
-        """Save a checkpoint and delete those that are no longer kept."""
+        """Start saving a checkpoint, once the one before is complete; delete those that are no longer kept."""
         self.phase("checkpoint")
         target = self.folder / "checkpoints" / f"step-{step:06d}"
         if target.exists():  # left by a session whose later steps were discarded
-            shutil.rmtree(target)
+            discard(target)
+        start = time.perf_counter()
+        self._saving = target
         trainers.call("save_checkpoint", str(target), state)
+        self._stops.append(time.perf_counter() - start)
+        self._prune()
+
+    def _prune(self) -> None:
         for old in checkpoints(self.folder)[: -self.config.train.keep_checkpoints]:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
+
+    def rescue(self, trainers: TrainerGroup) -> None:
+        """Let the checkpoint that is being written become complete before the trainers are killed."""
+        target, self._saving = self._saving, None
+        if target is None or target.exists():
+            return
+        self.phase("finishing the checkpoint")
+        # Answered at once unless rank 0 is busy, maybe for ever; then the folder itself tells.
+        answer = trainers.start_on_rank_zero("finish_checkpoint")
+        deadline = time.monotonic() + RESCUE_SECONDS
+        while not target.exists() and not answer.done() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if not target.exists():
+            cause = answer.exception() if answer.done() else f"no answer within {RESCUE_SECONDS:.0f} s"
+            self.screen.say(f"checkpoint '{target}' is not complete: {cause or 'its save was interrupted'}")
 
     def finish(self, trainers: TrainerGroup) -> dict[str, Any]:
         """Write the adapter, the summary and the plot; return the summary."""
         from megarl.controller.plot import plot_run
 
+        trainers.call("finish_checkpoint")
+        self._saving = None
+        self._prune()
         trainers.call("save_adapter", str(self.folder / "adapter"))
         device = sum(trainers.call("peak_device_gib"))
         summary = summarise(self.rows) | {
             "seconds": time.perf_counter() - self._started,
             "peak_memory_gib": self.memory.stop(),
             "peak_device_memory_gib": device,
+            "checkpoint_stop_seconds": float(np.median(self._stops)) if self._stops else 0.0,
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
         (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")

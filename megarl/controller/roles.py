@@ -76,6 +76,10 @@ class TrainerGroup:
         shared = [ray.put(argument) for argument in args]  # one copy per node, however many ranks
         return {f"trainer rank {i}": getattr(rank, method).remote(*shared) for i, rank in enumerate(self.ranks)}
 
+    def start_on_rank_zero(self, method: str) -> Future:
+        """Call a method on rank 0 only; a future, whose errors are as in ``wait_all``."""
+        return _later({"trainer rank 0": getattr(self.ranks[0], method).remote()})
+
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
         """Train on one rollout; metrics are the same on every rank."""
         return self.call("update", samples, rates)[0]

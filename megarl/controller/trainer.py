@@ -98,8 +98,12 @@ class TrainerRank(CheckpointEngineMixin):
         return self.model.version
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
-        """See ``MegatronModel.save_checkpoint``."""
+        """See ``MegatronModel.save_checkpoint``: returns once the state is copied."""
         self.model.save_checkpoint(path, extra)
+
+    def finish_checkpoint(self) -> None:
+        """See ``MegatronModel.finish_checkpoint``; not a collective."""
+        self.model.finish_checkpoint()
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """See ``MegatronModel.load_checkpoint``."""
@@ -107,7 +111,7 @@ class TrainerRank(CheckpointEngineMixin):
 
     def save_adapter(self, path: str) -> None:
         """Write the adapter as a PEFT directory."""
-        self.model.adapter.save(path)
+        self.model.save_adapter(path)
 
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Logprobs of the samples' response tokens under the current policy."""

@@ -73,8 +73,12 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     state.restore(trainers.call("load_checkpoint", str(resumed))[0])
                     recorder.resume_at(state.step)
                     screen.say(f"resumed at step {state.step} from {resumed}")
-                loop.run(state)
-                summary = recorder.finish(trainers)
+                try:
+                    loop.run(state)
+                    summary = recorder.finish(trainers)
+                except BaseException:
+                    recorder.rescue(trainers)
+                    raise
         finally:
             recorder.close()
     screen.say("\n".join(f"{name:<26}{_shown(value)}" for name, value in summary.items()))

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from megarl.lora.layers import ParallelLoraLinear, PartPlan
 from megarl.lora.merge import merge_weight
 from megarl.lora.peft_io import PREFIX
 from megarl.model.families import WeightMap
-from megarl.model.sharding import ShardedTensor, parameter_view, placed
+from megarl.model.sharding import ShardedTensor, collect, parameter_view, placed
 from megarl.model.streaming import stream_full
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, on_rank_zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +136,17 @@ class LoraAdapter:
         Raises:
             AdapterError: the directory cannot be written.
         """
-        peft_io.save(path, self.export(), self.adapter_config())
+        write = self.snapshot()
+        on_rank_zero(lambda: write(Path(path)))
+
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy the adapter to rank 0's host memory. Collective.
+
+        Returns:
+            For rank 0: writes the copy as a PEFT directory, on any thread and however training went on.
+        """
+        tensors, config = collect(self.export()), self.adapter_config()
+        return lambda path: peft_io.write(path, tensors, config)
 
     def load(self, path: str | Path) -> None:
         """Read a PEFT directory made at any layout, or by PEFT; each rank reads only its slices.

@@ -19,6 +19,7 @@ from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import part_rows
+from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 
 # The mcore class that each kind of linear must be.
@@ -65,6 +66,7 @@ def apply_lora(
     ]
     for model in models:
         model.requires_grad_(False)
+        open_to_gradients(model)
     slots: list[Slot] = []
     for layer, linear, parts in plans:
         wrapped = None

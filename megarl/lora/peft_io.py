@@ -23,8 +23,6 @@ from megarl.lora.targets import (
     short_names,
 )
 from megarl.model.families import WeightMap
-from megarl.model.sharding import collect
-from megarl.parallel.groups import on_rank_zero
 
 if TYPE_CHECKING:
     from megarl.lora.adapter import LoraAdapter
@@ -47,23 +45,18 @@ def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
     return plain
 
 
-def save(path: str | Path, stream: Iterator[tuple[str, torch.Tensor]], config: dict[str, Any]) -> None:
-    """Consume the stream on every rank; rank 0 puts the directory in place by a rename. Collective.
+def write(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    """Put a PEFT directory in place by a rename.
 
     Raises:
-        AdapterError: the directory cannot be written; on every rank.
+        AdapterError: the directory cannot be written.
     """
-    tensors = collect(stream)
-
-    def write() -> None:
-        try:
-            with write_directory(Path(path)) as partial:
-                save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
-                (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        except OSError as error:
-            raise AdapterError(f"adapter directory '{path}' cannot be written: {error}") from error
-
-    on_rank_zero(write)
+    try:
+        with write_directory(path) as partial:
+            save_file(tensors, str(partial / WEIGHTS), metadata={"format": "pt"})
+            (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"adapter directory '{path}' cannot be written: {error}") from error
 
 
 @contextlib.contextmanager

@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import ModelType
 
-from megarl.config import ModelConfig, ParallelConfig
+from megarl.config import ModelConfig, ParallelConfig, TrainConfig
 from megarl.errors import UnsupportedError
 from megarl.model.families import Family, family_of
 from megarl.model.gpt import PackedGPTModel, local_block_spec
+from megarl.model.recompute import recompute_settings
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups
 
@@ -19,7 +20,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def transformer_config(
-    hf: Mapping[str, Any], family: Family, model: ModelConfig, parallel: ParallelConfig, device: torch.device
+    hf: Mapping[str, Any],
+    family: Family,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    recompute: dict[str, Any],
 ) -> TransformerConfig:
     """mcore's config for a parsed ``config.json``.
 
@@ -70,7 +76,7 @@ def transformer_config(
         "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**(settings | family.settings(hf)))
+    return TransformerConfig(**(settings | family.settings(hf) | recompute))
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
@@ -108,9 +114,9 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 def build_chunks(
-    hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups
+    hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups, train: TrainConfig
 ) -> list[PackedGPTModel]:
-    """Build this rank's model chunks with uninitialised, frozen weights.
+    """Build this rank's model chunks with uninitialised, frozen weights; ``train`` tells what to recompute.
 
     Returns:
         One chunk per virtual pipeline stage.
@@ -118,7 +124,7 @@ def build_chunks(
     Raises:
         UnsupportedError: the family or a setting is not supported.
     """
-    config = transformer_config(hf, family_of(hf), model, parallel, groups.device)
+    config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
     return [_build_chunk(hf, config, groups, stage if len(stages) > 1 else None) for stage in stages]
 

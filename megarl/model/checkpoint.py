@@ -1,14 +1,13 @@
 """Training checkpoints: adapter, fp32 main weights, Adam moments, random states and the caller's own state.
 
-Everything but the random states is stored whole under PEFT's names, so a checkpoint does not depend on the layout. The
-base model is never stored. A checkpoint directory appears by one rename, complete or not at all.
+Everything but the random states is stored whole under PEFT's names, so a checkpoint depends neither on the layout nor
+on how the optimizer's state is spread. The base model is never stored. Training stops only while the state is copied
+to rank 0's host memory; a thread writes it. A checkpoint directory appears by one rename, complete or not at all.
 """
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,15 @@ from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError
 from megarl.model.adapter import Adapter
-from megarl.model.optim import MOMENTS, AdapterOptimizer
+from megarl.model.durable import BackgroundWriter, publish
+from megarl.model.optim import AdapterOptimizer
 from megarl.model.sharding import ShardedTensor, collect
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 
 FORMAT = 1
 STATE, OPTIMIZER, RNG, ADAPTER = "state.json", "optimizer.safetensors", "rng.safetensors", "adapter"
+MAIN = "main"
 # Fields of config.json that decide what the weights mean.
 IDENTITY = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -46,31 +47,27 @@ def save(
     adapter: Adapter,
     optimizer: AdapterOptimizer,
     groups: Groups,
+    writer: BackgroundWriter,
     *,
     identity: str,
     version: int,
     extra: Mapping[str, Any],
 ) -> None:
-    """Write a checkpoint directory. Collective; rank 0 writes.
+    """Copy the state to rank 0 and start writing it. Collective; waits for the save before.
 
     Args:
         path: must not exist yet.
+        writer: this rank's; rank 0's does the writing.
         identity: from ``model_identity``.
         version: the policy version.
         extra: JSON-able state of the caller (schedule, data cursor, metrics).
 
     Raises:
-        CheckpointError: it exists, or cannot be written.
+        CheckpointError: it exists, or its parent cannot be made; or the save before failed, and this one was not
+            started. Whatever goes wrong later is raised by the next call of ``save``, ``load`` or ``writer.wait``.
+        TypeError: ``extra`` is not JSON-able.
     """
     target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    on_rank_zero(lambda: _make_partial(target, partial))
-    adapter.save(partial / ADAPTER)
-    whole: dict[str, torch.Tensor] = {}
-    for kind, tensors in _optimizer_tensors(adapter, optimizer).items():
-        whole |= {f"{kind}.{name}": tensor for name, tensor in collect(stream_full(tensors, groups)).items()}
-    states: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(_rng_state(), states if groups.rank == 0 else None, dst=0)
     state = {
         "format": FORMAT,
         "model": identity,
@@ -79,48 +76,65 @@ def save(
         "topology": vars(groups.topology),
         "extra": dict(extra),
     }
-    on_rank_zero(lambda: _finish(target, partial, whole, states, state))
+    text = json.dumps(state, indent=1) + "\n"
+    on_rank_zero(lambda: _prepare(target, writer))
+    write_adapter = adapter.snapshot()
+    whole: dict[str, torch.Tensor] = {}
+    for kind, tensors in _optimizer_tensors(adapter, optimizer).items():
+        whole |= {f"{kind}.{name}": tensor for name, tensor in collect(stream_full(tensors, groups)).items()}
+    states: list[Any] = [None] * groups.topology.world_size
+    dist.gather_object(_rng_state(), states if groups.rank == 0 else None, dst=0)
+
+    def fill(folder: Path) -> None:
+        write_adapter(folder / ADAPTER)
+        save_file(whole, str(folder / OPTIMIZER))
+        save_file({f"{rank}.{k}": v for rank, s in enumerate(states) for k, v in s.items()}, str(folder / RNG))
+        (folder / STATE).write_text(text)
+
+    if groups.rank == 0:
+        writer.start(lambda: _write(target, fill))
 
 
-def _make_partial(target: Path, partial: Path) -> None:
-    """An empty directory beside the target."""
+def _prepare(target: Path, writer: BackgroundWriter) -> None:
+    """Wait for the save before, and find out now what can be known now."""
+    writer.wait()
     if target.exists():
         raise CheckpointError(f"checkpoint '{target}' exists already; choose another name")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"checkpoint '{target}' cannot be written: {error}") from error
 
 
-def _finish(
-    target: Path, partial: Path, whole: dict[str, torch.Tensor], states: list[dict[str, torch.Tensor]], state: dict
-) -> None:
-    """Write what is left, force it to disk, and rename."""
+def _write(target: Path, fill: Callable[[Path], None]) -> None:
     try:
-        save_file(whole, str(partial / OPTIMIZER))
-        save_file({f"{rank}.{k}": v for rank, s in enumerate(states) for k, v in s.items()}, str(partial / RNG))
-        (partial / STATE).write_text(json.dumps(state, indent=1) + "\n")
-        _flush(partial)
-        partial.rename(target)
-    except (OSError, TypeError, ValueError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
+        publish(target, fill)
+    except CheckpointError:
+        raise
+    except Exception as error:  # safetensors has its own class for a full disk
         raise CheckpointError(f"checkpoint '{target}' cannot be written: {error}") from error
 
 
 def load(
-    path: str | Path, adapter: Adapter, optimizer: AdapterOptimizer, groups: Groups, *, identity: str
+    path: str | Path,
+    adapter: Adapter,
+    optimizer: AdapterOptimizer,
+    groups: Groups,
+    writer: BackgroundWriter,
+    *,
+    identity: str,
 ) -> tuple[int, dict[str, Any]]:
-    """Restore a checkpoint made at any layout; each rank reads only its slices.
+    """Restore a checkpoint made at any layout; each rank reads only its slices. Collective; waits for a running save.
 
     Returns:
         ``(policy version, extra)``. In the layout it was saved in, everything is bitwise as it was; in another, the
         random states are the ones this process was seeded with.
 
     Raises:
-        CheckpointError: incomplete, damaged, or of another model.
+        CheckpointError: incomplete, damaged, or of another model; or the running save failed.
         AdapterError: of another rank or target set.
     """
+    on_rank_zero(writer.wait)
     folder = Path(path)
     state = read_state(folder)
     if state["model"] != identity:
@@ -128,19 +142,18 @@ def load(
             f"checkpoint '{folder}' belongs to another model (shape digest {state['model']}, this model {identity}); "
             "set model.path to the model it was trained from"
         )
-    adapter.load(folder / ADAPTER)
-    kinds = _optimizer_tensors(adapter, optimizer)
+    values = _values(optimizer)
     try:
         with safe_open(str(folder / OPTIMIZER), framework="pt", device="cpu") as source:
-            for kind, tensors in kinds.items():
-                for tensor in tensors:
+            adapter.load(folder / ADAPTER)
+            for kind, held in values.items():
+                for tensor in adapter.tensors(held):
                     tensor.load(source.get_slice(f"{kind}.{tensor.name}"), groups)
         if state["topology"] == vars(groups.topology):
             _restore_rng(folder / RNG, groups.rank)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"checkpoint '{folder}' is damaged: {error}") from error
-    optimizer.restore(state["optimizer_steps"], _values(kinds, groups))
-    optimizer.sync_model()
+    optimizer.restore(state["optimizer_steps"], values.pop(MAIN), values)
     return state["version"], state["extra"]
 
 
@@ -159,14 +172,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def _values(optimizer: AdapterOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """``main``/``exp_avg``/``exp_avg_sq`` -> PEFT name -> tensor shaped like this rank's parameter."""
+    return {MAIN: optimizer.main_weights()} | optimizer.moments()
+
+
 def _optimizer_tensors(adapter: Adapter, optimizer: AdapterOptimizer) -> dict[str, list[ShardedTensor]]:
     """``main``/``exp_avg``/``exp_avg_sq`` -> this rank's sharded tensors."""
-    moments = optimizer.moments()
-    return {"main": adapter.tensors(optimizer.main_weights())} | {m: adapter.tensors(moments[m]) for m in MOMENTS}
-
-
-def _values(kinds: dict[str, list[ShardedTensor]], groups: Groups) -> dict[str, dict[str, torch.Tensor]]:
-    return {moment: {t.name: t.read() for t in kinds[moment] if t.held(groups)} for moment in MOMENTS}
+    return {kind: adapter.tensors(held) for kind, held in _values(optimizer).items()}
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
@@ -186,11 +199,3 @@ def _restore_rng(file: Path, rank: int) -> None:
     if "cuda" in states:
         torch.cuda.set_rng_state(states.pop("cuda"))
     get_cuda_rng_tracker().set_states({name.removeprefix("tracker."): state for name, state in states.items()})
-
-
-def _flush(folder: Path) -> None:
-    """Force the files to disk before the rename makes them the checkpoint."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())

@@ -4,6 +4,7 @@ Every method is a collective over all ranks unless it says otherwise; every rank
 same result.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from megarl.model import checkpoint
 from megarl.model.adapter import Attach
 from megarl.model.base_tensors import base_tensors, load_base
 from megarl.model.build import build_chunks
+from megarl.model.ddp import without_reduction, wrap_ddp
+from megarl.model.durable import BackgroundWriter
 from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
-from megarl.model.optim import AdapterOptimizer, wrap_ddp
+from megarl.model.optim import AdapterOptimizer
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
 from megarl.model.step import Stepper
@@ -52,10 +55,10 @@ class MegatronModel:
         """
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
-        self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups)
+        self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
         load_base(self.chunks, config.model.path, self.hf_config, groups)
         self.adapter = attach(self.chunks, self.hf_config, groups)
-        self._wrapped = wrap_ddp(self.chunks)
+        self._wrapped = wrap_ddp(self.chunks, config.train)
         self.optimizer = AdapterOptimizer(self._wrapped, self.adapter.parameters(), config.train)
         self._stepper = Stepper(
             self._wrapped,
@@ -63,6 +66,7 @@ class MegatronModel:
             vocab_size=self.hf_config["vocab_size"],
             temperature=config.sampler.temperature,
         )
+        self._writer = BackgroundWriter()
         self.version = 0
         self.optimizer.zero_grad()
 
@@ -87,23 +91,33 @@ class MegatronModel:
             step_tokens=step_tokens,
         )
 
-    def forward_backward(self, batch: PackedBatch, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> dict[str, float]:
         """Add the gradient of the batch's loss; call again to accumulate, then ``optim_step``.
 
         Args:
             batch: from ``pack``, with the loss weights of the whole step.
             loss: called per micro-batch on the last pipeline stage.
+            last: False where more batches of this step follow. Only ``train.overlap_grad_reduce`` needs to know: it
+                sums gradients over ranks during the last backward pass.
 
         Returns:
             The loss's metrics over all ranks.
 
         Raises:
-            MegarlError: the gradient was already reduced by ``gradients()``; ``optim_step`` must come first.
+            MegarlError: the gradient was already reduced, by ``gradients()`` or, where that overlaps, by a call with
+                ``last``; ``optim_step`` must come first.
         """
         if self.optimizer.reduced:
             raise MegarlError("forward_backward after gradients(): the sum is already reduced; call optim_step first")
+        if self.optimizer.reducing:
+            raise MegarlError(
+                "forward_backward after the step's last one: with train.overlap_grad_reduce the sum is already "
+                "reduced; pass last=False while more batches follow, or call optim_step first"
+            )
         self._train(True)
-        return self._stepper.forward_backward(batch, loss)
+        self.optimizer.reducing = last and self.config.train.overlap_grad_reduce
+        with contextlib.nullcontext() if last else without_reduction(self._wrapped):
+            return self._stepper.forward_backward(batch, loss)
 
     def optim_step(self, lr: float) -> dict[str, float]:
         """One AdamW update of the adapter; ``version`` goes up by one.
@@ -135,22 +149,48 @@ class MegatronModel:
             return self._stepper.logprobs(batch)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write everything a bitwise resume needs, except the base; see ``checkpoint.save``."""
+        """Start writing everything a bitwise resume needs, except the base; see ``checkpoint.save``.
+
+        Returns once the state is copied to rank 0's host memory; a thread writes it. The checkpoint appears under its
+        name when it is complete. What goes wrong until then is raised by the next call of this, of
+        ``load_checkpoint`` or of ``finish_checkpoint``.
+        """
+        self.optimizer.finish_param_gather()
         checkpoint.save(
             path,
             self.adapter,
             self.optimizer,
             self.groups,
+            self._writer,
             identity=checkpoint.model_identity(self.hf_config),
             version=self.version,
             extra=extra or {},
         )
 
+    def finish_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if any. Not a collective: only rank 0 writes.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.wait()
+
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Restore a checkpoint made at any layout and return its ``extra``; see ``checkpoint.load``."""
         identity = checkpoint.model_identity(self.hf_config)
-        self.version, extra = checkpoint.load(path, self.adapter, self.optimizer, self.groups, identity=identity)
+        self.version, extra = checkpoint.load(
+            path, self.adapter, self.optimizer, self.groups, self._writer, identity=identity
+        )
         return extra
+
+    def save_adapter(self, path: str | Path) -> None:
+        """Write the adapter as a PEFT directory.
+
+        Raises:
+            AdapterError: the directory cannot be written.
+        """
+        self.optimizer.finish_param_gather()
+        self.adapter.save(path)
 
     def load_adapter(self, path: str | Path) -> None:
         """Start from a PEFT adapter directory; the optimizer starts anew.
@@ -159,7 +199,7 @@ class MegatronModel:
             AdapterError: it does not fit; nothing was changed.
         """
         self.adapter.load(path)
-        self.optimizer.sync_main()
+        self.optimizer.start_anew()
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank; all ranks must consume the stream to its end.
@@ -168,10 +208,12 @@ class MegatronModel:
             adapter_only: True yields the adapter under PEFT's file names; False the base weights, without the
                 adapter, under Hugging Face's.
         """
+        self.optimizer.finish_param_gather()
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once."""
+        self.optimizer.finish_param_gather()
         return stream_full(self.adapter.merged(self._base_tensors()), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:

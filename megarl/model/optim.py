@@ -4,12 +4,13 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config import TrainConfig
 from megarl.errors import MegarlError
+from megarl.model import shards
 from megarl.parallel.device import cuda_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -19,17 +20,17 @@ class GradientError(MegarlError, FloatingPointError):
     """The gradient norm is not finite; the adapter was not updated."""
 
 
-def wrap_ddp(chunks: list[Any]) -> list[DistributedDataParallel]:
-    """Give each chunk mcore's gradient buffers (fp32) for its trainable parameters; DP ranks sum, not average."""
-    settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=False
-    )
-    with cuda_names():
-        return [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
-
-
 class AdapterOptimizer:
-    """AdamW on fp32 main weights, through mcore."""
+    """AdamW on fp32 main weights, through mcore.
+
+    Attributes:
+        reduced: the buffers hold sums over ranks.
+        reducing: the backward passes of this step are over and their sums under way (set by the caller).
+
+    What it gives and takes by name is whole and shaped like this rank's parameters, also where
+    ``train.distributed_optimizer`` leaves each data-parallel rank only a part; then the methods that say so are
+    collectives over the data-parallel ranks.
+    """
 
     def __init__(
         self, chunks: list[Any], parameters: list[tuple[str, torch.nn.Parameter]], config: TrainConfig
@@ -37,14 +38,16 @@ class AdapterOptimizer:
         """Build the optimizer.
 
         Args:
-            chunks: wrapped by ``wrap_ddp``.
+            chunks: wrapped by ``wrap_ddp`` with the same config.
             parameters: ``(PEFT name, parameter)`` of this rank.
             config: the ``train`` section.
         """
         self.chunks = chunks
         self.parameters = dict(parameters)
+        self.distributed = config.distributed_optimizer
         self.max_norm = config.max_grad_norm
-        self.reduced = False
+        self.reduced, self.reducing = False, False
+        self._steps = 0
         dtype = chunks[0].config.params_dtype
         settings = OptimizerConfig(
             optimizer="adam",
@@ -55,18 +58,20 @@ class AdapterOptimizer:
             adam_eps=config.adam_eps,
             params_dtype=dtype,
             bf16=dtype is torch.bfloat16,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=config.distributed_optimizer,
+            overlap_param_gather=config.overlap_param_gather,
             clip_grad=config.max_grad_norm,
         )
         with cuda_names():
             self.optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+        self._shards = shards.shards_of(self.optimizer)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.reduced = False
+        self.reduced, self.reducing = False, False
 
     def reduce_gradients(self) -> None:
         """Sum the buffers over DP, SP and tied ranks, once; a collective."""
@@ -95,89 +100,63 @@ class AdapterOptimizer:
             if not math.isfinite(norm):
                 raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
             if self.max_norm > 0:
-                for part in self._parts():
+                for part in shards.parts_of(self.optimizer):
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_norm, norm)
             self.optimizer.step_with_ready_grads()
+        self._steps += 1
         self.zero_grad()
         return norm
 
+    def finish_param_gather(self) -> None:
+        """Wait until the model holds the last update, where ``train.overlap_param_gather`` left that to the next
+        forward pass. Collective."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
     def gradients(self) -> dict[str, torch.Tensor]:
-        """PEFT name -> this rank's float32 gradient buffer (summed over ranks by ``reduce_gradients``)."""
+        """PEFT name -> this rank's float32 gradient (summed over ranks by ``reduce_gradients``). Collective."""
+        if self.distributed:
+            shards.gather_gradients(self.chunks)
         return {name: parameter.main_grad for name, parameter in self.parameters.items()}
 
     def main_weights(self) -> dict[str, torch.Tensor]:
-        """PEFT name -> this rank's float32 main weights."""
-        return {name: self._main(parameter).data for name, parameter in self.parameters.items()}
+        """PEFT name -> this rank's float32 main weights. Collective."""
+        return self._whole({parameter: shard.main.data for parameter, shard in self._shards.items()})
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """``exp_avg``/``exp_avg_sq`` -> PEFT name -> this rank's moment; zeros before the first step."""
-        inner = self._inner_of()
-        found: dict[str, dict[str, torch.Tensor]] = {moment: {} for moment in MOMENTS}
-        for name, parameter in self.parameters.items():
-            main = self._main(parameter)
-            state = inner[main].state[main]
-            for moment in MOMENTS:
-                found[moment][name] = state[moment] if moment in state else torch.zeros_like(main.data)
-        return found
+        """``exp_avg``/``exp_avg_sq`` -> PEFT name -> this rank's moment; zeros before the first step. Collective."""
+        return {
+            moment: self._whole({parameter: shard.moment(moment) for parameter, shard in self._shards.items()})
+            for moment in MOMENTS
+        }
+
+    def _whole(self, parts: dict[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.distributed:
+            parts = shards.gather_parts(self.chunks, self._shards, parts)
+        return {name: parts[parameter] for name, parameter in self.parameters.items()}
 
     def steps(self) -> int:
         """Updates made so far."""
-        for inner in self._inner_optimizers():
-            for group in inner.param_groups:
-                if "step" in group:
-                    return int(group["step"])
-                for main in group["params"]:
-                    if "step" in inner.state[main]:
-                        return int(inner.state[main]["step"])
-        return 0
+        return self._steps
 
-    def restore(self, steps: int, moments: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Set the state of every parameter; main weights are set through ``main_weights`` and ``sync_model``.
+    def restore(self, steps: int, main: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Set the whole state, and the model's parameters to the rounded main weights. Every rank takes its own part.
 
         Args:
             steps: updates made so far.
+            main: as ``main_weights()`` returns them.
             moments: as ``moments()`` returns them.
         """
-        inner = self._inner_of()
+        self._steps = steps
         for name, parameter in self.parameters.items():
-            main = self._main(parameter)
-            owner = inner[main]
-            state = {moment: moments[moment][name].clone() for moment in MOMENTS}
-            if not any("step" in group for group in owner.param_groups) and isinstance(owner, torch.optim.AdamW):
-                # One tensor per parameter: a shared one would count every parameter's step and bend Adam silently.
-                state["step"] = torch.tensor(float(steps))
-            owner.state[main] = state
-        for optimizer in self._inner_optimizers():
-            if not isinstance(optimizer, torch.optim.AdamW):
-                for group in optimizer.param_groups:
-                    group["step"] = steps
+            parameter.data.copy_(main[name])
+            if shard := self._shards.get(parameter):
+                shard.main.data.copy_(shard.cut(main[name]))
+                shard.set_state(steps, {moment: shard.cut(moments[moment][name]).clone() for moment in MOMENTS})
 
-    def sync_model(self) -> None:
-        """Round the main weights into the model's parameters."""
-        for parameter in self.parameters.values():
-            parameter.data.copy_(self._main(parameter).data)
-
-    def sync_main(self) -> None:
-        """Take the model's parameters as main weights (after an adapter was loaded)."""
-        for parameter in self.parameters.values():
-            self._main(parameter).data.copy_(parameter.data)
-
-    @staticmethod
-    def _main(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-        return getattr(parameter, "main_param", parameter)
-
-    def _parts(self) -> list[Any]:
-        """mcore's optimizers: one, or with experts one for the dense parameters and one for theirs."""
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-
-    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [part.optimizer for part in self._parts() if part.optimizer is not None]
-
-    def _inner_of(self) -> dict[torch.Tensor, torch.optim.Optimizer]:
-        """Main parameter -> the torch optimizer that owns it."""
-        return {
-            main: inner
-            for inner in self._inner_optimizers()
-            for group in inner.param_groups
-            for main in group["params"]
-        }
+    def start_anew(self) -> None:
+        """Take the model's parameters as main weights (after an adapter was loaded) and forget moments and steps."""
+        weights = {name: parameter.data.float() for name, parameter in self.parameters.items()}
+        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))

@@ -1,68 +1,22 @@
 """Promise 6: N + M steps equal N steps, a checkpoint, M steps: bitwise in the same layout, closely in another."""
 
+import resource
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.errors import AdapterError, CheckpointError
-from tests.distributed.test_parity import SurrogateLoss
-from tests.helpers.models import SHAPE, make_model
+from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import make_adapter, make_samples, relative_error
+from tests.helpers.reference import make_adapter, relative_error
+from tests.helpers.tiny_run import build, everything, train
 
 STEPS = 2
-
-
-def build(folder: Path, layout: dict[str, Any], dtype: str = "float32", model: str = "model", **lora: Any):
-    """A model on this rank; in bf16 with dropout, so that the random states matter."""
-    from peft import LoraConfig
-
-    from megarl.config import parse_config
-    from megarl.lora import apply_lora
-    from megarl.model.megatron_model import MegatronModel
-    from megarl.parallel.device import pick_device
-    from megarl.parallel.groups import init_groups
-
-    config = parse_config(
-        {
-            "model": {"path": str(folder / model), "dtype": dtype},
-            "task": {"name": "arithmetic"},
-            "parallel": layout,
-            "train": {"micro_batch_tokens": 64, "prompts_per_step": 4},
-            "sampler": {"max_prompt_tokens": 24, "max_response_tokens": 24},
-        }
-    )
-    settings = {
-        "r": 4,
-        "lora_alpha": 8,
-        "lora_dropout": 0.1 if dtype == "bfloat16" else 0.0,
-        "target_modules": "all-linear",
-    } | lora
-    groups = init_groups(config.parallel, pick_device("auto"), seed=5)
-    return MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, LoraConfig(**settings), hf, seed=7, groups=g))
-
-
-def train(model: Any, seeds: range) -> None:
-    """One update per seed, on that seed's samples."""
-    for seed in seeds:
-        samples = make_samples(8, SHAPE["vocab_size"], seed=seed)
-        model.forward_backward(model.pack(samples, np.full(8, 0.05)), SurrogateLoss())
-        model.optim_step(5e-4)
-
-
-def everything(model: Any) -> dict[str, torch.Tensor]:
-    """Adapter, main weights, moments and random states of this rank."""
-    from megarl.model.checkpoint import _rng_state
-
-    found = {f"adapter {n}": p.data.clone() for n, p in model.adapter.parameters()}
-    found |= {f"main {n}": t.clone() for n, t in model.optimizer.main_weights().items()}
-    for kind, tensors in model.optimizer.moments().items():
-        found |= {f"{kind} {n}": t.clone() for n, t in tensors.items()}
-    return found | {f"rng {n}": t for n, t in _rng_state().items()} | {"steps": torch.tensor(model.optimizer.steps())}
+DISTRIBUTED = {"train": {"distributed_optimizer": True}}
 
 
 def save_and_go_on(folder: str, layout: dict[str, Any], dtype: str) -> dict:
@@ -85,8 +39,13 @@ def resume(folder: str, layout: dict[str, Any], dtype: str) -> dict:
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "elsewhere"),
-    [({"pipeline": 2}, "bfloat16", None), ({"tensor": 2}, "float32", {"data": 2})],
-    ids=["PP2-bf16", "TP2-fp32"],
+    [
+        ({"pipeline": 2}, "bfloat16", None),
+        ({"tensor": 2}, "float32", {"data": 2} | DISTRIBUTED),
+        ({"data": 2} | DISTRIBUTED, "bfloat16", {"data": 2}),
+        ({"data": 2}, "bfloat16", {"data": 2} | DISTRIBUTED),
+    ],
+    ids=["PP2-bf16", "TP2-fp32", "distributed-bf16", "plain-bf16"],
 )
 def test_resumed_run_is_the_uninterrupted_run(tmp_path, layout, dtype, elsewhere):
     make_model(tmp_path / "model", "qwen3", tied=True)
@@ -100,6 +59,58 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, layout, dtype, elsewhere
         other = run_ranks(resume, 2, str(tmp_path), elsewhere, dtype)[0]["whole"]
         errors = {name: relative_error(other[name], tensor) for name, tensor in straight[0]["whole"].items()}
         assert max(errors.values()) < 1e-4, max(errors, key=errors.get)
+
+
+def save_in_background(folder: str, layout: dict[str, Any]) -> dict:
+    """Train on while a save is held up, then let saves fail; what each call says."""
+    from megarl.model import checkpoint
+
+    gate, save_file = threading.Event(), checkpoint.save_file
+    checkpoint.save_file = lambda *args: gate.wait(60) and save_file(*args)
+    model = build(Path(folder), layout, "bfloat16")
+    first, second, third, fourth = (Path(folder) / name for name in ("first", "second", "third", "fourth"))
+    train(model, range(STEPS))
+    before = everything(model)
+    model.save_checkpoint(first, {"cursor": 1})
+    train(model, range(STEPS, 2 * STEPS))
+    assert not first.exists()
+    gate.set()
+    model.save_checkpoint(second)
+    assert first.exists()
+    model.finish_checkpoint()
+    after, extra = everything(model), model.load_checkpoint(first)
+    restored = everything(model)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if model.groups.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))  # the disk is full
+    model.save_checkpoint(third)
+    failures = {"save": _failure(model, fourth, save=True)}
+    model.save_checkpoint(third)
+    failures["load"] = _failure(model, second)
+    model.save_checkpoint(third)
+    failures["finish"] = _failure_of(model.finish_checkpoint)
+    if model.groups.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not third.exists() and not fourth.exists()
+    model.save_checkpoint(third, {"cursor": 3})
+    assert model.load_checkpoint(third) == {"cursor": 3}
+    return {"before": before, "after": after, "restored": restored, "extra": extra, "failures": failures}
+
+
+def test_training_goes_on_while_a_save_is_written_and_a_failure_reaches_every_rank(tmp_path):
+    make_model(tmp_path / "model", "qwen3", tied=True)
+    for rank, result in enumerate(run_ranks(save_in_background, 2, str(tmp_path), {"data": 2} | DISTRIBUTED)):
+        assert result["extra"] == {"cursor": 1}
+        before, restored, after = (result[name] for name in ("before", "restored", "after"))
+        assert [name for name in before if not torch.equal(before[name], restored[name])] == []
+        assert [name for name in before if torch.equal(before[name], after[name])] != list(before)
+        for call, failure in result["failures"].items():
+            if call == "finish" and rank > 0:  # only rank 0 writes
+                assert failure == ("", "")
+                continue
+            assert failure[0] == "CheckpointError", call
+            assert "third' cannot be written" in failure[1] and "File too large" in failure[1], call
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "first", "model", "second", "third"]
 
 
 def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
@@ -141,19 +152,27 @@ def _failure_of(action: Any) -> tuple[str, str]:
     return "", ""
 
 
-def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "layout", "elsewhere"),
+    [
+        ("qwen3", {"tensor": 2}, {"pipeline": 2}),
+        ("mixtral", {"data": 2, "expert": 2} | DISTRIBUTED, {"tensor": 2, "expert_tensor": 2} | DISTRIBUTED),
+    ],
+    ids=["dense", "experts-distributed"],
+)
+def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refused(tmp_path, family, layout, elsewhere):
     from safetensors.torch import load_file
 
-    make_model(tmp_path / "model", "qwen3", tied=True)
-    make_model(tmp_path / "other", "qwen3", tied=True, num_hidden_layers=2)
-    run_ranks(save_and_go_on, 2, str(tmp_path), {"tensor": 2}, "float32")
+    make_model(tmp_path / "model", family, tied=True)
+    make_model(tmp_path / "other", family, tied=True, num_hidden_layers=2)
+    run_ranks(save_and_go_on, 2, str(tmp_path), layout, "float32")
     for name in ("truncated", "empty", "other-format"):
         shutil.copytree(tmp_path / "checkpoint", tmp_path / name)
     optimizer = tmp_path / "truncated" / "optimizer.safetensors"
     optimizer.write_bytes(optimizer.read_bytes()[:-100])
     (tmp_path / "empty" / "state.json").unlink()
     (tmp_path / "other-format" / "state.json").write_text('{"format": 99}')
-    results = run_ranks(load_elsewhere, 2, str(tmp_path), {"pipeline": 2})
+    results = run_ranks(load_elsewhere, 2, str(tmp_path), elsewhere)
     saved = load_file(tmp_path / "checkpoint" / "optimizer.safetensors")
     for result in results:
         assert result["whole"].keys() == saved.keys()

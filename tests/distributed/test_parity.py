@@ -11,6 +11,7 @@ from megarl.config import ParallelConfig, RunConfig, parse_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Truth, make_adapter, make_samples, relative_error, run_reference
+from tests.helpers.tiny_run import SurrogateLoss
 
 MODELS = {
     "qwen3": {"family": "qwen3", "tied": False},
@@ -22,6 +23,8 @@ MODELS = {
     "mixtral": {"family": "mixtral", "tied": False},
     "llama-tied": {"family": "llama", "tied": True},
 }
+DISTRIBUTED = {"distributed_optimizer": True}
+OVERLAP = DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP1": {},
     "TP2+SP": {"tensor": 2},
@@ -35,34 +38,36 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SPxCP2": {"tensor": 2, "context": 2},
     "PP2xCP2": {"pipeline": 2, "context": 2},
     "CP2xDP2": {"context": 2, "data": 2},
+    "DP2+distributed": {"data": 2, "train": DISTRIBUTED},
+    "DP2+overlap": {"data": 2, "train": OVERLAP},
+    "TP2+SP+selective": {"tensor": 2, "train": {"recompute": "selective"}},
+    "PP2+full": {"pipeline": 2, "train": {"recompute": "full"}},
+    "CP2+all": {"context": 2, "train": OVERLAP | {"recompute": "full"}},
+    "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
+SWITCHED_MODELS = ("qwen3", "mixtral")  # at the layouts with a train section; test_switches.py is about the rest
 # Adam divides by the gradient's own size, so an element whose gradient is rounding noise moves by up to LR either way:
 # the bound on single elements is meaningful only for an LR of training size; the update's norm is checked too.
 STEPS, LR = 3, 5e-4
 
 
+def parallel_of(layout: dict[str, Any]) -> ParallelConfig:
+    """The ``parallel`` section of an entry of LAYOUTS; ``train`` is the other one."""
+    return ParallelConfig(**{key: value for key, value in layout.items() if key != "train"})
+
+
 def make_config(model: Path, layout: dict[str, Any]) -> RunConfig:
     """A run config for a tiny model; micro-batches of at most 64 tokens force several per step."""
+    train = {"micro_batch_tokens": 64, "max_grad_norm": 1.0, "prompts_per_step": 4} | layout.get("train", {})
     return parse_config(
         {
             "model": {"path": str(model), "dtype": "float32"},
             "task": {"name": "arithmetic"},
-            "parallel": layout,
-            "train": {"micro_batch_tokens": 64, "max_grad_norm": 1.0, "prompts_per_step": 4},
+            "parallel": parallel_of(layout).model_dump(),
+            "train": train,
             "sampler": {"max_prompt_tokens": 24, "max_response_tokens": 24},
         }
     )
-
-
-class SurrogateLoss:
-    """-weight * advantage * logprob: the reference's loss, which is also GRPO's gradient on policy."""
-
-    def __call__(self, logprobs_T, tokens):
-        from megarl.loss.base import LossOutput
-
-        tokens.check(logprobs_T)
-        loss = -(tokens.weights_T * tokens.advantages_T * logprobs_T).sum()
-        return LossOutput(loss, {"loss": loss.detach(), "logprob_max": logprobs_T.detach().max()})
 
 
 def train_steps(model: Any, batch: Any, steps: int) -> dict:
@@ -90,8 +95,8 @@ def train_ranks(folder: str, layouts: list[str]) -> dict:
     results = {}
     for layout in layouts:
         destroy_model_parallel()
-        groups = init_groups(ParallelConfig(**LAYOUTS[layout]), device)
-        for name in MODELS:
+        groups = init_groups(parallel_of(LAYOUTS[layout]), device)
+        for name in SWITCHED_MODELS if "train" in LAYOUTS[layout] else MODELS:
             torch.manual_seed(0)
             root = Path(folder) / name
             config = make_config(root / "model", LAYOUTS[layout])
@@ -131,14 +136,15 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     [
         ["TP1"],
         ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2", "CP2"],
-        ["TP2xPP2", "PP2xDP2"],
+        ["DP2+distributed", "DP2+overlap", "TP2+SP+selective", "PP2+full", "CP2+all"],
+        ["TP2xPP2", "PP2xDP2", "PP2xVPP2xDP2+all"],
         ["TP2+SPxCP2", "PP2xCP2", "CP2xDP2"],
     ],
     ids=str,
 )
 def test_logprobs_gradients_and_updates_equal_peft(truths, layouts):
     folder, expected = truths
-    world = {"TP1": 1, "TP2+SP": 2}.get(layouts[0], 4)
+    world = parallel_of(LAYOUTS[layouts[0]]).world_size
     rows = []
     for rank, results in enumerate(run_ranks(train_ranks, world, str(folder), layouts)):
         for key, result in results.items():

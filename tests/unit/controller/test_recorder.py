@@ -1,6 +1,10 @@
 """What a run folder holds after a resume: the run's own config, and only the metrics whose weights exist."""
 
 import json
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -68,3 +72,69 @@ def test_summary_averages_the_ends_and_weighs_speed_by_time():
     assert summary["mismatch_max"] == 3.0
     assert summary["train_tokens_per_second"] == pytest.approx(40 / 5)
     assert summary["sample_tokens_per_second"] == pytest.approx(2.0)
+
+
+class FakeTrainers:
+    """Writes its checkpoints when it is told to, as rank 0's thread does in its own time."""
+
+    def __init__(self):
+        self.saved, self.answer = [], Future()
+
+    def call(self, method, *args):
+        if method == "save_checkpoint":
+            self.saved.append(Path(args[0]))
+
+    def start_on_rank_zero(self, method):
+        assert method == "finish_checkpoint"
+        return self.answer
+
+    def write(self, path):
+        path.mkdir()
+        (path / "state.json").write_text("{}")
+
+
+def test_checkpoints_beyond_those_kept_go_only_once_newer_ones_are_complete(recorder):
+    trainers, folder = FakeTrainers(), recorder.folder / "checkpoints"
+    for step in (1, 2, 3, 4):
+        if step > 1:
+            trainers.write(trainers.saved[-1])  # the save before is complete when the next one is accepted
+        recorder.checkpoint(trainers, step, {})
+        complete = [path.name for path in sorted(folder.glob("step-*"))]
+        assert complete == [f"step-{n:06d}" for n in range(max(1, step - 2), step)]
+    assert [path.name for path in trainers.saved] == [f"step-{n:06d}" for n in (1, 2, 3, 4)]
+
+
+def test_a_later_checkpoint_of_a_run_that_was_resumed_before_it_makes_room(recorder):
+    trainers = FakeTrainers()
+    trainers.write(recorder.folder / "checkpoints" / "step-000003")
+    recorder.checkpoint(trainers, 3, {})
+    assert list((recorder.folder / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_an_interrupted_run_waits_for_the_checkpoint_that_is_being_written(recorder, busy):
+    trainers = FakeTrainers()
+    recorder.checkpoint(trainers, 1, {})
+
+    def write():
+        time.sleep(0.3)
+        trainers.write(trainers.saved[0])
+        if not busy:  # else rank 0 is stuck in a collective and never answers
+            trainers.answer.set_result(None)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    start = time.monotonic()
+    recorder.rescue(trainers)
+    assert last_checkpoint(recorder.folder) == trainers.saved[0]
+    assert time.monotonic() - start < 5
+    thread.join()
+
+
+def test_an_interrupted_run_says_why_its_checkpoint_is_missing(recorder, capsys):
+    trainers = FakeTrainers()
+    recorder.rescue(trainers)  # nothing is being written: nothing to wait for
+    recorder.checkpoint(trainers, 1, {})
+    trainers.answer.set_exception(CheckpointError("no space left"))
+    recorder.rescue(trainers)
+    assert "step-000001' is not complete: no space left" in capsys.readouterr().out

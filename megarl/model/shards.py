@@ -1,0 +1,139 @@
+"""Which part of the adapter this rank's optimizer holds, and how the whole is put together from all parts.
+
+mcore's plain optimizers hold whole parameters. Its DistributedOptimizer cuts every gradient bucket into equal flat
+ranges, one per rank of the bucket's own data-parallel group (data x context; expert-data for experts), wherever that
+falls within a parameter: a rank may hold all, a piece or nothing of one. mcore's own ``state_dict`` of it is not used:
+with torch's AdamW it fails on a fresh optimizer, and loading gives all parameters one step counter.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What this rank's optimizer holds of one parameter.
+
+    Attributes:
+        main: float32 main weight: of the whole parameter, or flat, of its elements from ``start`` on. A float32
+            parameter's is (a view of) the parameter itself.
+        owner: the torch optimizer that holds its moments.
+        start: first element of the flattened parameter, or None for the whole.
+    """
+
+    main: torch.Tensor
+    owner: torch.optim.Optimizer
+    start: int | None = None
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This shard of a tensor shaped like the parameter."""
+        if self.start is None:
+            return whole
+        return whole.reshape(-1)[self.start : self.start + self.main.numel()]
+
+    def moment(self, name: str) -> torch.Tensor:
+        """The moment ``name``, shaped like ``main``; zeros before the first step."""
+        state = self.owner.state[self.main]
+        return state[name] if name in state else torch.zeros_like(self.main.data)
+
+    def set_state(self, steps: int, moments: dict[str, torch.Tensor]) -> None:
+        """Replace the moments and the number of updates."""
+        state: dict[str, Any] = dict(moments)
+        if isinstance(self.owner, torch.optim.AdamW):
+            # One tensor per parameter: a shared one would count every parameter's step and bend Adam silently.
+            state["step"] = torch.tensor(float(steps))
+        else:  # FusedAdam of Transformer Engine or Apex
+            for group in self.owner.param_groups:
+                group["step"] = steps
+        self.owner.state[self.main] = state
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """mcore's optimizers: one, or with experts one for the dense parameters and one for theirs."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def shards_of(optimizer: Any) -> dict[torch.nn.Parameter, Shard]:
+    """Model parameter -> what this rank holds of it; parameters of which it holds nothing are left out.
+
+    Args:
+        optimizer: from ``get_megatron_optimizer``; experts have their own within it.
+    """
+    found: dict[torch.nn.Parameter, Shard] = {}
+    for part in parts_of(optimizer):
+        if part.optimizer is None:  # no trainable parameter on this rank
+            continue
+        pairs = _distributed_pairs(part) if isinstance(part, DistributedOptimizer) else _plain_pairs(part)
+        found |= {parameter: Shard(main, part.optimizer, start) for parameter, main, start in pairs}
+    return found
+
+
+def _plain_pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, None]]:
+    groups = zip(
+        getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
+    )
+    mains = {main: parameter for models, owns in groups for parameter, main in zip(models, owns, strict=True)}
+    for group in optimizer.optimizer.param_groups:
+        for main in group["params"]:
+            yield mains.get(main, main), main, None
+
+
+def _distributed_pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, int]]:
+    both = (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    )
+    for model_groups, main_groups in both:
+        for parameters, mains in zip(model_groups, main_groups, strict=True):
+            for parameter, main in zip(parameters, mains, strict=True):
+                yield parameter, main, optimizer._get_model_param_range_map(parameter)["param"].start
+
+
+def gather_gradients(chunks: list[Any]) -> None:
+    """Complete the gradient buffers, of which a reduce-scatter left each rank only its own range right. Collective."""
+    for buffer, bucket in _buckets(chunks):
+        _gather(bucket.grad_data, buffer.data_parallel_group)
+
+
+def gather_parts(
+    chunks: list[Any], held: Mapping[torch.nn.Parameter, Shard], parts: Mapping[torch.nn.Parameter, torch.Tensor]
+) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Put one float32 quantity together from every rank's shards. Collective over each buffer's data-parallel group.
+
+    Args:
+        chunks: wrapped in DDP.
+        held: from ``shards_of``.
+        parts: this rank's shards of the quantity.
+
+    Returns:
+        Parameter -> new tensor of its shape, for every trainable parameter.
+    """
+    whole: dict[torch.nn.Parameter, torch.Tensor] = {}
+    for buffer, bucket in _buckets(chunks):
+        flat = torch.zeros_like(bucket.grad_data)
+        starts = {parameter: buffer.param_index_map[parameter][0] - bucket.offset for parameter in bucket.params_list}
+        for parameter, start in starts.items():
+            if parameter in parts:
+                begin = start + (held[parameter].start or 0)
+                flat[begin : begin + parts[parameter].numel()] = parts[parameter]
+        _gather(flat, buffer.data_parallel_group)
+        whole |= {p: flat[start : start + p.numel()].view(p.shape) for p, start in starts.items()}
+    return whole
+
+
+def _buckets(chunks: list[Any]) -> Iterator[tuple[Any, Any]]:
+    for chunk in chunks:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                yield buffer, bucket
+
+
+def _gather(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """In place: every rank contributes its equal range of ``flat``."""
+    if group.size() > 1:
+        dist.all_gather_into_tensor(flat, flat.chunk(group.size())[group.rank()].clone(), group=group)

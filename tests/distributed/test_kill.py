@@ -1,0 +1,94 @@
+"""A kill -9 at random moments of 50 saves: whatever has a checkpoint's name loads, and is the uninterrupted run."""
+
+import contextlib
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.controller.metrics import checkpoints
+from tests.helpers.models import make_model
+from tests.helpers.saver import check_for_ever, running, save_for_ever
+
+# The files are the same on any device, and where processes may not be forked each takes ten seconds to start.
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="writes no other files with CUDA")
+
+KILLS = 50
+
+
+def kill_saves(folder: Path, in_place: bool = False) -> tuple[list[str], Counter]:
+    """Kill savers until a checkpoint is wrong: what is wrong with it, and how many kills left what."""
+    delays, left = random.Random(0), Counter()
+    seconds = measure_save(folder)
+    checked: set[Path] = set()
+    with running(check_for_ever, folder) as (_, checker):
+        for _ in range(KILLS):
+            last = checkpoints(folder)[-1]
+            with running(save_for_ever, folder, last, in_place) as (saver, pipe):
+                began = receive(pipe)
+                time.sleep(max(0.0, began + delays.uniform(0.0, seconds) - time.monotonic()))
+                saver.kill()
+                saver.join()
+                done = [said for said in rest(pipe) if isinstance(said, int)]
+            partial = list((folder / "checkpoints").glob(".*.partial"))
+            left[phase(partial[0]) if partial else "done" if done else "nothing"] += 1
+            named = set((folder / "checkpoints").glob("step-*"))
+            assert {f"step-{step:06d}" for step in done} <= {path.name for path in named}
+            for path in sorted(named - checked):
+                checker.send(path)
+                if problem := receive(checker):
+                    return [problem], left
+            checked |= named
+    return [], left
+
+
+def measure_save(folder: Path) -> float:
+    """Seconds from the call to the complete checkpoint, the longest of three."""
+    times = []
+    with running(save_for_ever, folder, None) as (_, pipe):
+        for _ in range(3):
+            began = receive(pipe)
+            assert isinstance(receive(pipe), int)
+            times.append(time.monotonic() - began)
+    return max(times)
+
+
+def receive(pipe: Any) -> Any:
+    """The next thing a process says."""
+    assert pipe.poll(60), "the process says nothing"
+    return pipe.recv()
+
+
+def rest(pipe: Any) -> Iterator[Any]:
+    """What a killed process had still said."""
+    with contextlib.suppress(EOFError, OSError):
+        while pipe.poll():
+            yield pipe.recv()
+
+
+def phase(partial: Path) -> str:
+    """How far a killed save had come, by what it left."""
+    names = {path.name for path in partial.iterdir()}
+    steps = ["adapter", "optimizer.safetensors", "rng.safetensors", "state.json"]
+    return next((f"before {name}" for name in steps if name not in names), "before the rename")
+
+
+def test_a_save_killed_at_any_moment_leaves_only_checkpoints_that_load(tmp_path):
+    make_model(tmp_path / "model", "qwen3", tied=True, num_hidden_layers=1)
+    problems, left = kill_saves(tmp_path)
+    print(f"\n{KILLS} kills left: {dict(left)}")
+    assert problems == []
+    # Else the kills have missed the saves.
+    assert sum(count for what, count in left.items() if what.startswith("before")) >= KILLS / 5
+    assert len(left) >= 4
+
+
+def test_the_kills_find_checkpoints_that_are_written_in_place(tmp_path):
+    make_model(tmp_path / "model", "qwen3", tied=True, num_hidden_layers=1)
+    problems, _ = kill_saves(tmp_path, in_place=True)
+    assert problems and "CheckpointError" in problems[0]

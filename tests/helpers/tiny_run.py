@@ -1,0 +1,70 @@
+"""A tiny model with an adapter on this rank, and updates that depend on nothing but their number."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig
+
+from megarl.config import parse_config
+from megarl.lora import apply_lora
+from megarl.model.checkpoint import _rng_state
+from megarl.model.megatron_model import MegatronModel
+from megarl.parallel.device import pick_device
+from megarl.parallel.groups import init_groups
+from tests.helpers.models import SHAPE
+from tests.helpers.reference import make_samples
+
+
+class SurrogateLoss:
+    """-weight * advantage * logprob: the reference's loss, which is also GRPO's gradient on policy."""
+
+    def __call__(self, logprobs_T, tokens):
+        from megarl.loss.base import LossOutput
+
+        tokens.check(logprobs_T)
+        loss = -(tokens.weights_T * tokens.advantages_T * logprobs_T).sum()
+        return LossOutput(loss, {"loss": loss.detach(), "logprob_max": logprobs_T.detach().max()})
+
+
+def build(
+    folder: Path, layout: dict[str, Any], dtype: str = "float32", model: str = "model", **lora: Any
+) -> MegatronModel:
+    """The model ``folder / model`` with a new adapter; in bf16 with dropout, so that the random states matter.
+
+    Args:
+        layout: the ``parallel`` section, and under ``train`` what to change there.
+        lora: changes of the adapter's config.
+    """
+    train = {"micro_batch_tokens": 64, "prompts_per_step": 4} | layout.get("train", {})
+    config = parse_config(
+        {
+            "model": {"path": str(folder / model), "dtype": dtype},
+            "task": {"name": "arithmetic"},
+            "parallel": {key: value for key, value in layout.items() if key != "train"},
+            "train": train,
+            "sampler": {"max_prompt_tokens": 24, "max_response_tokens": 24},
+        }
+    )
+    dropout = 0.1 if dtype == "bfloat16" else 0.0
+    settings = {"r": 4, "lora_alpha": 8, "lora_dropout": dropout, "target_modules": "all-linear"} | lora
+    groups = init_groups(config.parallel, pick_device("auto"), seed=5)
+    return MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, LoraConfig(**settings), hf, seed=7, groups=g))
+
+
+def train(model: MegatronModel, seeds: range) -> None:
+    """One update per seed, on that seed's samples."""
+    for seed in seeds:
+        samples = make_samples(8, SHAPE["vocab_size"], seed=seed)
+        model.forward_backward(model.pack(samples, np.full(8, 0.05)), SurrogateLoss())
+        model.optim_step(5e-4)
+
+
+def everything(model: MegatronModel) -> dict[str, torch.Tensor]:
+    """Adapter, main weights, moments and random states of this rank."""
+    found = {f"adapter {n}": p.data.clone() for n, p in model.adapter.parameters()}
+    found |= {f"main {n}": t.clone() for n, t in model.optimizer.main_weights().items()}
+    for kind, tensors in model.optimizer.moments().items():
+        found |= {f"{kind} {n}": t.clone() for n, t in tensors.items()}
+    return found | {f"rng {n}": t for n, t in _rng_state().items()} | {"steps": torch.tensor(model.optimizer.steps())}
