@@ -142,9 +142,8 @@ def _wrap(
     """Replace the linear in its parent."""
     base = find_linear(layer, linear, names, groups)
     kind = kind_of(linear)
-    heads = head_layout(layer.config)
-    rows = part_rows(base.weight.shape[0], linear.fusion, heads)
-    wrapped = kind(base, parts, rows, linear.fusion, heads, config.lora_dropout, groups.along(kind.axis)[0])
+    group = groups.along(kind.axis)[0]
+    wrapped = kind(base, parts, linear.fusion, head_layout(layer.config), config.lora_dropout, group)
     path = next(name for name, module in layer.named_modules() if module is base)
     parent, _, attribute = path.rpartition(".")
     setattr(layer.get_submodule(parent), attribute, wrapped)

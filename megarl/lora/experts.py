@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megarl.lora.layers import ParallelLoraLinear, PartPlan, mark_parameter, widen
+from megarl.lora.layers import ParallelLoraLinear, PartPlan, mark_parameter
 from megarl.parallel.groups import Axis, gather_full
 
 
@@ -33,8 +33,7 @@ class _ExpertLora(ParallelLoraLinear):
 
     def low(self, inputs: torch.Tensor) -> torch.Tensor:
         """``[T, I/ETP] -> [T, sum of ranks]``, complete on every rank; so is its gradient."""
-        low = F.linear(inputs, torch.cat([self.lora_A[part.key] for part in self.parts if part]))
-        low = reduce_from_tensor_model_parallel_region(low, group=self.group)
+        low = reduce_from_tensor_model_parallel_region(self.lower(inputs), group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
     def chunk(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -45,9 +44,9 @@ class _ExpertLora(ParallelLoraLinear):
 class ExpertColumnLora(_ExpertLora):
     """Adapter of an expert's first linear, whose outputs are split over ETP."""
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, I] -> [T, O/ETP]``."""
-        return widen(self, self.low(self.chunk(hidden)))
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [T, O/ETP]``, ``hidden [T, I]``."""
+        return self.widen(out, self.low(self.chunk(hidden)))
 
     def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The update's rows on this rank need the whole A; a collective over ETP."""
@@ -57,13 +56,13 @@ class ExpertColumnLora(_ExpertLora):
 class ExpertRowLora(_ExpertLora):
     """Adapter of an expert's second linear, whose inputs are split over ETP and whose partial outputs are summed."""
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, I/ETP] -> [T, O]``, zero outside this rank's part of O."""
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [T, O]``, of which this rank adds to its part of O; ``hidden [T, I/ETP]``."""
         (part,) = self.parts
         assert part is not None  # apply_lora wraps only layers with an adapted part
-        out = F.linear(self.low(hidden), self.lora_B[part.key]) * part.scaling
-        before = self.group.rank() * out.shape[-1]
-        return F.pad(out, (before, part.out_features - out.shape[-1] - before))
+        own = F.linear(self.low(hidden), self.lora_B[part.key]) * part.scaling
+        before = self.group.rank() * own.shape[-1]
+        return out + F.pad(own, (before, part.out_features - own.shape[-1] - before))
 
     def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The update's columns on this rank need the whole B; a collective over ETP."""
@@ -84,14 +83,14 @@ class RouterLora(ParallelLoraLinear):
 
     def _gating(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = type(self.base_layer).gating(self.base_layer, hidden)
-        return logits + self.delta(hidden) if self.enabled else logits
+        return self.adapt(logits, hidden) if self.enabled else logits
 
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Tokens are split over TP under SP, as for the router's own weight."""
         mark_parameter(matrix, split, bool(self.base_layer.config.sequence_parallel))
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., I] -> [..., experts]``."""
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [..., experts]``, perhaps in another dtype than the model's; ``hidden [..., I]``."""
         (part,) = self.parts
         assert part is not None  # apply_lora wraps only layers with an adapted part
-        return F.linear(F.linear(hidden, self.lora_A[part.key]), self.lora_B[part.key]) * part.scaling
+        return out + F.linear(self.lower(hidden), self.lora_B[part.key]) * part.scaling

@@ -18,8 +18,9 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megarl.lora.widen import add_wide
 from megarl.model.families.base import Fusion
-from megarl.model.fusion import HeadLayout, fuse_outputs
+from megarl.model.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 
 
@@ -68,7 +69,6 @@ class ParallelLoraLinear(torch.nn.Module):
         self,
         base: torch.nn.Module,
         parts: tuple[PartPlan | None, ...],
-        part_rows: tuple[int, ...],
         fusion: Fusion,
         heads: HeadLayout,
         dropout: float,
@@ -76,8 +76,7 @@ class ParallelLoraLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.base_layer = base
-        self.parts, self.part_rows = parts, part_rows
-        self.fusion, self.heads = fusion, heads
+        self.parts, self.fusion, self.heads = parts, fusion, heads
         self.dropout = dropout
         self.group = group
         self.enabled = True
@@ -91,15 +90,36 @@ class ParallelLoraLinear(torch.nn.Module):
             return getattr(super().__getattr__("base_layer"), name)
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Base output plus the adapters' delta; the bias passes through."""
+        """Base output plus the adapters' part; the bias passes through."""
         out, bias = self.base_layer(hidden, *args, **kwargs)
-        if self.enabled:
-            out = out + self.delta(hidden)
-        return out, bias
+        return self.adapt(out, hidden) if self.enabled else out, bias
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The adapters' contribution, laid out like the base's output."""
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add the adapters' part to the base's output, whose memory it takes over.
+
+        Args:
+            out: what the base made of ``hidden``.
+            hidden: what the adapters see.
+        """
         raise NotImplementedError
+
+    def lower(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Every part's A in one product: ``[..., I]`` -> ``[..., sum of ranks]``."""
+        matrices = [self.lora_A[part.key] for part in self.parts if part]
+        return F.linear(inputs, matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+
+    def widen(self, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """Add every part's scaled B, applied to its columns of ``low``, to ``out``."""
+        active = tuple((index, part) for index, part in enumerate(self.parts) if part)
+        return add_wide(
+            out,
+            low,
+            [self.lora_B[part.key] for _, part in active],
+            tuple(index for index, _ in active),
+            tuple(part.scaling for _, part in active),
+            self.fusion,
+            self.heads,
+        )
 
     def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``(A, B)`` whose product is this rank's slice of the part's update."""
@@ -122,16 +142,15 @@ class ColumnParallelLora(ParallelLoraLinear):
 
     split_B = 0
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T/TP or T, ..., I] -> [T, ..., O/TP]``."""
-        active = [part for part in self.parts if part]
-        low = F.linear(_dropped(self, hidden), torch.cat([self.lora_A[part.key] for part in active]))
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [T, ..., O/TP]``, ``hidden [T/TP or T, ..., I]``."""
+        low = self.lower(_dropped(self, hidden))
         if self.base_layer.sequence_parallel:
             # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         else:
             low = copy_to_tensor_model_parallel_region(low, group=self.group)
-        return widen(self, low)
+        return self.widen(out, low)
 
 
 class RowParallelLora(ParallelLoraLinear):
@@ -139,27 +158,15 @@ class RowParallelLora(ParallelLoraLinear):
 
     split_A = 1
 
-    def delta(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, ..., I/TP] -> [T/TP or T, ..., O]``."""
-        (part,) = self.parts
-        assert part is not None  # apply_lora wraps only layers with an adapted part
-        low = F.linear(_dropped(self, hidden), self.lora_A[part.key])
+    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [T/TP or T, ..., O]``, ``hidden [T, ..., I/TP]``."""
+        low = self.lower(_dropped(self, hidden))
         reduce = (
             reduce_scatter_to_sequence_parallel_region
             if self.base_layer.sequence_parallel
             else reduce_from_tensor_model_parallel_region
         )
-        return F.linear(reduce(low, group=self.group), self.lora_B[part.key]) * part.scaling
-
-
-def widen(layer: ParallelLoraLinear, low: torch.Tensor) -> torch.Tensor:
-    """Apply each part's B to its columns of ``low [..., sum of ranks]`` and lay the results out like the base's."""
-    lows = iter(low.split([part.rank for part in layer.parts if part], dim=-1))
-    outs = [
-        F.linear(next(lows), layer.lora_B[part.key]) * part.scaling if part else low.new_zeros(*low.shape[:-1], rows)
-        for part, rows in zip(layer.parts, layer.part_rows, strict=True)
-    ]
-    return fuse_outputs(outs, layer.fusion, layer.heads)
+        return self.widen(out, reduce(low, group=self.group))
 
 
 def _dropped(layer: ParallelLoraLinear, hidden: torch.Tensor) -> torch.Tensor:

@@ -30,19 +30,6 @@ def part_views(fused: torch.Tensor, fusion: Fusion, heads: HeadLayout) -> tuple[
     return grouped[:, : heads.queries], grouped[:, heads.queries], grouped[:, heads.queries + 1]
 
 
-def fuse_outputs(parts: list[torch.Tensor], fusion: Fusion, heads: HeadLayout) -> torch.Tensor:
-    """Interleave per-part outputs ``[..., out_part]`` into the fused layer's output ``[..., out]``."""
-    if fusion == "single":
-        return parts[0]
-    if fusion == "gated":
-        return torch.cat(parts, dim=-1)
-    sizes = (heads.queries, 1, 1)
-    grouped = [
-        part.view(*part.shape[:-1], heads.groups, size, heads.head_dim) for part, size in zip(parts, sizes, strict=True)
-    ]
-    return torch.cat(grouped, dim=-2).flatten(-3)
-
-
 def part_rows(total_rows: int, fusion: Fusion, heads: HeadLayout) -> tuple[int, ...]:
     """Output rows of each part on this rank, for a fused layer of ``total_rows`` rows on this rank."""
     if fusion == "single":

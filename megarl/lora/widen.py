@@ -1,0 +1,97 @@
+"""The second half of a LoRA update: rank-r activations times B, added to the base layer's output.
+
+Written out, ``out + cat(low_i @ B_i.T * scaling_i)`` moves the wide output six times through memory and costs more than
+the base's own product. Here all parts' B lie in one matrix with the base's row layout, and one product adds to the
+output in place: the wide output is read and written once.
+
+Shapes: T tokens, O outputs of the fused layer on this rank, R sum of the parts' ranks, r a part's rank.
+"""
+
+from typing import Any
+
+import torch
+
+from megarl.model.families.base import Fusion
+from megarl.model.fusion import HeadLayout, part_views
+
+
+def add_wide(
+    out: torch.Tensor,
+    low: torch.Tensor,
+    matrices: list[torch.Tensor],
+    places: tuple[int, ...],
+    scalings: tuple[float, ...],
+    fusion: Fusion,
+    heads: HeadLayout,
+) -> torch.Tensor:
+    """``out`` plus, for each part i, ``scaling_i * low_i @ B_i.T`` at the part's columns.
+
+    Args:
+        out: ``[..., O]``, written over: a linear does not need its own output again. Autograd raises where it does.
+        low: ``[..., R]``, the parts' activations one after the other.
+        matrices: each adapted part's B, ``[rows, r]``.
+        places: each matrix's index among the parts of the layer.
+        scalings: each part's.
+        fusion: how the layer's parts interleave.
+        heads: on this rank.
+
+    Returns:
+        ``[..., O]``, in the memory of ``out``.
+    """
+    return _AddWide.apply(out, low, (places, scalings, fusion, heads), *matrices)
+
+
+class _AddWide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: tuple, *matrices: torch.Tensor) -> torch.Tensor:
+        wide = _assemble(matrices, out.shape[-1], layout)
+        ctx.save_for_backward(low, wide)
+        ctx.layout, ctx.ranks = layout, [matrix.shape[1] for matrix in matrices]
+        # An alias: autograd refuses to change a view that another Function returned (Transformer Engine's do). The
+        # version counter is shared, so a saved ``out`` is still noticed.
+        total = out.detach()
+        _rows(total).addmm_(_rows(low), wide.t())
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        low, wide = ctx.saved_tensors
+        rows = gradient.reshape(-1, gradient.shape[-1])
+        by_low = (rows @ wide).view(low.shape) if ctx.needs_input_grad[1] else None
+        if not any(ctx.needs_input_grad[3:]):
+            return gradient, by_low, None, *(None for _ in ctx.ranks)
+        return gradient, by_low, None, *_take_apart(rows.t() @ _rows(low), ctx.ranks, ctx.layout)
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def _slots(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
+    """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
+    places, _, fusion, heads = layout
+    parts = part_views(wide, fusion, heads)
+    starts = [sum(ranks[:index]) for index in range(len(ranks))]
+    return [
+        parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=True)
+    ]
+
+
+def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: tuple) -> torch.Tensor:
+    """``[O, R]``: each scaled B at its part's rows and its own columns, zero elsewhere."""
+    scalings = layout[1]
+    if layout[2] == "single":
+        return matrices[0] * scalings[0]
+    ranks = [matrix.shape[1] for matrix in matrices]
+    wide = matrices[0].new_zeros(width, sum(ranks))
+    for slot, matrix, scaling in zip(_slots(wide, ranks, layout), matrices, scalings, strict=True):
+        torch.mul(matrix.view(slot.shape), scaling, out=slot)
+    return wide
+
+
+def _take_apart(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
+    """The gradient of each B from that of the assembled matrix."""
+    return [
+        (slot * scaling).reshape(-1, rank)
+        for slot, rank, scaling in zip(_slots(wide, ranks, layout), ranks, layout[1], strict=True)
+    ]
