@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from megarl.config.model import ModelConfig
     from megarl.config.parallel import ParallelConfig
     from megarl.config.run import RunConfig
     from megarl.config.sampler import SamplerConfig
@@ -35,6 +36,7 @@ def cross_check(config: "RunConfig") -> None:
     check_sampling(config.sampler)
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
+    check_backend(config.model, config.parallel, shape)
     _check_divides("sampler.tensor", config.sampler.tensor, "num_attention_heads", shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
     longest = shape.get("max_position_embeddings")
@@ -148,6 +150,26 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     stages = parallel.pipeline * parallel.virtual_pipeline
     axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
     _check_divides(axis, stages, "num_hidden_layers", shape)
+
+
+def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+    """Refuse what the Transformer Engine back end has not been shown to compute exactly.
+
+    Raises:
+        UnsupportedError: a mixture of experts or context parallelism with ``te``.
+    """
+    if model.backend != "te":
+        return
+    if shape.get("num_experts") or shape.get("num_local_experts"):
+        raise UnsupportedError(
+            "model.backend is 'te', but the model is a mixture of experts; supported with 'te' are dense models, with "
+            "'local' both"
+        )
+    if parallel.context > 1:
+        raise UnsupportedError(
+            f"model.backend is 'te' with parallel.context = {parallel.context}; use model.backend=local or "
+            "parallel.context=1"
+        )
 
 
 def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:

@@ -10,5 +10,5 @@ class ModelConfig(Section):
     """A Hugging Face folder: ``config.json``, safetensors, tokenizer. Trainer and sampler both start from it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations, on both sides. Adapter weights have an fp32 main copy in the optimizer."""
-    backend: Literal["local"] = "local"
-    """Layer implementation: ``local`` is mcore's own linears with megarl's packed attention."""
+    backend: Literal["local", "te"] = "local"
+    """Layers: ``local`` is mcore's own linears with megarl's packed attention; ``te`` is Transformer Engine's (GPU)."""

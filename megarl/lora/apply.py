@@ -15,6 +15,7 @@ from megarl.lora.adapter import LoraAdapter, Slot
 from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, RowParallelLora
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
+from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
@@ -22,7 +23,7 @@ from megarl.model.fusion import part_rows
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 
-# The mcore class that each kind of linear must be.
+# The mcore class that each kind of linear must be; outside experts it may also be one of TE_BASES.
 BASES = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": TopKRouter}
 
 
@@ -114,9 +115,10 @@ def _plan(
         if owner in (None, groups.expert_rank):
             raise AdapterError(f"{targets[0]} already has an adapter; apply_lora goes on a model without one")
         module = module.base_layer
-    expected = BASES[linear.split]
+    expected = (BASES[linear.split], *(TE_BASES[linear.split] if linear.expert is None else ()))
     if not isinstance(module, expected):
-        raise UnsupportedError(f"{targets[0]} is a {type(module).__name__}; supported is mcore's {expected.__name__}")
+        supported = ", ".join(base.__name__ for base in expected)
+        raise UnsupportedError(f"{targets[0]} is a {type(module).__name__}; supported is mcore's {supported}")
     size = groups.along(kind_of(linear).axis)[2]
     local_out, local_in = module.weight.shape
     plans: list[PartPlan | None] = []
@@ -141,7 +143,7 @@ def _wrap(
 ) -> ParallelLoraLinear:
     """Replace the linear in its parent."""
     base = find_linear(layer, linear, names, groups)
-    kind = kind_of(linear)
+    kind = NormColumnLora if holds_norm(base) else kind_of(linear)
     group = groups.along(kind.axis)[0]
     wrapped = kind(base, parts, linear.fusion, head_layout(layer.config), config.lora_dropout, group)
     path = next(name for name, module in layer.named_modules() if module is base)

@@ -72,9 +72,7 @@ def _slots(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Te
     places, _, fusion, heads = layout
     parts = part_views(wide, fusion, heads)
     starts = [sum(ranks[:index]) for index in range(len(ranks))]
-    return [
-        parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=True)
-    ]
+    return [parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=True)]
 
 
 def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: tuple) -> torch.Tensor:

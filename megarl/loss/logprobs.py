@@ -11,6 +11,8 @@ The forward keeps two numbers per token (logsumexp and entropy). The backward co
 costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k.
 """
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,9 @@ from megarl.errors import LossInputError
 # (V=152k, H=4096, bf16) take 163 ms in chunks of 64 tokens, 78 ms and 1 GiB of 512, 75 ms and 4 GiB of 2,048 (with
 # full logits 45 ms and 14 GiB).
 CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 320 * 2**20}
+# With the Triton kernels a chunk is its logits in the weight's dtype and nothing else, and longer ones fill the GPU in
+# the product with the weight, whose result is only [C, H].
+KERNEL_CHUNK_BYTES, KERNEL_CHUNK_MULTIPLE = 1280 * 2**20, 256
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def token_logprobs(
     vocab_size = vocab_start + rows if vocab_size is None else vocab_size
     _check(hidden_TH, weight_VH, labels_T, temperature, vocab_size)
     if chunk_tokens is None:
-        chunk_tokens = max(16, CHUNK_BYTES.get(hidden_TH.device.type, CHUNK_BYTES["cpu"]) // (4 * max(rows, 1)))
+        chunk_tokens = _chunk_tokens(hidden_TH, max(rows, 1))
     if chunk_tokens < 1:
         raise LossInputError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     shard = _Shard(temperature, group, vocab_start, min(max(vocab_size - vocab_start, 0), rows), chunk_tokens)
@@ -109,6 +114,23 @@ def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tem
             raise LossInputError(f"labels_T holds ids from {low} to {high}; they must be 0 to {vocab - 1}")
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _has_kernels(tensor: torch.Tensor) -> bool:
+    """Whether the Triton kernels can take this tensor."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
+
+
+def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
+    if not _has_kernels(hidden):
+        return max(16, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * rows))
+    tokens = KERNEL_CHUNK_BYTES // (hidden.element_size() * rows)
+    return max(16, tokens - tokens % KERNEL_CHUNK_MULTIPLE or tokens)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> Any:
@@ -133,12 +155,13 @@ class _TokenLogprobs(torch.autograd.Function):
         for part in torch.arange(len(active), device=active.device).split(ctx.shard.chunk) if len(rows) else ():
             index = active[part]
             slope = _logits_gradient(
-                _logits(hidden[index], rows, ctx.shard.temperature),
-                *_owned(labels[index], ctx.shard),
+                hidden[index] @ rows.T,
+                _local_labels(labels[index], ctx.shard),
                 logsumexp[index],
                 entropy[index],
+                ctx.shard.temperature,
                 *(None if gradient is None else gradient[part] for gradient in kept),
-            ).to(rows.dtype)
+            )
             if hidden_sum is not None:
                 hidden_sum[part] = slope @ rows
             if weight_sum is not None:
@@ -148,18 +171,16 @@ class _TokenLogprobs(torch.autograd.Function):
         return hidden_sum, None if weight_sum is None else weight_sum.to(weight.dtype), None, None
 
 
-def _logits(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``[C, V]`` in float32 (or float64), fresh memory: callers write into it."""
-    logits = hidden_CH @ weight_VH.T
+def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits over temperature in float32 (or float64): memory that the caller may write into."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _owned(labels: torch.Tensor, shard: _Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each label its row in this rank's shard (0 if elsewhere) and whether it is here."""
+def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
+    """For each label its row in this rank's shard, or -1 if it is elsewhere."""
     row = labels - shard.start
-    here = (row >= 0) & (row < shard.rows)
-    return row * here, here
+    return torch.where((row >= 0) & (row < shard.rows), row, -1)
 
 
 def _local_sums(hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
@@ -172,16 +193,23 @@ def _local_sums(hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, 
         return sums
     for start in range(0, len(labels), shard.chunk):
         part = slice(start, start + shard.chunk)
-        logits = _logits(hidden[part], rows, shard.temperature)
-        row, here = _owned(labels[part], shard)
-        sums[1, part] = logits.gather(1, row[:, None]).squeeze(1) * here
-        sums[0, part] = logits.amax(1)
-        logits.sub_(sums[0, part, None])
-        exps = logits.exp()
-        sums[2, part] = exps.sum(1)
-        # A batched dot product: no third [C, V] array.
-        sums[3, part] = torch.linalg.vecdot(exps, logits)
+        sums[:, part] = _chunk_sums(hidden[part] @ rows.T, _local_labels(labels[part], shard), shard.temperature)
     return sums
+
+
+def _chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``_local_sums`` of one chunk's ``[C, V]`` logits."""
+    if _has_kernels(logits):
+        from megarl.loss.kernels.softmax import softmax_sums
+
+        return softmax_sums(logits, labels, temperature)
+    logits = _divided(logits, temperature)
+    label_logit = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels >= 0)
+    largest = logits.amax(1)
+    logits.sub_(largest[:, None])
+    exps = logits.exp()
+    # vecdot is a batched dot product: no third [C, V] array.
+    return torch.stack([largest, label_logit, exps.sum(1), torch.linalg.vecdot(exps, logits)])
 
 
 def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -201,14 +229,19 @@ def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torc
 
 def _logits_gradient(
     logits: torch.Tensor,
-    row: torch.Tensor,
-    here: torch.Tensor,
+    labels: torch.Tensor,
     logsumexp: torch.Tensor,
     entropy: torch.Tensor,
+    temperature: float,
     by_logprob: torch.Tensor | None,
     by_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[C, V]`` gradient of the logits (see the module's docstring), written over ``logits``."""
+    """``[C, V]`` gradient of the divided logits (see the module's docstring), in their dtype, written over them."""
+    if _has_kernels(logits):
+        from megarl.loss.kernels.softmax import softmax_slope_
+
+        return softmax_slope_(logits, labels, logsumexp, entropy, temperature, by_logprob, by_entropy)
+    dtype, logits = logits.dtype, _divided(logits, temperature)
     logits.sub_(logsumexp[:, None])
     if by_entropy is None:
         assert by_logprob is not None  # backward leaves early when both are
@@ -220,5 +253,5 @@ def _logits_gradient(
             slope.add_(by_logprob[:, None])
         slope.mul_(probabilities).neg_()
     if by_logprob is not None:
-        slope.scatter_add_(1, row[:, None], (by_logprob * here)[:, None])
-    return slope
+        slope.scatter_add_(1, labels.clamp(min=0)[:, None], (by_logprob * (labels >= 0))[:, None])
+    return slope.to(dtype)

@@ -1,7 +1,9 @@
 """Core attention over packed sequences for mcore linears: SDPA on a CPU, variable-length flash attention on CUDA."""
 
+import copy
 import inspect
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -66,6 +68,13 @@ class PackedSequences(PackedSeqParams):
             if context == 1
             else torch.from_numpy(key_rows(lengths, context, context_rank)).to(device, non_blocking=True),
         )
+
+    @cached_property
+    def thd(self) -> "PackedSequences":
+        """The same under Transformer Engine's name for the format."""
+        renamed = copy.copy(self)
+        renamed.qkv_format = "thd"
+        return renamed
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -10,8 +10,9 @@ from megatron.core.transformer.enums import ModelType
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig
 from megarl.errors import UnsupportedError
+from megarl.model.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.families import Family, family_of
-from megarl.model.gpt import PackedGPTModel, local_block_spec
+from megarl.model.gpt import PackedGPTModel
 from megarl.model.recompute import recompute_settings
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups
@@ -68,15 +69,16 @@ def transformer_config(
         # Every weight is read from the checkpoint.
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
-        # These fusions need Transformer Engine or torch.compile, and change no numbers.
+        # mcore's own fusions need Apex, or compile on a CPU too; the back ends have theirs.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
-        "apply_rope_fusion": False,
         "persist_layer_norm": False,
     }
-    return TransformerConfig(**(settings | family.settings(hf) | recompute))
+    settings |= family.settings(hf) | recompute
+    settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
+    return TransformerConfig(**settings)
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
@@ -126,17 +128,18 @@ def build_chunks(
     """
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
-    return [_build_chunk(hf, config, groups, stage if len(stages) > 1 else None) for stage in stages]
+    spec = block_spec(model)
+    return [_build_chunk(hf, config, spec, groups, stage if len(stages) > 1 else None) for stage in stages]
 
 
 def _build_chunk(
-    hf: Mapping[str, Any], config: TransformerConfig, groups: Groups, vp_stage: int | None
+    hf: Mapping[str, Any], config: TransformerConfig, spec: BlockSpec, groups: Groups, vp_stage: int | None
 ) -> PackedGPTModel:
     first, last = vp_stage in (None, 0), vp_stage in (None, groups.topology.virtual_pipeline - 1)
     with cuda_names():
         chunk = PackedGPTModel(
             config=config,
-            transformer_layer_spec=local_block_spec(config, vp_stage),
+            transformer_layer_spec=spec(config, vp_stage),
             vocab_size=padded_vocab(hf["vocab_size"], groups.topology.tensor),
             max_sequence_length=hf.get("max_position_embeddings", 0),
             pre_process=groups.first_stage and first,

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -22,10 +21,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.experts import local_expert_spec, sparse_layers
+from megarl.model.pointwise import SwiGLU, rms_norm
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (Zhang and Sennrich, arXiv:1910.07467). mcore's own torch norm asserts against SP."""
+    """Root mean square norm. mcore's own torch norm asserts against SP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+        return rms_norm(hidden, self.weight, self.eps)
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -53,7 +53,8 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
         ),
     )
     dense = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
     )
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)

@@ -1,0 +1,121 @@
+"""Triton kernels over a chunk of logits: one pass for what the forward needs of them, one for their gradient.
+
+As torch operations on float32 copies the same takes some forty bytes of memory traffic per logit in either direction;
+that is most of the time of a small model's output layer on a GPU. Here the forward reads each logit once, and the
+backward reads it once and writes its gradient over it.
+
+Shape letters: C tokens of the chunk, V logits of each.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+SUMS_BLOCK, SLOPE_BLOCK = 8192, 4096
+# Finite, so that nothing times the distance to it is never "not a number".
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+
+
+def softmax_sums(logits_CV: torch.Tensor, label_C: torch.Tensor, temperature: float) -> torch.Tensor:
+    """``[4, C]`` float32: largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
+
+    Args:
+        logits_CV: before the division by the temperature; 16- or 32-bit floats, rows contiguous.
+        label_C: int64, the label's index in a row, or -1 where it is in another shard.
+        temperature: the logits are divided by it.
+    """
+    tokens, columns = logits_CV.shape
+    sums = torch.empty(4, tokens, dtype=torch.float32, device=logits_CV.device)
+    _sums[(tokens,)](
+        logits_CV, label_C, sums, tokens, columns, logits_CV.stride(0), temperature, BLOCK=SUMS_BLOCK, num_warps=16
+    )
+    return sums
+
+
+def softmax_slope_(
+    logits_CV: torch.Tensor,
+    label_C: torch.Tensor,
+    logsumexp_C: torch.Tensor,
+    entropy_C: torch.Tensor,
+    temperature: float,
+    by_logprob_C: torch.Tensor | None,
+    by_entropy_C: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write the gradient of the (divided) logits over them; see ``megarl.loss.logprobs`` for the formula.
+
+    Args:
+        logits_CV, label_C, temperature: as for ``softmax_sums``.
+        logsumexp_C, entropy_C: float32, of the divided logits over the whole vocabulary.
+        by_logprob_C, by_entropy_C: float32 incoming gradients; None for zero.
+
+    Returns:
+        ``logits_CV``.
+    """
+    tokens, columns = logits_CV.shape
+    grid = (tokens, triton.cdiv(columns, SLOPE_BLOCK))
+    _slope[grid](
+        logits_CV,
+        label_C,
+        logsumexp_C,
+        entropy_C,
+        logsumexp_C if by_logprob_C is None else by_logprob_C,
+        logsumexp_C if by_entropy_C is None else by_entropy_C,
+        columns,
+        logits_CV.stride(0),
+        temperature,
+        BY_LOGPROB=by_logprob_C is not None,
+        BY_ENTROPY=by_entropy_C is not None,
+        BLOCK=SLOPE_BLOCK,
+        num_warps=8,
+    )
+    return logits_CV
+
+
+@triton.jit
+def _sums(logits, labels, sums, tokens, columns, stride, temperature, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    start_of_row = logits + token * stride
+    largest = LOWEST
+    total = 0.0
+    moment = 0.0
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        value = tl.load(start_of_row + column, mask=inside, other=0.0).to(tl.float32) / temperature
+        higher = tl.maximum(largest, tl.max(tl.where(inside, value, LOWEST), 0))
+        # What was summed so far is relative to the old maximum.
+        fall = largest - higher
+        scale = tl.exp(fall)
+        moment = (moment + total * fall) * scale
+        total = total * scale
+        below = tl.where(inside, value - higher, 0.0)
+        power = tl.where(inside, tl.exp(below), 0.0)
+        total += tl.sum(power, 0)
+        moment += tl.sum(power * below, 0)
+        largest = higher
+    label = tl.load(labels + token)
+    value_of_label = tl.load(start_of_row + tl.maximum(label, 0)).to(tl.float32) / temperature
+    tl.store(sums + token, largest)
+    tl.store(sums + tokens + token, tl.where(label >= 0, value_of_label, 0.0))
+    tl.store(sums + 2 * tokens + token, total)
+    tl.store(sums + 3 * tokens + token, moment)
+
+
+@triton.jit
+def _slope(
+    logits, labels, logsumexp, entropy, by_logprob, by_entropy, columns, stride, temperature,
+    BY_LOGPROB: tl.constexpr, BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    place = logits + token * stride + column
+    logprob = tl.load(place, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(logsumexp + token)
+    probability = tl.exp(logprob)
+    slope = tl.zeros_like(probability)
+    if BY_ENTROPY:
+        slope -= tl.load(by_entropy + token) * probability * (logprob + tl.load(entropy + token))
+    if BY_LOGPROB:
+        gradient = tl.load(by_logprob + token)
+        slope += gradient * (tl.where(column == tl.load(labels + token), 1.0, 0.0) - probability)
+    tl.store(place, slope.to(logits.dtype.element_ty), mask=inside)

@@ -1,0 +1,111 @@
+"""The ``te`` back end: Transformer Engine's linears with fused norms, its norms, activation and packed attention.
+
+Import this module only where Transformer Engine is installed (``backends`` sees to it): without it, mcore's classes for
+it are not classes.
+"""
+
+import os
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEActivationOp,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megarl.errors import UnsupportedError
+from megarl.model.attention import PackedAttention, PackedSequences
+
+
+def te_settings(dtype: torch.dtype) -> dict[str, Any]:
+    """``TransformerConfig`` arguments of this back end.
+
+    Raises:
+        UnsupportedError: float32 where Transformer Engine would multiply in TF32.
+    """
+    # Its calls ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever torch's
+    # own switches say; only this variable, read when CUDA's libraries start, overrules it.
+    if dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        raise UnsupportedError(
+            "model.dtype is 'float32' with model.backend 'te': Transformer Engine multiplies float32 matrices in TF32, "
+            "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
+        )
+    # RoPE: TE's kernel in its "sbhd" form takes angles for each of the T packed tokens, as PackedGPTModel gives them.
+    return {"apply_rope_fusion": True, "use_te_activation_func": True}
+
+
+def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer block in which each norm but the last is part of the linear that follows it."""
+    head_norm: Any = TENorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=TELayerNormColumnParallelLinear,
+            core_attention=PackedTEAttention,
+            linear_proj=TERowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=TELayerNormColumnParallelLinear, linear_fc2=TERowParallelLinear, activation_func=TEActivationOp
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TENorm)
+
+
+class PackedTEAttention(TEDotProductAttention):
+    """TE's variable-length ("thd") attention behind the interface of ``PackedAttention``."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # TE has no fused kernel for float32, and its unfused one holds whole score matrices.
+        self.exact = PackedAttention(config, *args, **kwargs)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        *,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend within each packed sequence; shapes as for ``PackedAttention``."""
+        if query.dtype == torch.float32:
+            return self.exact(query, key, value, None, packed_seq_params=packed_seq_params)
+        out = super().forward(
+            query.squeeze(1),
+            key.squeeze(1),
+            # A view into the fused projection: TE would look for a layout of the three twice before it copied this one.
+            value.squeeze(1).contiguous(),
+            None,
+            attn_mask_type,
+            packed_seq_params=packed_seq_params.thd,
+        )
+        return out.view(out.shape[0], 1, -1)
