@@ -1,4 +1,4 @@
-"""`megarl train|export`: thin; errors are one message, no traceback."""
+"""`megarl train|export|bench`: thin; errors are one message, no traceback."""
 
 import argparse
 import os
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megarl.cli import bench
 from megarl.errors import ConfigError, MegarlError
 
 INTERRUPTED = 130
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--out", required=True, help="folder to write; must not exist")
     export.set_defaults(run=_export)
+    bench.add_parser(commands)
     return top
 
 

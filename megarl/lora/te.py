@@ -10,12 +10,14 @@ from megatron.core.extensions import transformer_engine as extension
 from megarl.lora.layers import ColumnParallelLora
 
 # Base classes by how the linear is split. Without Transformer Engine mcore's names for them are not classes.
-TE_BASES: dict[str, tuple[type, ...]] = {
-    "column": (extension.TEColumnParallelLinear, extension.TELayerNormColumnParallelLinear)
-    if extension.HAVE_TE
-    else (),
-    "row": (extension.TERowParallelLinear,) if extension.HAVE_TE else (),
+_NAMES: dict[str, tuple[str, ...]] = {
+    "column": ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"),
+    "row": ("TERowParallelLinear",),
     "replicated": (),
+}
+TE_BASES: dict[str, tuple[type, ...]] = {
+    split: tuple(getattr(extension, name) for name in names) if extension.HAVE_TE else ()
+    for split, names in _NAMES.items()
 }
 
 

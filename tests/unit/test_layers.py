@@ -27,8 +27,9 @@ INTERNAL: dict[str, set[str]] = {
     "sampler": COMMON | {"checkpoint_engine.wire", "checkpoint_engine.receiver*"},
     "controller": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
     "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
+    "bench": COMMON | {"parallel", "loss", "model", "lora"},
     "cli": COMMON
-    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"},
+    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch", "bench"},
 }
 
 # Package -> where alone it may be imported (a trailing * stands for any ending).

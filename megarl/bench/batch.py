@@ -1,0 +1,14 @@
+"""The batch that every contender gets."""
+
+import numpy as np
+
+from megarl.bench.settings import BenchSettings
+from megarl.types import Sample
+
+
+def make_samples(settings: BenchSettings, vocab: int) -> list[Sample]:
+    """Random sequences of equal length. A sequence feeds all its tokens but the last."""
+    rng = np.random.default_rng(settings.seed)
+    trained = settings.response_tokens // settings.sequences
+    mask = np.arange(settings.length + 1) > settings.length - trained
+    return [Sample(rng.integers(0, vocab, settings.length + 1), mask, advantage=1.0) for _ in range(settings.sequences)]

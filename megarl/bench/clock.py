@@ -1,0 +1,94 @@
+"""Where the time of a step goes: marks on the device's own time line, read once the step is over."""
+
+import resource
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+class Clock:
+    """Times steps whose phases end at ``mark``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.steps: list[dict[str, float]] = []
+        self._marks: list[tuple[str, Any]] = []
+
+    def time(self, step: Callable[[], None]) -> None:
+        """Run a step and keep its phases and its ``total``, in milliseconds."""
+        self._synchronise()
+        begin = time.perf_counter()
+        self._marks = [("", self._now())]
+        step()
+        self._synchronise()
+        total = (time.perf_counter() - begin) * 1e3
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        phases = {name: self._between(start, end) for (_, start), (name, end) in pairs}
+        self.steps.append(phases | {"total": total})
+
+    def mark(self, phase: str) -> None:
+        """The phase of this name ends here; does not wait for the device."""
+        self._marks.append((phase, self._now()))
+
+    def medians(self) -> dict[str, float]:
+        """Median of each phase over the steps since ``clear``, milliseconds."""
+        return {name: median(step[name] for step in self.steps) for name in self.steps[0]}
+
+    def clear(self) -> None:
+        """Forget all steps (the warm-up's) and their peak of memory."""
+        self.steps = []
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_gib(self) -> dict[str, float]:
+        """Peak since ``clear``: of tensors, and of what torch holds. On a CPU: the process's, since its start."""
+        if self.device.type == "cpu":
+            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+            return {"peak_gib": used, "reserved_gib": used}
+        return {
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
+        }
+
+    def _now(self) -> Any:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        return (end - start) * 1e3 if self.device.type == "cpu" else start.elapsed_time(end)
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def write_profile(step: Callable[[], None], device: torch.device, file: Path) -> float:
+    """Profile one step and write the table of its most expensive operations.
+
+    Returns:
+        Milliseconds that the device was busy in it.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
+    guard: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with guard, profile(activities=activities) as record:
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    averages = record.key_averages()
+    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    file.write_text(averages.table(sort_by=order, row_limit=60, max_name_column_width=100))
+    if device.type == "cpu":
+        return sum(row.self_cpu_time_total for row in averages) / 1e3
+    return sum(row.self_device_time_total for row in averages) / 1e3

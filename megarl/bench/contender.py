@@ -1,0 +1,112 @@
+"""One contender in a process of its own: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile]`.
+
+A process each, because memory that one contender's allocator or compiler holds must not count for the next.
+"""
+
+import importlib.util
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megarl.bench.clock import Clock, write_profile
+from megarl.bench.settings import BenchSettings, Contender
+
+GEMM = "gemm"
+
+
+class Step(Protocol):
+    """What is measured."""
+
+    device: torch.device
+    info: dict[str, Any]
+
+    def step(self, clock: Clock) -> None: ...
+
+    def logprobs(self) -> None: ...
+
+
+def build(name: Contender, settings: BenchSettings) -> Step:
+    """Make a contender; imports only what it needs."""
+    if name == "peft":
+        from megarl.bench.theirs import PeftStep
+
+        return PeftStep(settings)
+    from megarl.bench.ours import OurStep
+
+    if name != "full":
+        return OurStep(settings, name, full=False)
+    return OurStep(settings, "te" if has_te() else "local", full=True)
+
+
+def has_te() -> bool:
+    """Whether the ``te`` back end can run here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: bool) -> dict[str, Any]:
+    """Warm up, time, and profile where asked.
+
+    Returns:
+        ``tokens_per_second`` of whole steps, ``phases`` in milliseconds, ``peak_gib``, ``reserved_gib`` and more.
+    """
+    began = time.perf_counter()
+    contender = build(name, settings)
+    clock = Clock(contender.device)
+    for _ in range(settings.warmup):
+        clock.time(lambda: contender.step(clock))
+    ready = time.perf_counter() - began
+    clock.clear()
+    for _ in range(settings.steps):
+        clock.time(lambda: contender.step(clock))
+    phases, peak = clock.medians(), clock.peak_gib()
+    total = phases.pop("total")
+    passes = Clock(contender.device)
+    for _ in range(3):
+        passes.time(contender.logprobs)
+    result = {
+        "name": name,
+        "tokens_per_second": settings.tokens / total * 1e3,
+        "step_ms": total,
+        "phases": phases,
+        "logprob_pass_ms": passes.medians()["total"],
+        **peak,
+        **contender.info,
+        "seconds_until_ready": ready,
+        "torch": torch.__version__,
+    }
+    if profile:
+        busy = write_profile(lambda: contender.step(clock), contender.device, folder / f"profile-{name}.txt")
+        result["busy_ms"] = busy
+    return result
+
+
+def measure_gemm(settings: BenchSettings) -> dict[str, Any]:
+    """The ceiling: TFLOP/s of one large square product in the measured dtype."""
+    on_cuda = settings.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_cuda else "cpu")
+    size = 8192 if on_cuda else 512
+    left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, settings.dtype)) for _ in range(2))
+    clock = Clock(device)
+    for repeat in range(30):
+        if repeat == 10:
+            clock.clear()
+        clock.time(lambda: torch.mm(left, right))
+    return {"name": GEMM, "size": size, "tflops": 2 * size**3 / clock.medians()["total"] / 1e9}
+
+
+def main(name: str, settings_json: str, folder: str, *flags: str) -> None:
+    """Measure and leave the result in the folder."""
+    settings = BenchSettings.model_validate_json(settings_json)
+    if name == GEMM:
+        result = measure_gemm(settings)
+    else:
+        result = measure(name, settings, Path(folder), profile="profile" in flags)  # type: ignore[arg-type]
+    (Path(folder) / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

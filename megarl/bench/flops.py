@@ -1,0 +1,66 @@
+"""Floating-point operations that a training step cannot do without; recomputed ones are not counted.
+
+A product of [a, b] and [b, c] takes 2abc. Per token and linear of O outputs and I inputs: 2OI forward, 2OI for the
+gradient of its input, 2OI for the gradient of its weight where that is trained. Causal attention of a sequence of L
+tokens sees (L + 1) / 2 keys per token: two products forward (scores, values), four backward. Norms, RoPE, activations
+and the softmax are left out.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Work:
+    """Operations per fed token.
+
+    Attributes:
+        lora: a step that trains adapters.
+        full: a step that trains all weights.
+        forward: a forward pass with adapters.
+    """
+
+    lora: float
+    full: float
+    forward: float
+
+
+def work_per_token(config: Mapping[str, Any], *, rank: int, length: int, response: float) -> Work:
+    """Count the operations of a dense model.
+
+    Args:
+        config: parsed config.json.
+        rank: of the adapters on all linears.
+        length: tokens of a sequence.
+        response: share of the tokens whose logits are needed.
+    """
+    shapes = linear_shapes(config)
+    layers = config["num_hidden_layers"]
+    linears = layers * sum(outputs * inputs for outputs, inputs in shapes)
+    # Nothing below the first layer's q, k and v is trained with LoRA: their inputs need no gradient.
+    first = sum(outputs * inputs for outputs, inputs in shapes[:3])
+    adapters = layers * rank * sum(outputs + inputs for outputs, inputs in shapes)
+    output = response * config["vocab_size"] * config["hidden_size"]
+    attention = layers * 2 * (length + 1) / 2 * config["num_attention_heads"] * _head_dim(config)
+    forward = 2 * (linears + output + attention)
+    return Work(
+        lora=2 * forward + 2 * attention - 2 * first + 6 * adapters - 2 * rank * 3 * config["hidden_size"],
+        full=3 * 2 * (linears + output) + 3 * 2 * attention,
+        forward=forward + 2 * adapters,
+    )
+
+
+def linear_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """``(outputs, inputs)`` of q, k, v, o, gate, up and down."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * _head_dim(config)
+    keys = (config.get("num_key_value_heads") or config["num_attention_heads"]) * _head_dim(config)
+    return [
+        (queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries),
+        (inner, hidden), (inner, hidden), (hidden, inner),
+    ]  # fmt: skip
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

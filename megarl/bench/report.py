@@ -1,0 +1,64 @@
+"""The table of `megarl bench train`."""
+
+from typing import Any
+
+COLUMNS = (
+    "contender", "tokens/s", "step ms", "forward", "logprobs", "backward", "optimizer", "logprob pass", "peak GiB",
+    "of GEMM", "/ PEFT", "memory / PEFT", "LoRA / full",
+)  # fmt: skip
+
+PHASES = ("forward", "logprobs", "backward", "optimizer")
+
+
+def table(report: dict[str, Any]) -> str:
+    """The comparison as text: one row per contender, times in milliseconds."""
+    rows = [COLUMNS, *(_row(result) for result in report["contenders"] if "error" not in result)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"{r['name']} failed: {r['error']}" for r in report["contenders"] if "error" in r]
+    return "\n".join([_head(report), "", *lines, "", *_notes(report)])
+
+
+def _head(report: dict[str, Any]) -> str:
+    settings, ceiling = report["settings"], report["gemm_tflops"]
+    gemm = "not measured" if ceiling is None else f"{ceiling:.1f} TFLOP/s"
+    return (
+        f"{settings['model']}: {settings['sequences']} x {settings['length']} tokens, r={settings['r']}, "
+        f"{settings['dtype']}, {settings['response']:.0%} of the tokens trained on; GEMM ceiling {gemm}; "
+        f"LoRA step {report['work']['lora'] / 1e9:.2f} GFLOP per token, full {report['work']['full'] / 1e9:.2f}"
+    )
+
+
+def _row(result: dict[str, Any]) -> tuple[str, ...]:
+    phases = result["phases"]
+    shown = [f"{phases[name]:.1f}" if name in phases else "-" for name in PHASES]
+    return (
+        result["name"] if result["name"] == result["backend"] else f"{result['name']} ({result['backend']})",
+        f"{result['tokens_per_second']:,.0f}",
+        f"{result['step_ms']:.1f}",
+        *shown,
+        f"{result['logprob_pass_ms']:.1f}",
+        f"{result['peak_gib']:.1f}",
+        _share(result.get("gemm_share"), "{:.0%}"),
+        _share(result.get("over_peft"), "{:.2f}x"),
+        _share(result.get("memory_over_peft"), "{:.2f}x"),
+        _share(result.get("lora_over_full"), "{:.2f}x"),
+    )
+
+
+def _share(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    """What a reader must know to read the numbers."""
+    notes = ["peft: forward includes logits and loss. GEMM share: needed operations (no recomputed ones) per second."]
+    for result in report["contenders"]:
+        if "busy_ms" in result:
+            notes.append(f"{result['name']}: the device was busy for {result['busy_ms']:.1f} ms of a profiled step")
+        if result["name"] == "full" and result.get("optimizer") is False:
+            notes.append(
+                "full: forward and backward only, its optimizer state does not fit; LoRA / full leaves LoRA's "
+                "optimizer out too"
+            )
+    return notes

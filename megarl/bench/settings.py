@@ -1,0 +1,102 @@
+"""What `megarl bench train` measures. Imports neither torch nor transformers, so that a typo is reported at once."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, ValidationError
+
+from megarl.bench.shapes import SHAPES
+from megarl.config.base import Section
+from megarl.config.checks import read_model_shape
+from megarl.config.explain import explain
+from megarl.errors import ConfigError, UnsupportedError, nearest
+
+Contender = Literal["te", "local", "full", "peft"]
+
+
+class BenchSettings(Section):
+    model: str
+    """A named shape with random weights, or a Hugging Face folder."""
+    contenders: list[Contender] = Field(["te", "local", "full", "peft"], min_length=1)
+    """``te`` and ``local``: LoRA in megarl on either back end. ``full``: megarl with all weights trained, on ``te``
+    where it runs, else ``local``. ``peft``: Hugging Face + PEFT with SDPA."""
+    sequences: int = Field(4, ge=1)
+    """Sequences of the batch, all fed in one micro-batch."""
+    length: int = Field(512, ge=2)
+    """Tokens fed of each."""
+    response: float = Field(1.0, gt=0.0, le=1.0)
+    """The share of each sequence, at its end, whose tokens are trained on."""
+    r: int = Field(16, ge=1)
+    """Rank of the adapters, on all linears."""
+    warmup: int = Field(2, ge=1)
+    """Steps that are not timed."""
+    steps: int = Field(5, ge=1)
+    """Timed steps; their median is reported."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto``: CUDA where torch sees it."""
+    seed: int = 0
+    """Of weights and tokens."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens fed in a step."""
+        return self.sequences * self.length
+
+    @property
+    def response_tokens(self) -> int:
+        """Tokens trained on in a step."""
+        return self.sequences * max(1, round(self.response * self.length))
+
+
+def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
+    """Settings for a named shape or a folder.
+
+    Args:
+        model: a key of ``SHAPES``, or a folder with a config.json.
+        overrides: ``"key=value"``, the value in YAML.
+
+    Raises:
+        ConfigError: unknown shape, key or value.
+        UnsupportedError: a mixture of experts.
+    """
+    tree: dict[str, Any] = {"model": model}
+    if model in SHAPES:
+        tree |= {"sequences": SHAPES[model].sequences, "length": SHAPES[model].length}
+    try:
+        given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([_checked(override) for override in overrides]))
+        tree |= given
+        settings = BenchSettings.model_validate(tree)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"bench: {str(error).splitlines()[0]}") from error
+    except ValidationError as error:
+        raise ConfigError(explain(error, tree, BenchSettings)) from None
+    shape = model_config(settings.model)
+    if shape.get("num_experts") or shape.get("num_local_experts"):
+        raise UnsupportedError(f"bench: '{model}' is a mixture of experts; dense models can be compared")
+    return settings
+
+
+def _checked(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals or not key or not value:
+        raise ConfigError(f"override '{override}' must have the form key=value")
+    return override
+
+
+def model_config(model: str) -> dict[str, Any]:
+    """The model's config.json, of a named shape or from its folder.
+
+    Raises:
+        ConfigError: neither a named shape nor a Hugging Face folder.
+    """
+    if model in SHAPES:
+        return SHAPES[model].config()
+    try:
+        return read_model_shape(model)
+    except ConfigError as error:
+        known = ", ".join(SHAPES)
+        raise ConfigError(f"{error} or a named shape{nearest(model, SHAPES)} (known: {known})") from None

@@ -1,0 +1,53 @@
+"""Model shapes that can be measured without a download: random weights, sizes of published models."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3 shape and the batch it is measured with.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, head_dim, inner, vocab: sizes.
+        tied: whether the output layer is the embedding.
+        sequences, length: the batch.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    tied: bool
+    sequences: int
+    length: int
+
+    def config(self) -> dict[str, Any]:
+        """As Hugging Face's config.json has it."""
+        return {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "vocab_size": self.vocab,
+            "tie_word_embeddings": self.tied,
+            "hidden_act": "silu",
+            "max_position_embeddings": 40960,
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        }
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, True, sequences=16, length=1024),
+    "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, False, sequences=2, length=4096),
+    "tiny": Shape(64, 2, 4, 2, 16, 128, 512, True, sequences=4, length=32),
+}

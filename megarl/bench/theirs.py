@@ -1,0 +1,73 @@
+"""The same step in Hugging Face + PEFT, written as its users write it: SDPA, full logits, torch's AdamW."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.bench.batch import make_samples
+from megarl.bench.clock import Clock
+from megarl.bench.settings import BenchSettings, model_config
+from megarl.bench.shapes import SHAPES
+from megarl.config import TrainConfig
+
+IGNORED = -100
+
+
+class PeftStep:
+    """A model with adapters and their optimizer; the interface of ``OurStep``."""
+
+    def __init__(self, settings: BenchSettings) -> None:
+        wanted = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(wanted)
+        torch.manual_seed(settings.seed)
+        config = LoraConfig(r=settings.r, lora_alpha=2 * settings.r, target_modules="all-linear", task_type="CAUSAL_LM")
+        # Its default keeps the adapters in float32 and computes them so: slower, and not what megarl does.
+        self._model = get_peft_model(_build(settings, self.device), config, autocast_adapter_dtype=False).train()
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        lr = TrainConfig().learning_rate
+        self._optimizer = torch.optim.AdamW(trained, lr=lr, weight_decay=0.0, fused=self.device.type == "cuda")
+        samples = make_samples(settings, model_config(settings.model)["vocab_size"])
+        self._tokens = torch.from_numpy(np.stack([sample.tokens[:-1] for sample in samples])).to(self.device)
+        labels = np.stack([np.where(s.response_mask[1:], s.tokens[1:], IGNORED) for s in samples])
+        self._labels = torch.from_numpy(labels).to(self.device)
+        self.info: dict[str, Any] = {
+            "backend": "sdpa",
+            "trained_parameters": sum(parameter.numel() for parameter in trained),
+            "optimizer": True,
+        }
+
+    def step(self, clock: Clock) -> None:
+        """Forward with logits and loss, backward, optimizer."""
+        loss = self._mean_loss()
+        clock.mark("forward")
+        loss.backward()
+        clock.mark("backward")
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        clock.mark("optimizer")
+
+    @torch.no_grad()
+    def logprobs(self) -> None:
+        """A pass without gradient."""
+        self.info["logprob"] = -float(self._mean_loss())
+
+    def _mean_loss(self) -> torch.Tensor:
+        # Without labels in the call: Hugging Face would shift them once more.
+        logits = self._model(input_ids=self._tokens, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), self._labels.flatten(), ignore_index=IGNORED)
+
+
+def _build(settings: BenchSettings, device: torch.device) -> Any:
+    dtype = getattr(torch, settings.dtype)
+    if settings.model not in SHAPES:
+        folder = Path(settings.model).expanduser()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+    plain = model_config(settings.model)
+    config = AutoConfig.for_model(plain.pop("model_type"), **plain)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")

@@ -1,0 +1,94 @@
+"""`megarl bench train`: run the contenders one after the other, each in a process of its own, and compare them."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.bench.flops import work_per_token
+from megarl.bench.settings import BenchSettings, model_config
+from megarl.errors import WorkerError
+
+GEMM = "gemm"
+LORA = ("te", "local", "peft")
+
+
+def bench_train(settings: BenchSettings, out: Path, *, profile: bool) -> dict[str, Any]:
+    """Measure every contender; one that fails does not stop the others.
+
+    Args:
+        settings: what to measure.
+        out: folder for each contender's log, result and profile.
+        profile: whether to profile a step of each.
+
+    Returns:
+        ``settings``, ``gemm_tflops``, ``work`` (operations per token) and ``contenders``, each with the derived
+        ``gemm_share``, ``over_peft``, ``memory_over_peft`` and ``lora_over_full`` where both sides ran.
+
+    Raises:
+        WorkerError: no contender succeeded.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    gemm = run_contender(GEMM, settings, out, profile=False)
+    results = [run_contender(name, settings, out, profile=profile) for name in _runnable(settings)]
+    if all("error" in result for result in results):
+        raise WorkerError(f"bench: every contender failed; see {out}: {results[0]['error']}")
+    return compare(settings, gemm.get("tflops"), results)
+
+
+def _runnable(settings: BenchSettings) -> list[str]:
+    """The contenders, without ``te`` where its package is not installed."""
+    missing = importlib.util.find_spec("transformer_engine") is None
+    return [name for name in settings.contenders if not (name == "te" and missing)]
+
+
+def run_contender(name: str, settings: BenchSettings, out: Path, *, profile: bool) -> dict[str, Any]:
+    """Run one in a process and read its result; ``error`` in it is the last line of what it printed."""
+    result, log = out / f"{name}.json", out / f"{name}.log"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "megarl.bench.contender", name, settings.model_dump_json(), str(out)]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+    with log.open("w") as handle:
+        code = subprocess.run(
+            [*command, *(["profile"] if profile else [])], stdout=handle, stderr=subprocess.STDOUT, env=environment
+        ).returncode
+    if code == 0 and result.is_file():
+        return json.loads(result.read_text())
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return {"name": name, "error": lines[-1] if lines else f"exit status {code}"}
+
+
+def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add what follows from several contenders together."""
+    work = work_per_token(
+        model_config(settings.model), rank=settings.r, length=settings.length, response=settings.response
+    )
+    found = {result["name"]: result for result in results if "error" not in result}
+    for name, result in found.items():
+        operations = work.full if name == "full" else work.lora
+        # Where the full step has no optimizer, its operations took less than a step.
+        result["gemm_share"] = (
+            operations * result["tokens_per_second"] / 1e12 / gemm_tflops if gemm_tflops is not None else None
+        )
+        if "peft" in found and name != "peft":
+            result["over_peft"] = result["tokens_per_second"] / found["peft"]["tokens_per_second"]
+            result["memory_over_peft"] = result["peak_gib"] / found["peft"]["peak_gib"]
+        full = found.get("full")
+        if full is not None and name in LORA and result["backend"] == full["backend"]:
+            result["lora_over_full"] = _ratio(result, full)
+    return {
+        "settings": settings.model_dump(),
+        "gemm_tflops": gemm_tflops,
+        "work": vars(work),
+        "contenders": results,
+    }
+
+
+def _ratio(lora: dict[str, Any], full: dict[str, Any]) -> float:
+    """How much faster the LoRA step is; without the optimizer on either side where the full one has none."""
+    if full["optimizer"]:
+        return full["step_ms"] / lora["step_ms"]
+    return (full["step_ms"]) / (lora["step_ms"] - lora["phases"]["optimizer"])

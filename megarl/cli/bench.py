@@ -1,0 +1,29 @@
+"""`megarl bench`: measure on your own hardware."""
+
+import argparse
+import json
+from pathlib import Path
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add `bench train` to the command line."""
+    bench = commands.add_parser("bench", help="measure speed and memory beside Hugging Face + PEFT")
+    kinds = bench.add_subparsers(required=True, metavar="WHAT")
+    train = kinds.add_parser("train", help="a training step on one device")
+    train.add_argument("model", metavar="MODEL_OR_SHAPE", help="Hugging Face folder, qwen3-0.6b, qwen3-8b or tiny")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="sequences, length, r, steps, contenders, ...")
+    train.add_argument("--profile", action="store_true", help="write a table of the top kernels of each contender")
+    train.add_argument("--out", default="runs/bench", help="folder for logs, results and profiles")
+    train.set_defaults(run=_train)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    """Print the table, and the whole report as one line of JSON."""
+    from megarl.bench.report import table
+    from megarl.bench.settings import parse_settings
+    from megarl.bench.train import bench_train
+
+    settings = parse_settings(arguments.model, arguments.overrides)
+    report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile)
+    print(table(report))
+    print(json.dumps(report))
