@@ -20,8 +20,9 @@ from megarl.loss import build_loss
 from megarl.loss.base import LossOutput, TokenBatch
 from megarl.model.base_tensors import load_base
 from megarl.model.build import build_chunks
+from megarl.model.ddp import wrap_ddp
 from megarl.model.gpt import PackedGPTModel
-from megarl.model.optim import AdapterOptimizer, wrap_ddp
+from megarl.model.optim import AdapterOptimizer
 from megarl.model.packing import pack
 from megarl.model.step import Stepper
 from megarl.parallel.device import pick_device
@@ -45,12 +46,12 @@ class OurStep:
         groups = init_groups(ParallelConfig(), self.device, seed=settings.seed)
         hf_config = model_config(settings.model)
         choice = ModelConfig(path=settings.model, dtype=settings.dtype, backend=backend)  # type: ignore[arg-type]
-        self._chunks = build_chunks(hf_config, choice, ParallelConfig(), groups)
-        _fill(self._chunks, settings, hf_config, groups)
         train = TrainConfig(seed=settings.seed)
+        self._chunks = build_chunks(hf_config, choice, ParallelConfig(), groups, train)
+        _fill(self._chunks, settings, hf_config, groups)
         parameters = _train_all(self._chunks) if full else _adapters(self._chunks, settings, hf_config, groups)
         trained = sum(parameter.numel() for _, parameter in parameters)
-        self._wrapped = wrap_ddp(self._chunks)
+        self._wrapped = wrap_ddp(self._chunks, train)
         # Where its state cannot fit, the full step ends with the gradients.
         steps = not full or _fits(trained, self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
