@@ -46,14 +46,25 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
 SWITCHED_MODELS = ("qwen3", "mixtral")  # at the layouts with a train section; test_switches.py is about the rest
+EXPERTS = ("qwen3-moe", "mixtral")
+TE = {"TE": {"backend": "te"}, "TE+TP2+SP": {"backend": "te", "tensor": 2}, "TE+PP2": {"backend": "te", "pipeline": 2}}
+LAYOUTS |= TE
 # Adam divides by the gradient's own size, so an element whose gradient is rounding noise moves by up to LR either way:
 # the bound on single elements is meaningful only for an LR of training size; the update's norm is checked too.
 STEPS, LR = 3, 5e-4
 
 
 def parallel_of(layout: dict[str, Any]) -> ParallelConfig:
-    """The ``parallel`` section of an entry of LAYOUTS; ``train`` is the other one."""
-    return ParallelConfig(**{key: value for key, value in layout.items() if key != "train"})
+    """The ``parallel`` section of an entry of LAYOUTS; it may also have ``train`` and ``backend``."""
+    return ParallelConfig(**{key: value for key, value in layout.items() if key not in ("train", "backend")})
+
+
+def models_of(layout: dict[str, Any]) -> list[str]:
+    """The models that run at a layout."""
+    if "train" in layout:
+        return list(SWITCHED_MODELS)
+    dense = "backend" in layout or layout.get("sequence") is False
+    return [name for name in MODELS if not (dense and name in EXPERTS)]
 
 
 def make_config(model: Path, layout: dict[str, Any]) -> RunConfig:
@@ -61,7 +72,7 @@ def make_config(model: Path, layout: dict[str, Any]) -> RunConfig:
     train = {"micro_batch_tokens": 64, "max_grad_norm": 1.0, "prompts_per_step": 4} | layout.get("train", {})
     return parse_config(
         {
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(model), "dtype": "float32", "backend": layout.get("backend", "local")},
             "task": {"name": "arithmetic"},
             "parallel": parallel_of(layout).model_dump(),
             "train": train,
@@ -96,7 +107,7 @@ def train_ranks(folder: str, layouts: list[str]) -> dict:
     for layout in layouts:
         destroy_model_parallel()
         groups = init_groups(parallel_of(LAYOUTS[layout]), device)
-        for name in SWITCHED_MODELS if "train" in LAYOUTS[layout] else MODELS:
+        for name in models_of(LAYOUTS[layout]):
             torch.manual_seed(0)
             root = Path(folder) / name
             config = make_config(root / "model", LAYOUTS[layout])
