@@ -12,10 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.distributed import test_parity as parity
-from tests.distributed.test_checkpoint import build, resume, save_and_go_on
+from tests.distributed.test_checkpoint import resume, save_and_go_on
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import make_samples, relative_error
+from tests.helpers.tiny_run import build
 
 # Longer and shorter than 2 * CP, and of one token.
 LENGTHS = (37, 1, 5, 3, 64, 8, 1, 2)

@@ -146,8 +146,8 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     "layouts",
     [
         ["TP1"],
-        ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2", "CP2"],
-        ["DP2+distributed", "DP2+overlap", "TP2+SP+selective", "PP2+full", "CP2+all"],
+        ["TP2+SP", "TP2", "PP2", "PP2xVPP2", "DP2"],
+        ["DP2+distributed", "DP2+overlap", "TP2+SP+selective", "PP2+full", "CP2", "CP2+all"],
         ["TP2xPP2", "PP2xDP2", "PP2xVPP2xDP2+all"],
         ["TP2+SPxCP2", "PP2xCP2", "CP2xDP2"],
     ],
