@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config import ParallelConfig, RunConfig, parse_config
-from tests.helpers.models import SHAPE, make_model
+from tests.helpers.models import SHAPE, make_model, rope
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference import Truth, make_adapter, make_samples, relative_error, run_reference
 from tests.helpers.tiny_run import SurrogateLoss
@@ -22,7 +22,12 @@ MODELS = {
     "qwen3-moe": {"family": "qwen3_moe", "tied": False},
     "mixtral": {"family": "mixtral", "tied": False},
     "llama-tied": {"family": "llama", "tied": True},
+    "llama3": {"family": "llama", "tied": False, "rope_parameters": rope("llama3")},
+    "qwen2-yarn": {"family": "qwen2", "tied": True, "rope_parameters": rope("yarn")},
+    "mistral": {"family": "mistral", "tied": False, "rope_parameters": rope("linear"), "sliding_window": 48, "seed": 1},
 }
+# Models whose difference shows in these layouts already.
+FEW_LAYOUTS = dict.fromkeys(("llama3", "qwen2-yarn", "mistral"), ("TP2+SP", "PP2"))
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -64,7 +69,8 @@ def models_of(layout: dict[str, Any]) -> list[str]:
     if "train" in layout:
         return list(SWITCHED_MODELS)
     dense = "backend" in layout or layout.get("sequence") is False
-    return [name for name in MODELS if not (dense and name in EXPERTS)]
+    few = {name: [LAYOUTS[key] for key in keys] for name, keys in FEW_LAYOUTS.items()}
+    return [name for name in MODELS if not (dense and name in EXPERTS) and layout in few.get(name, [layout])]
 
 
 def make_config(model: Path, layout: dict[str, Any]) -> RunConfig:
@@ -135,7 +141,7 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     """Write models and adapters to a folder, and compute the references."""
     truths = {}
     for name, spec in MODELS.items():
-        model = make_model(folder / name / "model", spec["family"], tied=spec["tied"])
+        model = make_model(folder / name / "model", **spec)
         adapter = make_adapter(model, folder / name / "adapter")
         samples = make_samples(10, SHAPE["vocab_size"])
         truths[name] = run_reference(model, adapter, samples, np.full(len(samples), 0.05), STEPS, LR)
