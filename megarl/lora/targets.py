@@ -11,6 +11,7 @@ from peft.utils.other import get_pattern_key
 from megarl.errors import AdapterError, UnsupportedError, nearest
 from megarl.lora.expert_targets import check_experts
 from megarl.model.families import WeightMap
+from megarl.model.families.base import HF_LAYER
 
 # PEFT fields whose every value is understood, or that do not change the computation.
 UNDERSTOOD = {
@@ -47,8 +48,9 @@ def resolve_targets(config: LoraConfig, weights: WeightMap) -> set[str]:
         weights: the model's names.
 
     Raises:
-        AdapterError: a listed target, or the expression, matches nothing.
-        UnsupportedError: it matches the embedding or lm_head, or a part of the experts.
+        AdapterError: a listed target, or the expression, matches nothing, or something that is not a linear layer.
+        UnsupportedError: it matches the embedding or lm_head, or a part of the experts; or patterns that mean something
+            else once PEFT has saved them.
     """
     names = weights.linear_names()
     if not config.target_modules:
@@ -75,7 +77,38 @@ def resolve_targets(config: LoraConfig, weights: WeightMap) -> set[str]:
             f"(the model has: {', '.join(short_names(names))})"
         )
     check_experts(config, weights, chosen)
+    _check_containers(config, weights)
+    _check_order(config, chosen)
     return chosen
+
+
+def _check_containers(config: LoraConfig, weights: WeightMap) -> None:
+    """PEFT raises where an expression matches a module that is not linear; such an adapter would not load there."""
+    containers = {"model", "model.norm", "model.rotary_emb"}
+    for layer in range(weights.num_layers):
+        containers |= {f"{HF_LAYER.format(layer)}{vector.hf.removesuffix('.weight')}" for vector in weights.vectors}
+    for name in weights.linear_names():
+        parts = name.split(".")
+        containers |= {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    for name in sorted(containers):
+        if _matches(config, name):
+            raise AdapterError(
+                f"adapter config: target_modules {config.target_modules!r} matches '{name}', which is no linear layer; "
+                "make it match linear layers only"
+            )
+
+
+def _check_order(config: LoraConfig, chosen: set[str]) -> None:
+    """The first pattern that fits wins, but PEFT's files, and what the sampler is sent, have them sorted."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        pattern = getattr(config, field)
+        for name in sorted(chosen) if len(pattern) > 1 else ():
+            first, once_saved = get_pattern_key(list(pattern), name), get_pattern_key(sorted(pattern), name)
+            if pattern.get(first) != pattern.get(once_saved):
+                raise UnsupportedError(
+                    f"adapter config: {field} has '{first}' and '{once_saved}' for '{name}'; PEFT sorts them when it "
+                    "saves, and the other one would win: make them exclude each other"
+                )
 
 
 def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:

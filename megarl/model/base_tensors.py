@@ -89,7 +89,16 @@ def load_base(
         if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
             # The last stage's own copy of tied embeddings: loaded here, but never exported.
             tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
-        folder.load(tensors, groups)
+        _check_all_used(folder, folder.load(tensors, groups), chunk)
+
+
+def _check_all_used(folder: WeightFolder, used: set[str], chunk: GPTModel) -> None:
+    """Every tensor that the folder has for the chunk's layers must have a place: a dropped one changes the model."""
+    layers = tuple(HF_LAYER.format(index) for index, _ in layers_of(chunk))
+    unused = {name for name in folder.where if name.startswith(layers)} - used
+    # Old Llama folders hold the frequencies of RoPE, which follow from config.json.
+    if lost := sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq")):
+        raise ModelError(f"{folder.path} holds '{lost[0]}', which the model has no place for; check config.json")
 
 
 def _vocabulary(

@@ -5,7 +5,6 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from megarl.errors import UnsupportedError
-from megarl.model.families import check_length
 from megarl.model.rope import rope_of
 from tests.helpers.models import FAMILIES, ROPES, SHAPE, rope
 
@@ -60,21 +59,3 @@ def test_other_ropes_are_refused_by_name(rope_parameters, part):
     with pytest.raises(UnsupportedError) as failure:
         rope_of({**LLAMA, "rope_parameters": rope_parameters})
     assert part in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "longest"),
-    [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": 16}, 16),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "mixtral", "sliding_window": 16}, 16),
-        ({"model_type": "mixtral"}, None),
-        ({"model_type": "llama", "sliding_window": 16}, None),
-    ],
-)
-def test_a_sequence_longer_than_the_sliding_window_is_refused(config, longest):
-    check_length(config, longest or 10**6, "a sample's length")
-    if longest:
-        with pytest.raises(UnsupportedError, match=f"sliding_window is {longest}, but a sample's length is"):
-            check_length(config, longest + 1, "a sample's length")
