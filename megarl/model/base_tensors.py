@@ -38,13 +38,14 @@ def layers_of(chunk: GPTModel) -> Iterator[tuple[int, torch.nn.Module]]:
         yield layer.layer_number - 1, layer
 
 
-def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[ShardedTensor]:
+def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: bool = False) -> list[ShardedTensor]:
     """List every base tensor of one model chunk under its Hugging Face name, adapters excluded.
 
     Args:
         chunk: unwrapped (no DDP), with or without adapters.
         names: of the model.
         groups: this rank's place.
+        untied: list tied embeddings as two tensors.
 
     Raises:
         ModelError: a tensor that the mapping names is absent, or a parameter of the chunk is in no mapping.
@@ -64,6 +65,8 @@ def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[Shar
         if not chunk.share_embeddings_and_output_weights:
             tensors.append(_vocabulary(OUTPUT, chunk.output_layer.weight, names.hf_config, groups))
     _check_complete(chunk, [tensor for tensor in tensors if tensor.held(groups)])
+    if untied and chunk.post_process and chunk.share_embeddings_and_output_weights:
+        tensors.append(_vocabulary(OUTPUT, chunk.shared_embedding_or_output_weight(), names.hf_config, groups))
     return tensors
 
 

@@ -72,9 +72,9 @@ class MegatronModel:
         self.version = 0
         self.optimizer.zero_grad()
 
-    def _base_tensors(self) -> list[ShardedTensor]:
+    def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
-        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups)]
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
 
     def pack(
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
@@ -215,9 +215,13 @@ class MegatronModel:
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once."""
+        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once.
+
+        Where the adapter changes one of tied embeddings, both are streamed: the merged model no longer ties them.
+        """
         self.optimizer.finish_param_gather()
-        return stream_full(self.adapter.merged(self._base_tensors()), self.groups)
+        tensors = self._base_tensors(untied=self.adapter.unties)
+        return stream_full(self.adapter.merged(tensors), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole accumulated gradient by PEFT name, reduced, float32, on the CPU; ``optim_step`` may follow."""

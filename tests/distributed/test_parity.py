@@ -24,10 +24,18 @@ MODELS = {
     "llama-tied": {"family": "llama", "tied": True},
     "llama3": {"family": "llama", "tied": False, "rope_parameters": rope("llama3")},
     "qwen2-yarn": {"family": "qwen2", "tied": True, "rope_parameters": rope("yarn")},
+    "llama-vocabulary": {"family": "llama", "tied": False},
+    "qwen3-tied-vocabulary": {"family": "qwen3", "tied": True},
     "mistral": {"family": "mistral", "tied": False, "rope_parameters": rope("linear"), "sliding_window": 48, "seed": 1},
+}
+# Adapters that are not of all linear layers: keyword arguments of PEFT's LoraConfig.
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "llama-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    "qwen3-tied-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "down_proj"]},
 }
 # Models whose difference shows in these layouts already.
 FEW_LAYOUTS = dict.fromkeys(("llama3", "qwen2-yarn", "mistral"), ("TP2+SP", "PP2"))
+FEW_LAYOUTS |= {"qwen3-tied-vocabulary": ("TP1", "TP2+SP", "PP2", "TP2xPP2")}
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -142,7 +150,7 @@ def make_truths(folder: Path) -> tuple[Path, dict[str, Truth]]:
     truths = {}
     for name, spec in MODELS.items():
         model = make_model(folder / name / "model", **spec)
-        adapter = make_adapter(model, folder / name / "adapter")
+        adapter = make_adapter(model, folder / name / "adapter", **ADAPTERS.get(name, {}))
         samples = make_samples(10, SHAPE["vocab_size"])
         truths[name] = run_reference(model, adapter, samples, np.full(len(samples), 0.05), STEPS, LR)
     return folder, truths
@@ -195,10 +203,16 @@ def _worst(actual: list[np.ndarray], expected: list[np.ndarray]) -> float:
 
 def compare_merged(result: dict) -> None:
     """Merged export is base + scaling * B @ A (alpha 8, rank 4), whatever the layout."""
-    assert result["merged"].keys() == result["weights"].keys()
+    weights = result["weights"]
+    if "base_model.model.lm_head.lora_A.weight" in result["adapter"]:
+        weights = {"lm_head.weight": weights["model.embed_tokens.weight"], **weights}  # untied by the merge
+    assert result["merged"].keys() == weights.keys()
     for name, merged in result["merged"].items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
-        expected = result["weights"][name]
+        expected = weights[name]
+        if f"{module}.lora_embedding_A" in result["adapter"]:
+            a, b = (result["adapter"][f"{module}.lora_embedding_{side}"] for side in "AB")
+            expected = expected + 2.0 * (b @ a).T
         if f"{module}.lora_A.weight" in result["adapter"]:
             a, b = (result["adapter"][f"{module}.lora_{side}.weight"] for side in "AB")
             expected = expected + 2.0 * (b @ a)
