@@ -12,7 +12,7 @@ from peft import LoraConfig
 from megarl.lora import peft_io
 from megarl.lora.layers import ParallelLoraLinear, PartPlan
 from megarl.lora.merge import merge_weight
-from megarl.lora.peft_io import PREFIX
+from megarl.lora.targets import matrix_name, resolve_targets, unties
 from megarl.model.families import WeightMap
 from megarl.model.sharding import ShardedTensor, collect, parameter_view, placed
 from megarl.model.streaming import stream_full
@@ -41,7 +41,7 @@ class Slot:
 
     def name(self, side: str) -> str:
         """PEFT's name of A or B in the weights file."""
-        return f"{PREFIX}{self.part.name}.lora_{side}.weight"
+        return matrix_name(self.part.name, side)
 
     def shapes(self) -> dict[str, tuple[tuple[int, int], int | None]]:
         """PEFT name -> (shape in the file, dimension split over the kind's axis)."""
@@ -98,6 +98,8 @@ class LoraAdapter:
                 else:
                     data = torch.empty(0, shape[1], dtype=dtype)
                 tensor = parameter_view(name, data, shape, dim)
+                if dim is not None:
+                    tensor = dataclasses.replace(tensor, padded=slot.part.padded)
                 tensors.append(placed(tensor, slot.kind.axis, slot.part.owner, self.groups))
         return tensors
 
@@ -125,6 +127,11 @@ class LoraAdapter:
         """
         updates = {f"{slot.part.name}.weight": (slot.layer, slot.part) for slot in self.slots if slot.layer is not None}
         return [_with_update(t, *updates[t.name]) if t.name in updates else t for t in tensors]
+
+    @property
+    def unties(self) -> bool:
+        """Whether ``merged`` needs lm_head's own tensor though the model ties it to the embedding."""
+        return unties(self.names.hf_config, resolve_targets(self.config, self.names))
 
     def adapter_config(self) -> dict[str, Any]:
         """The contents of ``adapter_config.json``."""

@@ -1,6 +1,5 @@
 """Put LoRA on the linears of any GPTModel: plan, check, then change."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, RowParallelLora
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
+from megarl.lora.vocabulary import plan_vocabulary
 from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
@@ -65,6 +65,8 @@ def apply_lora(
         for linear in names.linears(index)
         if any(parts := _plan(layer, linear, HF_LAYER.format(index), config, chosen, names, groups))
     ]
+    vocabulary = plan_vocabulary(models, config, chosen, hf_config, groups)
+    dtype = models[0].config.params_dtype
     for model in models:
         model.requires_grad_(False)
         open_to_gradients(model)
@@ -73,9 +75,13 @@ def apply_lora(
         wrapped = None
         if owner_of(linear, names, groups) in (None, groups.expert_rank):
             wrapped = _wrap(layer, linear, parts, config, names, groups)
-            _create_parameters(wrapped, seed, groups)
+            _create_parameters(wrapped, seed, dtype, groups)
         slots += [Slot(part, kind_of(linear), wrapped) for part in parts if part]
-    return LoraAdapter(slots, config, names, models[0].config.params_dtype, groups)
+    for part, wrap in vocabulary:
+        wrapped = wrap()
+        _create_parameters(wrapped, seed, dtype, groups)
+        slots.append(Slot(part, type(wrapped), wrapped))
+    return LoraAdapter(slots, config, names, dtype, groups)
 
 
 def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
@@ -152,30 +158,14 @@ def _wrap(
     return wrapped
 
 
-def _create_parameters(wrapped: ParallelLoraLinear, seed: int, groups: Groups) -> None:
-    """Initialise A and B: each rank draws the whole A and keeps its slice."""
+def _create_parameters(wrapped: ParallelLoraLinear, seed: int, dtype: torch.dtype, groups: Groups) -> None:
+    """Initialise A and B: each rank draws the whole matrices and keeps its slices."""
     _, rank, size = groups.along(wrapped.axis)
-    weight = wrapped.base_layer.weight
-    like = {"dtype": weight.dtype, "device": weight.device}
+    like: dict[str, Any] = {"dtype": dtype, "device": groups.device}
     for part in filter(None, wrapped.parts):
-        whole = initial_a(part, seed)
-        if wrapped.split_A is not None:
-            whole = whole.chunk(size, dim=wrapped.split_A)[rank]
-        rows = part.out_features // (size if wrapped.split_B is not None else 1)
-        matrix_a = torch.nn.Parameter(whole.to(**like).contiguous())
-        matrix_b = torch.nn.Parameter(torch.zeros(rows, part.rank, **like))
-        wrapped.mark(matrix_a, wrapped.split_A)
-        wrapped.mark(matrix_b, wrapped.split_B)
-        wrapped.lora_A[part.key] = matrix_a
-        wrapped.lora_B[part.key] = matrix_b
-
-
-def initial_a(part: PartPlan, seed: int) -> torch.Tensor:
-    """The whole A ``[r, in_features]``, float32, from the seed and the module's name alone.
-
-    PEFT's ``kaiming_uniform_(a=sqrt(5))``, which is uniform on +-1 / sqrt(in_features).
-    """
-    digest = hashlib.sha256(f"{seed}:{part.name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    bound = part.in_features**-0.5
-    return torch.empty(part.rank, part.in_features).uniform_(-bound, bound, generator=generator)
+        whole = wrapped.initial(part, seed)
+        for side, split, matrices in (("A", wrapped.split_A, wrapped.lora_A), ("B", wrapped.split_B, wrapped.lora_B)):
+            mine = whole[side] if split is None else whole[side].chunk(size, dim=split)[rank]
+            parameter = torch.nn.Parameter(mine.to(**like).contiguous())
+            wrapped.mark(parameter, split)
+            matrices[part.key] = parameter

@@ -6,6 +6,7 @@ split along I, B replicated. Only the rank-r activations are communicated, never
 in ``experts.py``.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +36,7 @@ class PartPlan:
         in_features, out_features: of the whole part.
         rows: of the part on this rank.
         owner: the expert-parallel rank that holds it; None if all do.
+        padded: of a vocabulary: its size with padding.
     """
 
     name: str
@@ -44,6 +46,7 @@ class PartPlan:
     out_features: int
     rows: int
     owner: int | None = None
+    padded: int | None = None
 
     @property
     def key(self) -> str:
@@ -125,6 +128,16 @@ class ParallelLoraLinear(torch.nn.Module):
         """``(A, B)`` whose product is this rank's slice of the part's update."""
         return self.lora_A[part.key], self.lora_B[part.key]
 
+    def initial(self, part: PartPlan, seed: int) -> dict[str, torch.Tensor]:
+        """The whole A and B, float32, from the seed and the module's name alone.
+
+        PEFT's: A is ``kaiming_uniform_(a=sqrt(5))``, which is uniform on +-1 / sqrt(in_features); B is zero.
+        """
+        bound = part.in_features**-0.5
+        matrix_a = torch.empty(part.rank, part.in_features)
+        matrix_a.uniform_(-bound, bound, generator=generator_of(part.name, seed))
+        return {"A": matrix_a, "B": torch.zeros(part.padded or part.out_features, part.rank)}
+
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Set the attributes by which mcore reduces, clips and counts a matrix."""
         mark_parameter(matrix, split, bool(self.base_layer.sequence_parallel))
@@ -144,13 +157,15 @@ class ColumnParallelLora(ParallelLoraLinear):
 
     def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``out [T, ..., O/TP]``, ``hidden [T/TP or T, ..., I]``."""
+        return self.widen(out, self.low(hidden))
+
+    def low(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T/TP or T, ..., I] -> [T, ..., sum of ranks]``, of all tokens on every TP rank."""
         low = self.lower(_dropped(self, hidden))
         if self.base_layer.sequence_parallel:
             # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
-            low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
-        else:
-            low = copy_to_tensor_model_parallel_region(low, group=self.group)
-        return self.widen(out, low)
+            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+        return copy_to_tensor_model_parallel_region(low, group=self.group)
 
 
 class RowParallelLora(ParallelLoraLinear):
@@ -181,6 +196,12 @@ def _dropped(layer: ParallelLoraLinear, hidden: torch.Tensor) -> torch.Tensor:
 
     with get_cuda_rng_tracker().fork():
         return F.dropout(hidden, layer.dropout)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """A generator of its own for each module and seed, the same on every rank and at every layout."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def mark_parameter(parameter: torch.nn.Parameter, split_dim: int | None, sequence_parallel: bool) -> None:

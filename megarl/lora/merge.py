@@ -1,18 +1,21 @@
 """Base weight plus adapter: always out of place, in fp32, rounded once."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
-from megarl.lora.peft_io import PREFIX, WEIGHTS, load_peft_config, write_directory
-from megarl.lora.targets import rank_and_scaling, resolve_targets
+from megarl.lora.peft_io import WEIGHTS, load_peft_config, write_directory
+from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling, resolve_targets, unties
 from megarl.model.families import names_of
+from megarl.model.families.base import EMBEDDING, OUTPUT
 from megarl.model.hf_folder import WeightFolder, read_config
 
 
@@ -32,6 +35,8 @@ def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Ten
 def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     """Write a Hugging Face folder whose weights have the adapter merged; one source file in memory at a time.
 
+    Where the embedding or lm_head is adapted and the base ties them, the written model has them apart, as PEFT's merge.
+
     Args:
         model: the base model's folder, left untouched.
         adapter: a PEFT directory.
@@ -50,17 +55,24 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     config = load_peft_config(adapter)
     targets = resolve_targets(config, names_of(hf_config))
     folder = WeightFolder(model)
-    if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in folder.where):
+    untie = unties(hf_config, targets)
+    held = set(folder.where) | ({OUTPUT[1]} if untie else set())
+    if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
         raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")
     try:
         with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as source:
             with write_directory(out) as partial:
                 for file in sorted(set(folder.where.values())):
-                    tensors = dict(_merged_file(file, source, targets, config))
+                    tensors = {
+                        name: _merged(name, tensor, source, targets, config)
+                        for name, tensor in _base_tensors(file, untie)
+                    }
                     save_file(tensors, str(partial / file.name), metadata={"format": "pt"})
                 for file in model.iterdir():
                     if file.is_file() and file.suffix != ".safetensors":
                         shutil.copy2(file, partial / file.name)
+                if untie:
+                    _note_untied(partial)
     except (SafetensorError, FileNotFoundError) as error:
         raise AdapterError(
             f"{adapter / WEIGHTS} cannot be read ({error}); it is missing, truncated or damaged"
@@ -68,17 +80,40 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     return len(targets)
 
 
-def _merged_file(file: Path, adapter: Any, targets: set[str], config: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of one safetensors file, merged where they are targets."""
+def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of one safetensors file; with ``untie`` the embedding also as lm_head."""
     with safe_open(str(file), framework="pt", device="cpu") as source:
         for name in source.keys():  # noqa: SIM118
-            tensor, module = source.get_tensor(name), name.removesuffix(".weight")
-            if module in targets:
-                matrix_a, matrix_b = (adapter.get_tensor(f"{PREFIX}{module}.lora_{side}.weight") for side in "AB")
-                if (matrix_b.shape[0], matrix_a.shape[1]) != tuple(tensor.shape):
-                    raise AdapterError(
-                        f"the adapter of '{module}' is for a {matrix_b.shape[0]} x {matrix_a.shape[1]} layer; the "
-                        f"model's is {tensor.shape[0]} x {tensor.shape[1]}"
-                    )
-                tensor = merge_weight(tensor, matrix_a, matrix_b, rank_and_scaling(config, module)[1])
+            if untie and name == OUTPUT[1]:
+                continue  # a stored copy of the embedding
+            tensor = source.get_tensor(name)
             yield name, tensor
+            if untie and name == EMBEDDING[1]:
+                yield OUTPUT[1], tensor.clone()
+
+
+def _merged(name: str, tensor: torch.Tensor, adapter: Any, targets: set[str], config: LoraConfig) -> torch.Tensor:
+    """One tensor, with the adapter added where it is a target."""
+    module = name.removesuffix(".weight")
+    if module not in targets:
+        return tensor
+    matrix_a, matrix_b = (adapter.get_tensor(matrix_name(module, side)) for side in "AB")
+    if module == EMBED_MODULE:
+        matrix_a, matrix_b = matrix_b.T, matrix_a.T
+    if (matrix_b.shape[0], matrix_a.shape[1]) != tuple(tensor.shape):
+        raise AdapterError(
+            f"the adapter of '{module}' is for a {matrix_b.shape[0]} x {matrix_a.shape[1]} layer; the "
+            f"model's is {tensor.shape[0]} x {tensor.shape[1]}"
+        )
+    return merge_weight(tensor, matrix_a, matrix_b, rank_and_scaling(config, module)[1])
+
+
+def _note_untied(folder: Path) -> None:
+    """Say in config.json, and in the index if there is one, that lm_head has a weight of its own."""
+    config = read_config(folder) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        plain = json.loads(index.read_text())
+        plain["weight_map"][OUTPUT[1]] = plain["weight_map"][EMBEDDING[1]]
+        index.write_text(json.dumps(plain, indent=2) + "\n")

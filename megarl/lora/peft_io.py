@@ -17,11 +17,17 @@ from safetensors.torch import save_file
 from megarl.errors import AdapterError, nearest
 from megarl.lora.targets import (
     ALL_LINEAR,
+    BASE_WEIGHT,
+    EMBED_MODULE,
+    OUTPUT_MODULE,
+    PREFIX,
     check_supported,
+    matrix_name,
     rank_and_scaling,
     resolve_targets,
     short_names,
 )
+from megarl.lora.vocabulary import check_tables
 from megarl.model.families import WeightMap
 
 if TYPE_CHECKING:
@@ -29,8 +35,6 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Before every module name in the weights file.
-PREFIX = "base_model.model."
 
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
@@ -127,6 +131,10 @@ def load(path: str | Path, adapter: "LoraAdapter") -> None:
                 raise AdapterError(
                     f"{file}: '{tensor.name}' has shape {list(shape)}, the model needs {list(tensor.shape)}"
                 )
+        stored = sorted(_base_weights(resolve_targets(adapter.config, adapter.names)) & set(source.keys()))
+        check_tables(
+            source, stored, {slot.part.name: slot.layer for slot in adapter.slots if slot.layer}, adapter.groups
+        )
         for tensor in tensors:
             tensor.load(source.get_slice(tensor.name), adapter.groups)
 
@@ -146,10 +154,16 @@ def _check_same_targets(config: LoraConfig, adapter: "LoraAdapter", folder: Path
             )
 
 
+def _base_weights(names: set[str]) -> set[str]:
+    """Names under which PEFT stores the base weights of an adapted vocabulary."""
+    return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in names & {EMBED_MODULE, OUTPUT_MODULE}}
+
+
 def _check_names(found: set[str], adapter: "LoraAdapter", file: Path) -> None:
     """The file must hold the matrices of every adapted module of the whole model, and nothing else."""
     names = resolve_targets(adapter.config, adapter.names)
-    expected = {f"{PREFIX}{name}.lora_{side}.weight" for name in names for side in "AB"}
+    expected = {matrix_name(name, side) for name in names for side in "AB"}
+    found = found - _base_weights(names)
     if missing := sorted(expected - found):
         raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")
     if extra := sorted(found - expected):

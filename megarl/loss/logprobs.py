@@ -13,6 +13,7 @@ costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a 
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import LossInputError
+from megarl.loss.input_checks import check_delta, check_inputs
 
 # Bytes of one chunk's float32 logits. CPU: from 32 MiB on glibc maps fresh pages for every chunk, and much smaller
 # chunks read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in
@@ -30,6 +32,8 @@ CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 320 * 2**20}
 # With the Triton kernels a chunk is its logits in the weight's dtype and nothing else, and longer ones fill the GPU in
 # the product with the weight, whose result is only [C, H].
 KERNEL_CHUNK_BYTES, KERNEL_CHUNK_MULTIPLE = 1280 * 2**20, 256
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def token_logprobs(
     weight_VH: torch.Tensor,
     labels_T: torch.Tensor,
     *,
+    deltas: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
     vocab_start: int = 0,
@@ -69,6 +74,8 @@ def token_logprobs(
         hidden_TH: ``[T, H]``, the weight's dtype.
         weight_VH: ``[V, H]``, this rank's rows of the output layer: global ids ``vocab_start .. vocab_start + V``.
         labels_T: ``[T]`` int64 global ids, each below ``vocab_size``.
+        deltas: an adapter's low-rank products that are added to the logits: inputs ``[T, r]`` and this rank's rows
+            ``[V, r]``, the weight's dtype. Their gradients are like those of the hidden states and of the weight.
         temperature: the logits are divided by it.
         group: the ranks that share the vocabulary; None if this rank holds all of it.
         vocab_start: global id of ``weight_VH[0]``.
@@ -85,33 +92,15 @@ def token_logprobs(
     if vocab_size is None and group is not None:
         raise LossInputError("vocab_size is None with a group; give the size of the whole vocabulary without padding")
     vocab_size = vocab_start + rows if vocab_size is None else vocab_size
-    _check(hidden_TH, weight_VH, labels_T, temperature, vocab_size)
+    check_inputs(hidden_TH, weight_VH, labels_T, temperature, vocab_size)
+    for inputs, factor in deltas:
+        check_delta(inputs, factor, hidden_TH, weight_VH)
     if chunk_tokens is None:
         chunk_tokens = _chunk_tokens(hidden_TH, max(rows, 1))
     if chunk_tokens < 1:
         raise LossInputError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     shard = _Shard(temperature, group, vocab_start, min(max(vocab_size - vocab_start, 0), rows), chunk_tokens)
-    return _TokenLogprobs.apply(hidden_TH, weight_VH, labels_T, shard)
-
-
-def _check(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperature: float, vocab: int) -> None:
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
-        raise LossInputError(
-            f"hidden_TH has shape {tuple(hidden.shape)}, weight_VH {tuple(weight.shape)}; "
-            "both must have two dimensions and the same last one"
-        )
-    if hidden.dtype != weight.dtype:
-        raise LossInputError(f"hidden_TH is {hidden.dtype}, weight_VH {weight.dtype}; cast one to the other's dtype")
-    if labels.shape != hidden.shape[:1]:
-        raise LossInputError(f"labels_T has shape {tuple(labels.shape)}, expected ({hidden.shape[0]},) like hidden_TH")
-    if labels.dtype != torch.int64:
-        raise LossInputError(f"labels_T is {labels.dtype}; it must be int64")
-    if not 0.0 < temperature < float("inf"):
-        raise LossInputError(f"temperature is {temperature}; it must be positive and finite")
-    if len(labels):
-        low, high = torch.stack(labels.aminmax()).tolist()
-        if low < 0 or high >= vocab:
-            raise LossInputError(f"labels_T holds ids from {low} to {high}; they must be 0 to {vocab - 1}")
+    return _TokenLogprobs.apply(labels_T, shard, hidden_TH, weight_VH, *(tensor for pair in deltas for tensor in pair))
 
 
 @functools.cache
@@ -132,43 +121,72 @@ def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """``factors`` are inputs and weights in turn; the logits are the sum of their products."""
+
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> Any:
+    def forward(ctx: Any, labels: torch.Tensor, shard: _Shard, *factors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        local = _local_sums(hidden, weight[: shard.rows], labels, shard)
+        local = _local_sums(_real_rows(_pairs(factors), shard), labels, shard)
         label_logit, logsumexp, entropy = _combine(local, shard.group)
-        ctx.save_for_backward(hidden, weight, labels, logsumexp, entropy)
+        ctx.save_for_backward(labels, logsumexp, entropy, *factors)
         ctx.shard = shard
         return label_logit - logsumexp, entropy
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        hidden, weight, labels, logsumexp, entropy = ctx.saved_tensors
+        labels, logsumexp, entropy, *factors = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
-            return None, None, None, None
+            return (None,) * (2 + len(factors))
         active = torch.stack([gradient != 0 for gradient in given]).any(0).nonzero().squeeze(1)
         kept = [None if gradient is None else gradient[active] / ctx.shard.temperature for gradient in gradients]
-        rows = weight[: ctx.shard.rows]
-        hidden_sum = torch.zeros_like(hidden[active]) if ctx.needs_input_grad[0] else None
-        weight_sum = torch.zeros_like(weight, dtype=logsumexp.dtype) if ctx.needs_input_grad[1] else None
-        for part in torch.arange(len(active), device=active.device).split(ctx.shard.chunk) if len(rows) else ():
+        needed = _pairs(ctx.needs_input_grad[2:])
+        sums = [
+            (
+                inputs.new_zeros(len(active), inputs.shape[1]) if for_inputs else None,
+                torch.zeros_like(weight, dtype=logsumexp.dtype) if for_weight else None,
+            )
+            for (inputs, weight), (for_inputs, for_weight) in zip(_pairs(factors), needed, strict=True)
+        ]
+        pairs = _real_rows(_pairs(factors), ctx.shard)
+        for part in torch.arange(len(active), device=active.device).split(ctx.shard.chunk) if ctx.shard.rows else ():
             index = active[part]
             slope = _logits_gradient(
-                hidden[index] @ rows.T,
+                _logits(pairs, index),
                 _local_labels(labels[index], ctx.shard),
                 logsumexp[index],
                 entropy[index],
                 ctx.shard.temperature,
                 *(None if gradient is None else gradient[part] for gradient in kept),
             )
-            if hidden_sum is not None:
-                hidden_sum[part] = slope @ rows
-            if weight_sum is not None:
-                weight_sum[: len(rows)] += slope.T @ hidden[index]
-        if hidden_sum is not None:
-            hidden_sum = torch.zeros_like(hidden).index_copy_(0, active, hidden_sum)
-        return hidden_sum, None if weight_sum is None else weight_sum.to(weight.dtype), None, None
+            for (inputs, rows), (input_sum, weight_sum) in zip(pairs, sums, strict=True):
+                if input_sum is not None:
+                    input_sum[part] = slope @ rows
+                if weight_sum is not None:
+                    weight_sum[: len(rows)] += slope.T @ inputs[index]
+        found: list[torch.Tensor | None] = []
+        for (inputs, weight), (input_sum, weight_sum) in zip(_pairs(factors), sums, strict=True):
+            found.append(None if input_sum is None else torch.zeros_like(inputs).index_copy_(0, active, input_sum))
+            found.append(None if weight_sum is None else weight_sum.to(weight.dtype))
+        return None, None, *found
+
+
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
+def _real_rows(pairs: Sequence[_Pair], shard: _Shard) -> list[_Pair]:
+    """The products without the padding of their weights."""
+    return [(inputs, weight[: shard.rows]) for inputs, weight in pairs]
+
+
+def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice) -> torch.Tensor:
+    """``[C, V]`` in the weight's dtype, before the division by the temperature; fresh memory."""
+    (inputs, weight), *others = pairs
+    logits = inputs[tokens] @ weight.T
+    for inputs, weight in others:
+        logits.addmm_(inputs[tokens], weight.T)
+    return logits
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -183,17 +201,17 @@ def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
     return torch.where((row >= 0) & (row < shard.rows), row, -1)
 
 
-def _local_sums(hidden: torch.Tensor, rows: torch.Tensor, labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
+def _local_sums(pairs: Sequence[_Pair], labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
     """``[4, T]``: the shard's largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m)."""
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    sums = torch.zeros(4, len(labels), dtype=dtype, device=hidden.device)
+    dtype = torch.promote_types(pairs[0][0].dtype, torch.float32)
+    sums = torch.zeros(4, len(labels), dtype=dtype, device=labels.device)
     # Stays where the shard holds padding only: finite, so that 0 * (m - M) is 0.
     sums[0] = torch.finfo(dtype).min
-    if not len(rows):
+    if not shard.rows:
         return sums
     for start in range(0, len(labels), shard.chunk):
         part = slice(start, start + shard.chunk)
-        sums[:, part] = _chunk_sums(hidden[part] @ rows.T, _local_labels(labels[part], shard), shard.temperature)
+        sums[:, part] = _chunk_sums(_logits(pairs, part), _local_labels(labels[part], shard), shard.temperature)
     return sums
 
 

@@ -38,13 +38,14 @@ def layers_of(chunk: GPTModel) -> Iterator[tuple[int, torch.nn.Module]]:
         yield layer.layer_number - 1, layer
 
 
-def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[ShardedTensor]:
+def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: bool = False) -> list[ShardedTensor]:
     """List every base tensor of one model chunk under its Hugging Face name, adapters excluded.
 
     Args:
         chunk: unwrapped (no DDP), with or without adapters.
         names: of the model.
         groups: this rank's place.
+        untied: list tied embeddings as two tensors.
 
     Raises:
         ModelError: a tensor that the mapping names is absent, or a parameter of the chunk is in no mapping.
@@ -64,6 +65,8 @@ def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[Shar
         if not chunk.share_embeddings_and_output_weights:
             tensors.append(_vocabulary(OUTPUT, chunk.output_layer.weight, names.hf_config, groups))
     _check_complete(chunk, [tensor for tensor in tensors if tensor.held(groups)])
+    if untied and chunk.post_process and chunk.share_embeddings_and_output_weights:
+        tensors.append(_vocabulary(OUTPUT, chunk.shared_embedding_or_output_weight(), names.hf_config, groups))
     return tensors
 
 
@@ -89,7 +92,16 @@ def load_base(
         if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
             # The last stage's own copy of tied embeddings: loaded here, but never exported.
             tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
-        folder.load(tensors, groups)
+        _check_all_used(folder, folder.load(tensors, groups), chunk)
+
+
+def _check_all_used(folder: WeightFolder, used: set[str], chunk: GPTModel) -> None:
+    """Every tensor that the folder has for the chunk's layers must have a place: a dropped one changes the model."""
+    layers = tuple(HF_LAYER.format(index) for index, _ in layers_of(chunk))
+    unused = {name for name in folder.where if name.startswith(layers)} - used
+    # Old Llama folders hold the frequencies of RoPE, which follow from config.json.
+    if lost := sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq")):
+        raise ModelError(f"{folder.path} holds '{lost[0]}', which the model has no place for; check config.json")
 
 
 def _vocabulary(

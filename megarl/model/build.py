@@ -14,6 +14,7 @@ from megarl.model.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.families import Family, family_of
 from megarl.model.gpt import PackedGPTModel
 from megarl.model.recompute import recompute_settings
+from megarl.model.rope import rope_of
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups
 
@@ -76,6 +77,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
+    settings |= rope_of(hf).attention_settings(settings["kv_channels"])
     settings |= family.settings(hf) | recompute
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
     return TransformerConfig(**settings)
@@ -90,23 +92,6 @@ def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
         "overlap_p2p_comm": True,
         "batch_p2p_comm": False,
-    }
-
-
-def rope_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """GPTModel's RoPE arguments; transformers 5 nests them in ``rope_parameters``.
-
-    Raises:
-        UnsupportedError: a RoPE type other than the default.
-    """
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind != "default":
-        raise UnsupportedError(f"config.json: rope_type is '{kind}'; supported is 'default'")
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": rope.get("rope_theta") or hf.get("rope_theta") or 10000.0,
-        "rotary_percent": rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0,
     }
 
 
@@ -135,6 +120,7 @@ def build_chunks(
 def _build_chunk(
     hf: Mapping[str, Any], config: TransformerConfig, spec: BlockSpec, groups: Groups, vp_stage: int | None
 ) -> PackedGPTModel:
+    rope = rope_of(hf)
     first, last = vp_stage in (None, 0), vp_stage in (None, groups.topology.virtual_pipeline - 1)
     with cuda_names():
         chunk = PackedGPTModel(
@@ -146,8 +132,9 @@ def _build_chunk(
             post_process=groups.last_stage and last,
             share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
             vp_stage=vp_stage,
-            **rope_settings(hf),
+            **rope.model_settings(),
         )
+    rope.install(chunk)
     chunk.model_type = ModelType.encoder_or_decoder
     chunk.to(groups.device)
     chunk.requires_grad_(False)

@@ -111,6 +111,13 @@ class PackedGPTModel(GPTModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
+    def output_deltas(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What an adapter of the output layer adds to the logits at ``positions [R]``: ``([R, r], [V/TP, r])`` each."""
+        deltas = getattr(self.output_layer, "deltas", None)
+        return deltas(hidden_states, positions) if deltas else []
+
     def tokens_hidden(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states ``[T, hidden]`` of all tokens on every TP rank; their gradient is summed over TP ranks."""
         hidden = hidden_states.squeeze(1)

@@ -21,7 +21,7 @@ from megarl.model.base_tensors import base_tensors, load_base
 from megarl.model.build import build_chunks
 from megarl.model.ddp import without_reduction, wrap_ddp
 from megarl.model.durable import BackgroundWriter
-from megarl.model.families import names_of
+from megarl.model.families import check_length, names_of
 from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer
 from megarl.model.packing import PackedBatch, pack
@@ -55,6 +55,8 @@ class MegatronModel:
         """
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
+        longest = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
+        check_length(self.hf_config, longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
         self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
         load_base(self.chunks, config.model.path, self.hf_config, groups)
         self.adapter = attach(self.chunks, self.hf_config, groups)
@@ -70,15 +72,16 @@ class MegatronModel:
         self.version = 0
         self.optimizer.zero_grad()
 
-    def _base_tensors(self) -> list[ShardedTensor]:
+    def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
-        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups)]
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
 
     def pack(
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
     ) -> PackedBatch:
         """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
         parallel = self.config.parallel
+        check_length(self.hf_config, max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
         return pack(
             samples,
             weights_S,
@@ -212,9 +215,13 @@ class MegatronModel:
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once."""
+        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once.
+
+        Where the adapter changes one of tied embeddings, both are streamed: the merged model no longer ties them.
+        """
         self.optimizer.finish_param_gather()
-        return stream_full(self.adapter.merged(self._base_tensors()), self.groups)
+        tensors = self._base_tensors(untied=self.adapter.unties)
+        return stream_full(self.adapter.merged(tensors), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole accumulated gradient by PEFT name, reduced, float32, on the CPU; ``optim_step`` may follow."""

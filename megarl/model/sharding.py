@@ -68,7 +68,8 @@ class ShardedTensor:
         if self.padded is not None and self.dim is not None:
             missing = self.padded // size - part.shape[self.dim]
             if missing:
-                part = torch.cat([part, part.new_zeros(missing, *part.shape[1:])], dim=0)
+                zeros = part.new_zeros([missing if d == self.dim else n for d, n in enumerate(part.shape)])
+                part = torch.cat([part, zeros], dim=self.dim)
         self.write(part)
 
 

@@ -83,6 +83,7 @@ class Stepper:
             hidden,
             weight,
             item.labels_R,
+            deltas=model.output_deltas(hidden_states, item.response_R),
             temperature=self.temperature,
             group=self.groups.tensor if self.groups.topology.tensor > 1 else None,
             vocab_start=self.groups.tensor_rank * weight.shape[0],

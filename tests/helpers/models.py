@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 # Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
 SHAPE = {
@@ -16,8 +24,15 @@ SHAPE = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
+# Scaled for contexts of 8 tokens, so that the scaling shows in sequences of 40.
+ROPES = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0},
+    "linear": {"factor": 2.0},
+}
 FAMILIES = {
     "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (
@@ -32,6 +47,12 @@ FAMILIES = {
     ),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+
+
+def rope(kind: str) -> dict[str, object]:
+    """``rope_parameters`` of a kind of ``ROPES``."""
+    original = {} if kind == "linear" else {"original_max_position_embeddings": 8}
+    return {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind], **original}
 
 
 def make_model(

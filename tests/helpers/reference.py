@@ -92,7 +92,9 @@ def run_reference(
         with model.disable_adapter():
             base_logprobs = [logprobs_of(model, s).numpy() for s in samples]
     gradients: dict[str, torch.Tensor] = {}
-    start = unstack({n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}, names)
+    start = unstack(
+        {n: t.detach().clone() for n, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}, names
+    )
     norms = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -102,7 +104,9 @@ def run_reference(
             gradients = unstack({n.replace(".default", ""): p.grad.clone() for n, p in trainable.items()}, names)
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), 1.0)))
         optimizer.step()
-    adapter = unstack({n: t.detach().clone() for n, t in get_peft_model_state_dict(model).items()}, names)
+    adapter = unstack(
+        {n: t.detach().clone() for n, t in get_peft_model_state_dict(model, save_embedding_layers=False).items()}, names
+    )
     return Truth(logprobs, base_logprobs, gradients, start, adapter, norms, entropy)
 
 
@@ -119,7 +123,7 @@ def make_adapter(model_path: Path, folder: Path, *, seed: int = 1, **config: obj
     model = get_peft_model(load_reference(model_path, None), LoraConfig(**settings))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:
+            if "lora_B" in name or "lora_embedding_A" in name:
                 parameter.normal_(std=0.05)
     model.save_pretrained(folder)
     return folder

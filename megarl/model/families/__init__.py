@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import UnsupportedError, pick
-from megarl.model.families import llama, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.model.families.base import Family
 from megarl.model.families.weight_map import WeightMap
 
-_FAMILIES = (llama.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+_FAMILIES = (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
 FAMILIES: dict[str, Family] = {name: family for family in _FAMILIES for name in family.model_types}
 
 
@@ -19,6 +19,25 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         UnsupportedError: its ``model_type`` is not registered.
     """
     return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)
+
+
+def check_length(hf_config: Mapping[str, Any], length: int, what: str) -> None:
+    """Refuse sequences that are longer than the model's sliding window: only full attention is supported.
+
+    Args:
+        hf_config: parsed ``config.json``.
+        length: tokens of the longest sequence.
+        what: where the length comes from, for the message.
+
+    Raises:
+        UnsupportedError: it exceeds the window.
+    """
+    longest = family_of(hf_config).longest(hf_config)
+    if longest and length > longest:
+        raise UnsupportedError(
+            f"config.json: sliding_window is {longest}, but {what} is {length}; supported are full attention and a "
+            "window that no sequence exceeds: use shorter sequences"
+        )
 
 
 def names_of(hf_config: Mapping[str, Any]) -> WeightMap:

@@ -71,6 +71,7 @@ class Family:
         vectors: of every transformer layer.
         settings: config.json -> further ``TransformerConfig`` keyword arguments.
         moe: None for dense families.
+        longest: config.json -> tokens of the longest sequence whose attention is full (a sliding window), or None.
     """
 
     model_types: tuple[str, ...]
@@ -79,6 +80,7 @@ class Family:
     vectors: tuple[VectorMap, ...]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     moe: MoeMap | None = None
+    longest: Callable[[Mapping[str, Any]], int | None] = lambda hf: None
 
 
 # Outside the transformer layers all supported families agree.

@@ -1,4 +1,4 @@
-"""The layer that Llama, Qwen2 and Qwen3 share: grouped-query attention and a gated MLP, each behind an RMSNorm."""
+"""The layer of Llama, Mistral, Qwen2 and Qwen3: grouped-query attention and a gated MLP, each behind an RMSNorm."""
 
 from megarl.model.families.base import LinearMap, VectorMap
 

@@ -12,8 +12,6 @@ _BLOCK = "block_sparse_moe"
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("sliding_window"):
-        raise UnsupportedError(f"config.json: sliding_window is {hf['sliding_window']}; supported is full attention")
     if hf.get("router_jitter_noise"):
         raise UnsupportedError(f"config.json: router_jitter_noise is {hf['router_jitter_noise']}; supported is 0")
     return expert_settings(hf, hidden=hf["intermediate_size"], renormalise=True)
@@ -31,4 +29,5 @@ FAMILY = Family(
         count=num_experts,
         sparse=lambda hf, layer: True,
     ),
+    longest=lambda hf: hf.get("sliding_window"),
 )

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's layer with a bias on q, k and v."""
+"""Qwen2 and Qwen2.5 (whose ``model_type`` is qwen2 too): Llama's layer with a bias on q, k and v."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -17,11 +17,13 @@ def attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """``TransformerConfig`` arguments of Qwen3's attention.
 
     Raises:
-        UnsupportedError: sliding-window attention.
+        UnsupportedError: sliding-window attention, or biases (mcore has none on the output projection alone).
     """
     if hf.get("use_sliding_window"):
         raise UnsupportedError("config.json: use_sliding_window is true; supported is full attention only")
-    return {"qk_layernorm": True, "add_qkv_bias": bool(hf.get("attention_bias"))}
+    if hf.get("attention_bias"):
+        raise UnsupportedError("config.json: attention_bias is true; supported is a qwen3 without biases")
+    return {"qk_layernorm": True}
 
 
 FAMILY = Family(("qwen3",), ATTENTION, MLP, NORMS + QK_NORMS, attention_settings)

@@ -46,6 +46,23 @@ def test_values_and_gradients_equal_full_logits(temperature: float, chunk: int |
     )
 
 
+@pytest.mark.parametrize("chunk", [5, None])
+def test_low_rank_deltas_enter_the_logits_exactly(chunk: int | None) -> None:
+    hidden, weight, labels = make_inputs()
+    generator = torch.Generator().manual_seed(1)
+    deltas = [
+        tuple(torch.randn(rows, rank, generator=generator, dtype=torch.float64).requires_grad_() for rows in shape)
+        for rank, shape in ((3, (TOKENS, PADDED)), (1, (TOKENS, PADDED)))
+    ]
+    leaves = (hidden, weight, *(tensor for pair in deltas for tensor in pair))
+    ours = token_logprobs(hidden, weight, labels, deltas=deltas, vocab_size=VOCAB, chunk_tokens=chunk)
+    logits = hidden @ weight[:VOCAB].T + sum(inputs @ rows[:VOCAB].T for inputs, rows in deltas)
+    policy = torch.distributions.Categorical(logits=logits)
+    truth = (policy.log_prob(labels), policy.entropy())
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(ours, leaves), gradients(truth, leaves), rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradient_flows_through_each_result_alone(which: int) -> None:
     hidden, weight, labels = make_inputs()
@@ -102,7 +119,10 @@ def test_full_logits_never_exist() -> None:
 
     hidden, weight = torch.randn(512, 8, requires_grad=True), torch.randn(300, 8)
     with Largest() as largest:
-        logprobs, entropy = token_logprobs(hidden, weight, torch.randint(0, 300, (512,)), chunk_tokens=32)
+        delta = (torch.randn(512, 2, requires_grad=True), torch.randn(300, 2, requires_grad=True))
+        logprobs, entropy = token_logprobs(
+            hidden, weight, torch.randint(0, 300, (512,)), deltas=[delta], chunk_tokens=32
+        )
         with torch.autograd.set_multithreading_enabled(False):
             (logprobs.sum() + entropy.sum()).backward()
     assert largest.numel == 32 * 300
@@ -143,6 +163,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
         ({"labels_T": torch.full((TOKENS,), -100)}, "labels_T holds ids from -100"),
         ({"hidden_TH": torch.zeros(TOKENS, HIDDEN + 1, dtype=torch.float64)}, "same last one"),
         ({"hidden_TH": torch.zeros(TOKENS, HIDDEN)}, "hidden_TH is torch.float32, weight_VH torch.float64"),
+        ({"deltas": [(torch.zeros(TOKENS, 2), torch.zeros(PADDED, 2))]}, r"deltas has torch.float32 \(23, 2\)"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"chunk_tokens": 0}, "chunk_tokens is 0"),

@@ -1,0 +1,74 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864), scaled as transformers scales it: by its own functions."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.errors import UnsupportedError
+
+# Types whose frequencies do not depend on the length of the sequence.
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How one model rotates queries and keys.
+
+    Attributes:
+        base: rope_theta.
+        frequencies: ``[head_dim / 2]`` float32, radians per position; None where they follow from ``base`` alone.
+        attention_factor: multiplies rotated queries and keys (YaRN, Peng et al., arXiv:2309.00071).
+    """
+
+    base: float
+    frequencies: torch.Tensor | None = None
+    attention_factor: float = 1.0
+
+    def model_settings(self) -> dict[str, Any]:
+        """GPTModel's arguments."""
+        return {"position_embedding_type": "rope", "rotary_base": self.base, "rotary_percent": 1.0}
+
+    def attention_settings(self, head_dim: int) -> dict[str, Any]:
+        """``TransformerConfig``'s arguments: scaling q and k by f scales the attention logits by f squared."""
+        if self.attention_factor == 1.0:
+            return {}
+        return {"softmax_scale": self.attention_factor**2 * head_dim**-0.5}
+
+    def install(self, chunk: GPTModel) -> None:
+        """Give a built model these frequencies."""
+        if self.frequencies is not None:
+            chunk.rotary_pos_emb.inv_freq = self.frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+
+
+def rope_of(hf: Mapping[str, Any]) -> Rope:
+    """The RoPE of a parsed ``config.json``, in transformers 5's form (``rope_parameters``) or the older ones.
+
+    Raises:
+        UnsupportedError: a type that is not supported, one per kind of layer, or parameters that transformers rejects.
+    """
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind not in SUPPORTED:
+        raise UnsupportedError(f"config.json: rope_type is '{kind}'; supported are {', '.join(SUPPORTED)}")
+    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        raise UnsupportedError(f"config.json: rope_parameters differ by layer ({nested[0]}); supported is one for all")
+    partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        # transformers ignores it in the families supported here, vLLM and mcore do not.
+        raise UnsupportedError(f"config.json: partial_rotary_factor is {partial}; supported is 1.0")
+    plain = {key: value for key, value in copy.deepcopy(dict(hf)).items() if key != "model_type"}
+    try:
+        config = AutoConfig.for_model(hf["model_type"], **plain)
+        base = float(config.rope_parameters["rope_theta"])
+        if kind == "default":
+            return Rope(base)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
+    return Rope(base, frequencies.float(), float(factor))

@@ -1,0 +1,61 @@
+"""Scaled RoPE: transformers' own frequencies, and refusals by name."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from megarl.errors import UnsupportedError
+from megarl.model.rope import rope_of
+from tests.helpers.models import FAMILIES, ROPES, SHAPE, rope
+
+LLAMA = {"model_type": "llama", **SHAPE}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_are_those_of_the_transformers_model(family, kind):
+    config_class, extra = FAMILIES[family]
+    config = config_class(**{**SHAPE, **extra, "rope_parameters": rope(kind)})
+    if family == "mixtral" and kind == "yarn":
+        with pytest.raises(UnsupportedError, match="transformers rejects"):  # so it does: head_dim is None
+            rope_of(config.to_dict())
+        return
+    reference = AutoModel.from_config(config).rotary_emb
+    found = rope_of(config.to_dict())
+    assert torch.equal(found.frequencies, reference.inv_freq)
+    assert found.attention_factor == reference.attention_scaling
+    assert found.base == 10000.0
+
+
+def test_config_json_of_older_transformers_means_the_same():
+    scaling = {"rope_type": "llama3", "original_max_position_embeddings": 8, **ROPES["llama3"]}
+    old = rope_of({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = rope_of({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    assert old.base == new.base == 5e5
+    assert torch.equal(old.frequencies, new.frequencies)
+    assert "rope_theta" not in scaling  # config.json as parsed stays as it was
+
+
+@pytest.mark.parametrize(("family", "theta"), [("llama", 1e4), ("mixtral", 1e6)])
+def test_rope_theta_defaults_to_the_familys(family, theta):
+    assert rope_of({"model_type": family, **SHAPE}).base == theta
+    assert AutoConfig.for_model(family).rope_parameters["rope_theta"] == theta
+
+
+@pytest.mark.parametrize(
+    ("rope_parameters", "part"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "rope_type is 'dynamic'; supported are default, linear, llama3, yarn",
+        ),
+        ({"type": "longrope"}, "rope_type is 'longrope'"),
+        ({"rope_type": "llama3", "factor": 8.0}, "rejects its rope_parameters"),
+        ({"full_attention": {"rope_type": "default"}}, "differ by layer (full_attention)"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported is 1.0"),
+    ],
+)
+def test_other_ropes_are_refused_by_name(rope_parameters, part):
+    with pytest.raises(UnsupportedError) as failure:
+        rope_of({**LLAMA, "rope_parameters": rope_parameters})
+    assert part in str(failure.value)
