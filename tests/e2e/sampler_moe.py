@@ -1,4 +1,4 @@
-"""Mixtures of experts in real engines: scenarios of ``sampler_scenarios``."""
+"""Mixtures of experts in real engines: a scenario of ``sampler_scenarios``."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +64,13 @@ class FileTrainer(PeftTrainer):
 def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
     """Adapters of everything, twice, then of the router alone, of the experts alone, of the attention alone."""
     found: dict[str, Any] = {"errors": {}, "effects": {}}
-    parts = {"all": "all-linear", "again": "all-linear", "router": [router], "experts": experts, "attention": ["q_proj"]}
+    parts = {
+        "all": "all-linear",
+        "again": "all-linear",
+        "router": [router],
+        "experts": experts,
+        "attention": ["q_proj"],
+    }
     for version, (part, targets) in enumerate(parts.items(), 1):
         rig.trainer.randomise(version, targets)
         rig.manager.sync(version, "adapter")
@@ -125,6 +131,11 @@ def refused(rig: Rig, edit: Callable[[list], list], kind: Any) -> str:
     rig.call(rig.sampler.resident())
     rig.renew(base_ready=kind == "adapter")
     return outcome
+
+
+def moe(folder: Path) -> dict[str, Any]:
+    """Two engines in a row, which share this process's imports."""
+    return {"qwen3_moe": qwen3_moe(folder / "qwen3_moe"), "mixtral": mixtral(folder / "mixtral")}
 
 
 def qwen3_moe(folder: Path) -> dict[str, Any]:
