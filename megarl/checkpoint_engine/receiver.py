@@ -9,14 +9,22 @@ import json
 from typing import Any
 
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 
-from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe
+from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe, receiver_router
 from megarl.checkpoint_engine.base import open_receiver
 from megarl.checkpoint_engine.receiver_base import load_base
 from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
+from megarl.checkpoint_engine.receiver_moe import check_engine
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Receipt
 from megarl.errors import MegarlError, WeightSyncError
+
+# vLLM imports this module before it builds the model. Later is too late: it runs the model once, and captures graphs.
+receiver_router.install()
+if current_platform.is_cpu():
+    receiver_cpu.install()
+    receiver_cpu_moe.install()
 
 
 class ReceiverExtension:
@@ -32,12 +40,12 @@ class ReceiverExtension:
 
         Raises:
             WeightSyncError: the engine was started without LoRA.
+            UnsupportedError: it holds experts in a way that is not proven.
         """
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is None:
             raise WeightSyncError("the engine was started without enable_lora")
-        receiver_cpu.install()
-        receiver_cpu_moe.install()
+        check_engine(manager._adapter_manager)
         self._megarl_staged = {}
         manager._load_adapter = self._megarl_load_adapter
         return self.rank

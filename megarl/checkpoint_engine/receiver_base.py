@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megarl.checkpoint_engine import receiver_moe
 from megarl.checkpoint_engine.receiver_lora import rename_mapper
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
@@ -33,9 +34,11 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
     Raises:
         WeightSyncError: a tensor that the model lacks, is not finite or has the wrong shape; a parameter that no
             tensor reached. The model is then half replaced and must not be used.
+        UnsupportedError: experts in a layout that a reload would not give.
     """
-    model = runner.get_model()
-    names = load_names(model)
+    model, inner = runner.get_model(), runner.lora_manager._adapter_manager
+    names = load_names(model, inner)
+    expert_shapes = receiver_moe.base_shapes(inner)
     mapper = rename_mapper(model)
     pending = set(names)
 
@@ -46,10 +49,12 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
                 raise WeightSyncError(f"tensor '{name}' came twice or is no parameter of the model")
             if not torch.isfinite(tensor).all():
                 raise WeightSyncError(f"tensor '{name}' holds a value that is not finite")
+            if (shape := tuple(tensor.shape)) != expert_shapes.get(mapped, shape):
+                raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {expert_shapes[mapped]}")
             pending.discard(mapped)
             yield (name if mapped == names[mapped] else names[mapped]), tensor
 
-    with set_current_vllm_config(vllm_config), torch.device(runner.device):
+    with set_current_vllm_config(vllm_config), torch.device(runner.device), receiver_moe.loading_base(inner):
         owners = _owners(model)
         initialize_layerwise_reload(model)
         try:
@@ -68,15 +73,25 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
     _drop_adapters(runner)
 
 
-def load_names(model: Any) -> dict[str, str]:
+def load_names(model: Any, inner: Any) -> dict[str, str]:
     """Unfused parameter name -> the name by which ``model.load_weights`` takes it.
 
     vLLM 0.26 has no ``load_weights`` on its LoRA wrappers and wants ``.base_layer.`` in the names of what they wrap.
+
+    Args:
+        model: vLLM's.
+        inner: its LoRA model manager.
     """
     plain = hasattr(BaseLayerWithLoRA, "load_weights")
     packed = getattr(model, "packed_modules_mapping", {})
-    names = {}
+    names: dict[str, str] = {}
+    stacked: set[str] = set()
+    for experts, _, parts in receiver_moe.experts_of(inner):
+        names |= receiver_moe.base_names(experts, parts, plain)
+        stacked |= {f"{experts}.base_layer.routed_experts.{weight}" for weight in receiver_moe.BASE_WEIGHTS}
     for parameter, _ in model.named_parameters():
+        if parameter in stacked:
+            continue
         name = parameter.replace(".base_layer.", ".")
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
@@ -100,9 +115,9 @@ def _owners(model: Any) -> dict[str, Any]:
 
 
 def _is_untouched(layer: Any) -> bool:
-    """Whether vLLM's own count says that nothing was loaded into the layer."""
+    """Whether vLLM's own count says that nothing, or of experts not everything, was loaded into the layer."""
     info = get_layerwise_info(layer)
-    return info.can_load() and not info.load_numel
+    return info.can_load() and (not info.load_numel or receiver_moe.holds_base(layer))
 
 
 def _repack_tied(model: Any, owners: dict[str, Any]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megarl.errors import UnsupportedError
+
 
 def install() -> None:
     """Replace the Triton experts' computation; does nothing where vLLM has none."""
@@ -44,12 +46,22 @@ def _apply(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
     activation: Any,
-    *_: Any,
-    **__: Any,
+    global_num_experts: int,
+    expert_map: torch.Tensor | None,
+    a1q_scale: torch.Tensor | None,
+    a2_scale: torch.Tensor | None,
+    workspace13: torch.Tensor,
+    workspace2: torch.Tensor,
+    expert_tokens_meta: Any,
+    apply_router_weight_on_input: bool,
 ) -> None:
     """vLLM's ``FusedMoEExpertsModular.apply`` for unquantised SwiGLU experts that are all on this rank."""
     if getattr(activation, "value", activation) != "silu":
-        raise NotImplementedError(f"experts on a CPU support the activation 'silu', not {activation}")
+        raise UnsupportedError(f"experts on a CPU support the activation 'silu', not {activation}")
+    if expert_map is not None or apply_router_weight_on_input or a1q_scale is not None or a2_scale is not None:
+        raise UnsupportedError(
+            "experts on a CPU are supported unquantised, all on each rank, and weighted after their computation"
+        )
     context = self._lora_context
     slots = None
     if context is not None:

@@ -17,6 +17,7 @@ from peft.utils.other import get_pattern_key
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from megarl.checkpoint_engine import receiver_moe, receiver_router
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import UnsupportedError, WeightSyncError
 
@@ -53,12 +54,16 @@ def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[s
     Raises:
         WeightSyncError: a tensor that no module takes, a target or half of a pair that is missing, a wrong shape or
             rank, a value that is not finite.
-        UnsupportedError: an adapter method other than plain LoRA on linear layers.
+        UnsupportedError: an adapter method other than plain LoRA on linear layers and experts, or one of a part of
+            the experts; an adapter of a router that vLLM would ignore.
     """
     peft_config = _plain_lora(config)
     halves = _split(tensors)
     shapes = linear_shapes(manager)
     _check_targets(halves, shapes, peft_config)
+    inner = manager._adapter_manager
+    receiver_moe.check_stackable(inner, {module: rank_and_scaling(peft_config, module)[0] for module in halves})
+    receiver_router.check_routers(inner, halves)
     dtype, limit = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
     pairs = {}
     for module, (a, b) in halves.items():
@@ -114,22 +119,25 @@ def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> li
         a, b = [pair and pair.a for pair in pairs], [pair and pair.b for pair in pairs]
         if getattr(module, "tp_size", 1) > 1:
             a, b = _shards(module, a, b)
-        for part, stacked, expected in (
-            *zip(parts, module.lora_a_stacked, a, strict=True),
-            *zip(parts, module.lora_b_stacked, b, strict=True),
-        ):
-            if not _holds(stacked[slot, 0], expected) and part not in different:
+        buffers_a, buffers_b = _buffers(module, slot)
+        for part, buffer, expected in (*zip(parts, buffers_a, a, strict=True), *zip(parts, buffers_b, b, strict=True)):
+            if not _holds(buffer, expected) and part not in different:
                 different.append(part)
+        if receiver_moe.is_experts(module) and not receiver_moe.is_switched(module, slot, any(pairs)):
+            different.append(parts[0])
     return different
 
 
 def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     """Hugging Face name of every linear module that vLLM can adapt -> (input size, output size), unsharded."""
-    return {
-        part: (module.base_layer.input_size, outputs)
-        for module, parts in _wrapped(manager._adapter_manager)
-        for part, outputs in zip(parts, _output_sizes(module.base_layer, len(parts)), strict=True)
-    }
+    found: dict[str, tuple[int, int]] = {}
+    for module, parts in _wrapped(manager._adapter_manager):
+        if receiver_moe.is_experts(module):
+            found |= receiver_moe.shapes(module, parts)
+        else:
+            outputs = _output_sizes(module.base_layer, len(parts))
+            found |= {part: (module.base_layer.input_size, size) for part, size in zip(parts, outputs, strict=True)}
+    return found
 
 
 def rank_and_scaling(config: LoraConfig, module: str) -> tuple[int, float]:
@@ -202,10 +210,20 @@ def _check_targets(halves: Any, shapes: dict[str, tuple[int, int]], config: Lora
 
 
 def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:
-    """(wrapped linear module of vLLM, Hugging Face names of its slices in order)."""
+    """(wrapped linear module or experts of vLLM, Hugging Face names of its parts in order)."""
     for name, module in inner.modules.items():
-        if name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size"):
+        linear = name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size")
+        if linear or receiver_moe.is_experts(module):
             yield module, inner.packed_modules.get(name, [name])
+
+
+def _buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices A and B in one slot of what the kernels read, in the order of the parts."""
+    if receiver_moe.is_experts(module):
+        return receiver_moe.buffers(module, slot)
+    return [stacked[slot, 0] for stacked in module.lora_a_stacked], [
+        stacked[slot, 0] for stacked in module.lora_b_stacked
+    ]
 
 
 def _output_sizes(layer: Any, slices: int) -> list[int]:
@@ -220,6 +238,8 @@ def _output_sizes(layer: Any, slices: int) -> list[int]:
 
 def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[Any]]:
     """This rank's part of each matrix, by vLLM's own slicing."""
+    if receiver_moe.is_experts(module):
+        return receiver_moe.shards(module, a, b)
     if len(a) > 1:
         return module.slice_lora_a(a), module.slice_lora_b(b)
     return [x if x is None else module.slice_lora_a(x) for x in a], [

@@ -20,8 +20,11 @@ SIZES = (
     "intermediate_size",
     "num_hidden_layers",
     "max_position_embeddings",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
 )
-OPTIONAL = ("num_key_value_heads", "max_position_embeddings")
+OPTIONAL = ("num_key_value_heads", "max_position_embeddings", *SIZES[-3:])
 
 
 def cross_check(config: "RunConfig") -> None:
@@ -37,7 +40,7 @@ def cross_check(config: "RunConfig") -> None:
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
     check_backend(config.model, config.parallel, shape)
-    _check_divides("sampler.tensor", config.sampler.tensor, "num_attention_heads", shape)
+    check_engine_fits_model(config.sampler.tensor, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
     longest = shape.get("max_position_embeddings")
     if longest and length > longest:
@@ -172,9 +175,38 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
         )
 
 
+def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
+    """Check that vLLM can split the model over an engine's ranks; it copies KV heads where there are too few.
+
+    Raises:
+        ConfigError: a size of the model is not a multiple of ``sampler.tensor``, or there are fewer experts.
+    """
+    _check_divides("sampler.tensor", tensor, "num_attention_heads", shape)
+    kv_heads = shape.get("num_key_value_heads")
+    if kv_heads and kv_heads % tensor and tensor % kv_heads:
+        raise ConfigError(
+            f"sampler.tensor ({tensor}) must divide the model's num_key_value_heads ({kv_heads}) or be a multiple of it"
+        )
+    experts, inner = _expert_keys(shape)
+    if shape.get(experts):
+        _check_divides("sampler.tensor", tensor, inner, shape)
+        if tensor > shape[experts]:
+            raise ConfigError(f"sampler.tensor ({tensor}) must be at most the model's {experts} ({shape[experts]})")
+    if not shape.get(experts) or shape.get("mlp_only_layers") or (shape.get("decoder_sparse_step") or 1) > 1:
+        _check_divides("sampler.tensor", tensor, "intermediate_size", shape)
+
+
+def _expert_keys(shape: dict[str, Any]) -> tuple[str, str]:
+    """Keys of the number of routed experts and of their inner size; transformers writes either name of both."""
+    return (
+        "num_experts" if shape.get("num_experts") else "num_local_experts",
+        "moe_intermediate_size" if shape.get("moe_intermediate_size") else "intermediate_size",
+    )
+
+
 def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
     """Experts are laid out over the tensor x context x data ranks of a pipeline stage."""
-    key = "num_experts" if shape.get("num_experts") else "num_local_experts"
+    key, inner = _expert_keys(shape)
     if not shape.get(key):
         for axis in ("expert", "expert_tensor"):
             if getattr(parallel, axis) > 1:
@@ -182,7 +214,6 @@ def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
         return
     _check_divides("parallel.expert", parallel.expert, key, shape)
     _check_divides("parallel.expert_tensor", parallel.expert_tensor, "hidden_size", shape)
-    inner = "moe_intermediate_size" if shape.get("moe_intermediate_size") else "intermediate_size"
     _check_divides("parallel.expert_tensor", parallel.expert_tensor, inner, shape)
     ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (parallel.expert * parallel.expert_tensor):

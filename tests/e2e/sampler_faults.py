@@ -15,3 +15,18 @@ FAULT_CAUSES = {
     "nothing": "holds no tensor",
     "flipped_byte": f"'{FIRST}' arrived damaged",
 }
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+
+EXPERT_FAULT_CAUSES = {
+    "part_of_experts": "covers a part of the experts 'model.layers.0.mlp.experts' only",
+    "missing_expert": f"covers '{EXPERT}', but no tensor",
+    "missing_half": f"'base_model.model.{EXPERT}.lora_B.weight' is missing",
+    "extra_expert": "no linear module of the model takes the adapter of 'model.layers.1.mlp.experts.4.up_proj'",
+    "wrong_shape": f"'{EXPERT}.lora_B' has shape (23, 4), the model needs (24, 4)",
+    "wrong_rank": f"'{EXPERT}.lora_A' has shape (3, 64), the model needs (4, 64)",
+    "nan": f"'{EXPERT}.lora_A' holds a value that is not finite",
+    "base_missing_expert": f"no tensor reached: '{EXPERT}.weight'",
+    "base_extra_expert": "'model.layers.1.mlp.experts.4.up_proj.weight' came twice or is no parameter",
+    "base_wrong_shape": f"'{EXPERT}.weight' has shape (23, 64), the model needs (24, 64)",
+}

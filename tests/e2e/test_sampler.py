@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.sampler_faults import FAULT_CAUSES
+from tests.e2e.sampler_faults import EXPERT_FAULT_CAUSES, FAULT_CAUSES
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 280
@@ -26,7 +26,7 @@ class Scenarios:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        self.logs = {name: (folder / f"{name}.log").open("w") for name in ("llama", "qwen3", "qwen2")}
+        self.logs = {name: (folder / f"{name}.log").open("w") for name in ("llama", "moe", "qwen3", "qwen2")}
         self.processes = {
             name: subprocess.Popen(
                 [sys.executable, "-m", "tests.e2e.sampler_scenarios", name, folder / name, folder / f"{name}.json"],
@@ -60,6 +60,11 @@ def llama(scenarios: Scenarios) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def qwen3(scenarios: Scenarios) -> dict[str, Any]:
     return scenarios["qwen3"]
+
+
+@pytest.fixture(scope="module")
+def moe(scenarios: Scenarios) -> dict[str, Any]:
+    return scenarios["moe"]
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 20)]
@@ -167,3 +172,27 @@ def test_gloo_and_shm_bring_bitwise_the_same_adapter(qwen3: dict) -> None:
 
 def test_attention_biases_arrive(scenarios: Scenarios) -> None:
     assert scenarios["qwen2"]["error"] < 1e-4
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("part", ["all", "again", "router", "experts", "attention"])
+def test_adapters_of_routers_and_experts_count_as_in_peft(moe: dict, family: str, part: str) -> None:
+    assert moe[family]["errors"][part] < 1e-4
+    assert moe[family]["effects"][part] > 1e-1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_another_adapter_of_experts_gives_other_logprobs(moe: dict, family: str) -> None:
+    assert moe[family]["error_of_previous"] > 1e-1
+
+
+@pytest.mark.parametrize(("name", "cause"), EXPERT_FAULT_CAUSES.items())
+def test_damaged_experts_are_refused_by_name(moe: dict, name: str, cause: str) -> None:
+    outcome = moe["qwen3_moe"]["faults"][name]
+    assert outcome.startswith("WeightSyncError") and cause in outcome
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_new_base_weights_of_experts_give_hugging_faces_logprobs(moe: dict, family: str) -> None:
+    assert moe[family]["error_of_new_base"] < 1e-4
+    assert moe[family]["error_of_old_base"] > 1e-1

@@ -25,8 +25,12 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     """A tiny model with a tokenizer, and a recipe for it."""
-    folder = tmp_path_factory.mktemp("train")
-    model = make_model(folder / "model", "qwen3", tied=True, vocab_size=100, head_dim=32, eos_token_id=0)
+    return make_recipe(tmp_path_factory.mktemp("train"), "qwen3", tied=True)
+
+
+def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
+    """A tiny model of a family with a tokenizer, and a recipe for it."""
+    model = make_model(folder / "model", family, tied=tied, vocab_size=100, head_dim=32, eos_token_id=0)
     assert make_tokenizer(model) == 100
     file = folder / "recipe.yaml"
     file.write_text(RECIPE.replace("MODEL", str(model)))
@@ -102,6 +106,27 @@ def test_sampler_trainer_and_peft_agree_after_every_sync(finished, recipe):
         if step > 1:
             before = peft_logprobs(recipe, finished / "checkpoints" / f"step-{step - 1:06d}" / "adapter", rows)
             assert np.abs(before - sampled).max() > 1e-3, "the sampler may as well have used the previous version"
+
+
+def test_experts_over_two_ranks_train_with_a_sampler_that_agrees(tmp_path):
+    recipe = make_recipe(tmp_path, "qwen3_moe", tied=False)
+    run = TrainRun(recipe, f"train.output={tmp_path}", "parallel.expert=2", "train.steps=3")
+    try:
+        run.wait_for("step 3 ", timeout=240)
+        assert run.finish(60) == 0, run.output()
+    finally:
+        run.kill()
+    folder = run.folder()
+    for row in read_rows(folder):
+        assert row["mismatch_max"] <= 1e-4, row
+    for step in (1, 2):
+        rows, adapter = read_rollout(folder, step + 1), folder / "checkpoints" / f"step-{step:06d}" / "adapter"
+        sampled = np.concatenate([row["logprobs"] for row in rows])
+        assert np.abs(peft_logprobs(recipe, adapter, rows) - sampled).max() <= 1e-4
+        assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
+    adapted = load_file(folder / "adapter" / "adapter_model.safetensors")
+    for name in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.3.down_proj"):
+        assert adapted[f"base_model.model.model.layers.3.{name}.lora_B.weight"].any(), f"{name} was not trained"
 
 
 def test_adapter_made_elsewhere_trains_on(finished, recipe, start):

@@ -21,11 +21,13 @@ _ROUTER = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.gate\.lora_([AB])\.weight"
 
 
 def write_adapter(model: Path, folder: Path, names: WeightMap, config: LoraConfig, *, seed: int = 1) -> Path:
-    """A random adapter of every linear, one A and one B each, as a PEFT directory."""
+    """A random adapter of the linears that the config's short names say, one A and one B each, as a PEFT directory."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     with safe_open(str(model / "model.safetensors"), framework="pt") as source:
         for name in names.linear_names():
+            if name.rpartition(".")[2] not in config.target_modules:
+                continue
             rows, columns = source.get_slice(f"{name}.weight").get_shape()
             bound = columns**-0.5
             matrix_a = torch.empty(config.r, columns).uniform_(-bound, bound, generator=generator)

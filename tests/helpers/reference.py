@@ -118,7 +118,8 @@ def make_adapter(model_path: Path, folder: Path, *, seed: int = 1, **config: obj
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     names = names_of(read_config(model_path))
     if names.num_experts:
-        settings["target_modules"] = short_names(names.linear_names())
+        if settings["target_modules"] == "all-linear":
+            settings["target_modules"] = short_names(names.linear_names())
         return write_adapter(model_path, folder, names, LoraConfig(**settings), seed=seed)
     model = get_peft_model(load_reference(model_path, None), LoraConfig(**settings))
     with torch.no_grad():

@@ -67,6 +67,7 @@ WRONG = {
     "kv heads at TP9": ("parallel.tensor=9", ["parallel.tensor (9)", "num_key_value_heads (3)", "allowed: 1, 3"]),
     "30 layers at PP4": ("parallel.pipeline=4", ["parallel.pipeline (4)", "num_hidden_layers (30)", "1, 2, 3, 5, 6"]),
     "9 heads at sampler TP2": ("sampler.tensor=2", ["sampler.tensor (2)", "num_attention_heads (9)"]),
+    "an MLP of 1536 at sampler TP9": ("sampler.tensor=9", ["sampler.tensor (9)", "intermediate_size (1536)"]),
     "VPP without PP": ("parallel.virtual_pipeline=2", ["parallel.virtual_pipeline (2)", "parallel.pipeline > 1"]),
     "experts without experts": ("parallel.expert=2", ["parallel.expert is 2", "no experts"]),
     "SP without TP": ("parallel.sequence=true", ["parallel.sequence", "parallel.tensor > 1"]),
@@ -89,6 +90,30 @@ def test_a_wrong_override_is_one_line_that_names_field_value_and_what_is_allowed
     message = message_of(recipe, override)
     assert "\n" not in message
     assert [part for part in parts if part not in message] == []
+
+
+EXPERTS = {"num_attention_heads": 12, "num_key_value_heads": 3, "num_experts": 8, "moe_intermediate_size": 36}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "changes", "parts"),
+    [
+        (4, {}, ["num_key_value_heads (3)", "or be a multiple of it"]),
+        (3, {"moe_intermediate_size": 40}, ["moe_intermediate_size (40)", "allowed: 1, 2, 4"]),
+        (12, {}, ["at most the model's num_experts (8)"]),
+        (3, {"mlp_only_layers": [0], "intermediate_size": 40}, ["intermediate_size (40)"]),
+    ],
+)
+def test_an_engine_whose_ranks_do_not_divide_the_experts_is_refused(recipe, model, tensor, changes, parts):
+    (model / "config.json").write_text(json.dumps({**EXPERTS, **changes}))
+    message = message_of(recipe, f"sampler.tensor={tensor}")
+    assert [part for part in [f"sampler.tensor ({tensor})", *parts] if part not in message] == []
+
+
+@pytest.mark.parametrize(("tensor", "changes"), [(3, {"intermediate_size": 40}), (6, {})])
+def test_engines_split_experts_and_copy_kv_heads(recipe, model, tensor, changes):
+    (model / "config.json").write_text(json.dumps({**EXPERTS, **changes}))
+    assert load_config(recipe, [f"sampler.tensor={tensor}"]).sampler.tensor == tensor
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""Mixtures of experts in vLLM: the names and shapes of their weights, the buffers of their adapters.
+
+Adapter files hold one pair for each projection of each expert. vLLM takes them by these names, stacks those of a layer,
+and keeps them in buffers ``[slots, experts, ...]`` of one module. It lists the parts of that module expert by expert:
+gate, down, up.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from vllm.lora.layers import FusedMoE3DWithLoRA, FusedMoEWithLoRA
+
+from megarl.checkpoint_engine.wire import listed
+from megarl.errors import UnsupportedError
+
+PROJECTIONS = ("gate", "down", "up")
+# The parameters of a layer's experts, and the kernels that keep them as the checkpoint has them.
+BASE_WEIGHTS = ("w13_weight", "w2_weight")
+PLAIN_KERNELS = ("TritonExperts",)
+
+Tensors = list[torch.Tensor | None]
+
+
+def is_experts(module: Any) -> bool:
+    """Whether a module that vLLM wrapped is the experts of a layer."""
+    return isinstance(module, FusedMoEWithLoRA)
+
+
+def experts_of(inner: Any) -> Iterator[tuple[str, Any, list[str]]]:
+    """(name, module, Hugging Face names of its parts) of the experts of every layer.
+
+    Args:
+        inner: vLLM's LoRA model manager.
+    """
+    for name, module in inner.modules.items():
+        if is_experts(module):
+            yield name, module, inner.packed_modules.get(name, [])
+
+
+def check_engine(inner: Any) -> None:
+    """Refuse engines whose experts lie in another way than the one proven here.
+
+    Raises:
+        UnsupportedError: expert parallelism, experts that vLLM takes as one stacked tensor, that share matrices, that
+            are held twice or have no gate.
+    """
+    for name, module, parts in experts_of(inner):
+        for refused, reason in (
+            (module.use_ep, "are spread over an expert-parallel engine (enable_expert_parallel)"),
+            (isinstance(module, FusedMoE3DWithLoRA), "are stacked in the model's files"),
+            (getattr(module, "enable_moe_shared_loras", False), "share matrices (enable_moe_shared_loras)"),
+            (len(parts) != len(PROJECTIONS) * module.local_num_experts, "are held more than once or have no gate"),
+        ):
+            if refused:
+                raise UnsupportedError(
+                    f"the experts of '{name}' {reason}; supported is gate, up and down of each expert, once, with "
+                    "tensor parallelism at most"
+                )
+
+
+def shapes(module: Any, parts: list[str]) -> dict[str, tuple[int, int]]:
+    """Part -> (input size, output size), unsharded."""
+    hidden, inner = module.hidden_size, module.intermediate_size_per_partition * module.tp_size
+    sizes = {"gate": (hidden, inner), "down": (inner, hidden), "up": (hidden, inner)}
+    return {part: sizes[PROJECTIONS[number % len(PROJECTIONS)]] for number, part in enumerate(parts)}
+
+
+def check_stackable(inner: Any, ranks: Mapping[str, int]) -> None:
+    """Refuse adapters that vLLM cannot stack.
+
+    Args:
+        inner: vLLM's LoRA model manager.
+        ranks: adapted module -> its rank.
+
+    Raises:
+        UnsupportedError: some projections or experts of a layer only, or one projection at several ranks.
+    """
+    for name, _, parts in experts_of(inner):
+        adapted = [part for part in parts if part in ranks]
+        if not adapted:
+            continue
+        if missing := set(parts) - set(adapted):
+            raise UnsupportedError(
+                f"the adapter covers a part of the experts '{name}' only (not {listed(missing)}); vLLM takes all "
+                "projections of all experts of a layer, or none"
+            )
+        for first in range(len(PROJECTIONS)):
+            found = {ranks[part] for part in parts[first :: len(PROJECTIONS)]}
+            if len(found) > 1:
+                raise UnsupportedError(
+                    f"the {PROJECTIONS[first]} projections of the experts '{name}' have the ranks {sorted(found)}; "
+                    "vLLM takes one for all experts of a layer"
+                )
+
+
+def buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The matrices A and B in one slot of what the kernels read, in the order of the parts."""
+    found = []
+    for w13, w2 in (
+        (module.w13_lora_a_stacked, module.w2_lora_a_stacked),
+        (module.w13_lora_b_stacked, module.w2_lora_b_stacked),
+    ):
+        (gate, up), (down,) = w13, w2
+        experts = zip(gate[slot], down[slot], up[slot], strict=True)
+        found.append([matrix for expert in experts for matrix in expert])
+    return found[0], found[1]
+
+
+def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
+    """This rank's part of each matrix, by vLLM's own slicing; ``a`` and ``b`` in the order of the parts."""
+    slices = (
+        (module._slice_w13_a, module._slice_w13_b),
+        (module._slice_w2_a, module._slice_w2_b),
+        (module._slice_w13_a, module._slice_w13_b),
+    )
+    return _sliced(a, [pair[0] for pair in slices]), _sliced(b, [pair[1] for pair in slices])
+
+
+def _sliced(matrices: Tensors, slices: list[Callable[[torch.Tensor], torch.Tensor]]) -> Tensors:
+    """vLLM slices one projection of all experts at once, ``[experts, rows, columns]``."""
+    found: Tensors = [None] * len(matrices)
+    for number, cut in enumerate(slices):
+        every = slice(number, None, len(slices))
+        present = [matrix for matrix in matrices[every] if matrix is not None]
+        if present:
+            found[every] = list(cut(torch.stack(present)))
+    return found
+
+
+def is_switched(module: Any, slot: int, adapted: bool) -> bool:
+    """Whether the kernels use the slot exactly if it holds an adapter of the experts."""
+    return bool(module.adapter_enabled[slot]) == adapted
+
+
+def base_names(name: str, parts: list[str], plain: bool) -> dict[str, str]:
+    """Hugging Face name of an expert's weight -> the name by which ``model.load_weights`` takes it.
+
+    Args:
+        name: of the experts' module.
+        parts: of it.
+        plain: whether vLLM finds its way through LoRA wrappers by itself (0.32).
+    """
+    inside = name if plain else f"{name}.base_layer"
+    return {f"{part}.weight": f"{inside}{part.removeprefix(name)}.weight" for part in parts}
+
+
+def base_shapes(inner: Any) -> dict[str, tuple[int, int]]:
+    """Hugging Face name of each expert's weight -> its shape; vLLM itself pads smaller ones without an error."""
+    return {
+        f"{part}.weight": (outputs, inputs)
+        for _, module, parts in experts_of(inner)
+        for part, (inputs, outputs) in shapes(module, parts).items()
+    }
+
+
+def holds_base(layer: Any) -> bool:
+    """Whether a layer of the model holds the base weights of experts."""
+    return all(hasattr(layer, weight) for weight in BASE_WEIGHTS)
+
+
+@contextmanager
+def loading_base(inner: Any) -> Iterator[None]:
+    """While base weights are loaded, make the experts take plain names.
+
+    With LoRA they expect ``.base_layer.`` inside an expert's name and drop all others without an error; 0.26 then also
+    looks for its own parameters under such names and fails.
+
+    Raises:
+        UnsupportedError: a kernel that keeps the weights in a layout of its own, which a reload would not give.
+    """
+    wrapped = [module.base_layer.routed_experts for _, module, _ in experts_of(inner)]
+    for name, module, _ in experts_of(inner):
+        kernel = type(module._moe_kernel.fused_experts).__name__
+        if kernel not in PLAIN_KERNELS:
+            raise UnsupportedError(
+                f"vLLM runs the experts '{name}' with {kernel}; base weights can be sent to {', '.join(PLAIN_KERNELS)} "
+                "only; set checkpoint_engine.base_weights=disk"
+            )
+    before = [experts.lora_base_layer_prefix for experts in wrapped]
+    try:
+        for experts in wrapped:
+            experts.lora_base_layer_prefix = ""
+        yield
+    finally:
+        for experts, prefix in zip(wrapped, before, strict=True):
+            experts.lora_base_layer_prefix = prefix
