@@ -22,9 +22,12 @@ SIZES = (
     "max_position_embeddings",
     "num_experts",
     "num_local_experts",
+    "n_routed_experts",
     "moe_intermediate_size",
 )
-OPTIONAL = ("num_key_value_heads", "max_position_embeddings", *SIZES[-3:])
+OPTIONAL = ("num_key_value_heads", "max_position_embeddings", *SIZES[-4:])
+# Names that families give the number of routed experts of a layer.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def cross_check(config: "RunConfig") -> None:
@@ -149,6 +152,7 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "num_key_value_heads", shape)
     _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
+    _check_products(parallel, shape)
     _check_experts(parallel, shape)
     stages = parallel.pipeline * parallel.virtual_pipeline
     axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
@@ -163,7 +167,7 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
     """
     if model.backend != "te":
         return
-    if shape.get("num_experts") or shape.get("num_local_experts"):
+    if any(shape.get(key) for key in EXPERT_COUNTS):
         raise UnsupportedError(
             "model.backend is 'te', but the model is a mixture of experts; supported with 'te' are dense models, with "
             "'local' both"
@@ -192,16 +196,30 @@ def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
         _check_divides("sampler.tensor", tensor, inner, shape)
         if tensor > shape[experts]:
             raise ConfigError(f"sampler.tensor ({tensor}) must be at most the model's {experts} ({shape[experts]})")
-    if not shape.get(experts) or shape.get("mlp_only_layers") or (shape.get("decoder_sparse_step") or 1) > 1:
+    mixed = shape.get("mlp_only_layers") or shape.get("first_k_dense_replace")
+    if not shape.get(experts) or mixed or (shape.get("decoder_sparse_step") or 1) > 1:
         _check_divides("sampler.tensor", tensor, "intermediate_size", shape)
 
 
 def _expert_keys(shape: dict[str, Any]) -> tuple[str, str]:
-    """Keys of the number of routed experts and of their inner size; transformers writes either name of both."""
+    """Keys of the number of routed experts and of their inner size; families name them differently."""
     return (
-        "num_experts" if shape.get("num_experts") else "num_local_experts",
+        next((key for key in EXPERT_COUNTS if shape.get(key)), EXPERT_COUNTS[0]),
         "moe_intermediate_size" if shape.get("moe_intermediate_size") else "intermediate_size",
     )
+
+
+def _check_products(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+    """Sizes that tensor ranks split and no field of config.json gives: of multi-latent attention and shared experts."""
+    if shape.get("kv_lora_rank"):
+        _check_divides("parallel.tensor", parallel.tensor, "q_lora_rank", shape)
+        key = "kv_lora_rank + qk_rope_head_dim"
+        size = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
+        _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
+    if shape.get("n_shared_experts"):
+        key = "n_shared_experts x moe_intermediate_size"
+        size = shape["n_shared_experts"] * shape["moe_intermediate_size"]
+        _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
 
 
 def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:

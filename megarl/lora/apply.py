@@ -7,6 +7,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
@@ -56,6 +57,8 @@ def apply_lora(
         raise UnsupportedError(f"adapter config: init_lora_weights is {config.init_lora_weights!r}; supported is true")
     groups = groups or current_groups()
     models = [find_gpt(chunk) for chunk in chunks]
+    for model in models:
+        _check_attention(model)
     names = names_of(hf_config)
     chosen = resolve_targets(config, names)
     plans = [
@@ -100,6 +103,16 @@ def find_gpt(module: torch.nn.Module) -> GPTModel:
             raise UnsupportedError(f"LoRA needs mcore's GPTModel, got {type(module).__name__}")
         module = module.module
     return module
+
+
+def _check_attention(model: GPTModel) -> None:
+    for index, layer in layers_of(model):
+        if isinstance(layer.self_attention, MultiLatentAttention):
+            raise UnsupportedError(
+                f"self_attention of layer {index} is mcore's {type(layer.self_attention).__name__}, which does not sum "
+                "the gradient of the rotary key over tensor-parallel ranks; supported is LatentAttention "
+                "(megarl.model.latent_attention)"
+            )
 
 
 def _plan(

@@ -3,6 +3,9 @@
 Adapter files hold one A and one B for each linear of each expert, as vLLM loads them. transformers 5 stacks all experts
 of a layer in two parameters; PEFT (0.21) converts such a file for them when it loads it, but only if every expert of
 every layer is adapted in all three linears, at the common rank and alpha.
+
+The names of those linears (``gate_proj``) mean the routed experts' alone, in a list as in ``"all-linear"``: so PEFT
+reads them, even with the path of a shared expert or of a dense layer's MLP before them (``WeightMap.shadowed_names``).
 """
 
 from peft import LoraConfig
@@ -12,36 +15,28 @@ from megarl.errors import UnsupportedError
 from megarl.model.families import WeightMap
 
 
-def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str]) -> None:
+def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str], shadowed: set[str]) -> None:
     """Refuse what PEFT would compute differently or could not load.
 
     Args:
         config: the adapter's.
         names: the model's names.
         chosen: full names of the adapted linears.
+        shadowed: those of ``names.shadowed_names()`` that the config matches.
 
     Raises:
         UnsupportedError: naming the field and what is supported.
     """
     routers, experts = names.router_names(), names.expert_names()
-    if not chosen & (routers | experts):
+    if not (chosen & (routers | experts) or shadowed):
         return
-    for kind, all_of in (("router", routers), ("routed experts", experts)):
-        if left := sorted(all_of - chosen) if chosen & all_of else []:
+    _check_paths(config, experts, shadowed)
+    for kind, all_of, meant in (("router", routers, chosen), ("routed experts", experts, chosen | shadowed)):
+        if left := sorted(all_of - chosen) if meant & (all_of | shadowed) else []:
             raise UnsupportedError(
                 f"adapter config: target_modules adapts a part of the {kind} only (not '{left[0]}'); supported is "
                 "all of them, in all layers, or none: list all of their names"
             )
-    dense = sorted(chosen & names.dense_mlp_names())
-    if dense and chosen & experts:
-        raise UnsupportedError(
-            f"adapter config: target_modules adapts the experts and '{dense[0]}' of a layer without experts, which "
-            "PEFT cannot hold in one adapter; adapt the attention only"
-        )
-    if isinstance(config.target_modules, str) and config.target_modules != "all-linear":
-        raise UnsupportedError(
-            "adapter config: target_modules is an expression that matches routers or experts; give a list of names"
-        )
     if config.lora_dropout:
         raise UnsupportedError(
             f"adapter config: lora_dropout is {config.lora_dropout} with routers or experts as targets; PEFT "
@@ -59,3 +54,19 @@ def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str]) -> Non
                 raise UnsupportedError(
                     f"adapter config: {field} matches '{name}'; routers and experts support the common value only"
                 )
+
+
+def _check_paths(config: LoraConfig, experts: set[str], shadowed: set[str]) -> None:
+    """Whole experts and routers are named by bare names only."""
+    if isinstance(config.target_modules, str):
+        raise UnsupportedError(
+            "adapter config: target_modules is an expression that matches routers or experts, or linears of their "
+            "names; give a list of names"
+        )
+    for target in sorted(config.target_modules or ()):
+        if "." in target and (found := sorted(name for name in shadowed if f".{name}".endswith(f".{target}"))):
+            bare = ", ".join(sorted({name.rpartition(".")[2] for name in experts}))
+            raise UnsupportedError(
+                f"adapter config: target_modules has '{target}', but PEFT cannot adapt '{found[0]}': it takes the name "
+                f"for the routed experts'; supported are {bare} without a path, which adapt the routed experts"
+            )

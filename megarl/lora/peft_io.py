@@ -40,7 +40,7 @@ WEIGHTS = "adapter_model.safetensors"
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
     """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it."""
     if config.target_modules == ALL_LINEAR:
-        config = dataclasses.replace(config, target_modules=short_names(names.linear_names()))
+        config = dataclasses.replace(config, target_modules=short_names(names.target_names()))
     plain = config.to_dict()
     plain.pop("runtime_config", None)
     plain["inference_mode"] = True

@@ -60,31 +60,32 @@ def resolve_targets(config: LoraConfig, weights: WeightMap) -> set[str]:
 
     Raises:
         AdapterError: a listed target, or the expression, matches nothing, or something that is not a linear layer.
-        UnsupportedError: it matches a part of the experts only; or patterns that mean something
-            else once PEFT has saved them.
+        UnsupportedError: it matches a part of the experts only, or what PEFT cannot name; or patterns that mean
+            something else once PEFT has saved them.
     """
-    names = weights.linear_names()
+    names = weights.target_names()
     if not config.target_modules:
         raise AdapterError("adapter config: target_modules is empty; give module names or 'all-linear'")
     if config.target_modules == ALL_LINEAR:
         config = dataclasses.replace(config, target_modules=short_names(names))
     # Neither is in "all-linear", as in PEFT.
-    names = [*names, EMBED_MODULE, OUTPUT_MODULE]
+    names, shadowed = [*names, EMBED_MODULE, OUTPUT_MODULE], weights.shadowed_names()
     if not isinstance(config.target_modules, str):
         for target in sorted(config.target_modules):
-            if not any(name == target or name.endswith(f".{target}") for name in names):
+            if not any(name == target or name.endswith(f".{target}") for name in [*names, *shadowed]):
                 known = short_names(names)
                 raise AdapterError(
                     f"adapter config: target_modules has '{target}', which the model lacks{nearest(target, known)} "
                     f"(it has: {', '.join(known)})"
                 )
     chosen = {name for name in names if _matches(config, name)}
-    if not chosen:
+    shadowed = {name for name in shadowed if _matches(config, name)}
+    if not chosen and not shadowed:
         raise AdapterError(
             f"adapter config: target_modules {config.target_modules!r} matches no linear layer "
             f"(the model has: {', '.join(short_names(names))})"
         )
-    check_experts(config, weights, chosen)
+    check_experts(config, weights, chosen, shadowed)
     _check_containers(config, weights)
     _check_order(config, chosen)
     return chosen
@@ -94,7 +95,9 @@ def _check_containers(config: LoraConfig, weights: WeightMap) -> None:
     """PEFT raises where an expression matches a module that is not linear; such an adapter would not load there."""
     containers = {"model", "model.norm", "model.rotary_emb"}
     for layer in range(weights.num_layers):
-        containers |= {f"{HF_LAYER.format(layer)}{vector.hf.removesuffix('.weight')}" for vector in weights.vectors}
+        containers |= {
+            f"{HF_LAYER.format(layer)}{vector.hf.removesuffix('.weight')}" for vector in weights.vectors(layer)
+        }
     for name in weights.linear_names():
         parts = name.split(".")
         containers |= {".".join(parts[:depth]) for depth in range(1, len(parts))}

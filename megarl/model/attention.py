@@ -84,8 +84,8 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal attention within each packed sequence; mcore's ``core_attention`` for the ``local`` back end.
 
-    Takes query ``[T, 1, heads, head_dim]`` and key and value ``[T, 1, kv_heads, head_dim]`` of this rank's tokens,
-    returns ``[T, 1, heads * head_dim]``.
+    Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value
+    ``[T, 1, kv_heads, value_dim]`` of this rank's tokens, returns ``[T, 1, heads * value_dim]``.
 
     Under context parallelism every layer gathers the keys and values of the whole pack, and each run attends to its own
     sequence up to its end: no masked block is computed, and all ranks do the same work. Until its backward pass a layer
@@ -147,12 +147,13 @@ def attend_runs(
 
     Args:
         query: ``[T, heads, head_dim]``.
-        key, value: ``[sum(key_lengths), kv_heads, head_dim]``, run after run.
+        key: ``[sum(key_lengths), kv_heads, head_dim]``, run after run.
+        value: ``[sum(key_lengths), kv_heads, value_dim]``, ``value_dim`` at most ``head_dim``.
         packed: the runs.
         scale: of the logits; default: 1 / sqrt(head_dim).
 
     Returns:
-        ``[T, heads, head_dim]``.
+        ``[T, heads, value_dim]``.
     """
     attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
     return attend(query, key, value, packed, scale)
@@ -188,6 +189,10 @@ def _attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    width = value.shape[-1]
+    if width < query.shape[-1]:
+        # The kernel wants one head_dim for all three; zeros in the value stay zeros in the output.
+        value = F.pad(value, (0, query.shape[-1] - width))
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
@@ -206,4 +211,4 @@ def _attend_varlen(
         scale=scale,
         **options,
     )
-    return result[0] if isinstance(result, tuple) else result
+    return (result[0] if isinstance(result, tuple) else result)[..., :width]

@@ -59,7 +59,7 @@ def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: b
         hf_prefix = HF_LAYER.format(index)
         for linear in names.linears(index):
             tensors += _linear(linear, layer, hf_prefix, names, groups)
-        tensors += [_vector(vector, layer, hf_prefix) for vector in names.vectors]
+        tensors += [_vector(vector, layer, hf_prefix) for vector in names.vectors(index)]
     if chunk.post_process:
         tensors.append(_vector(FINAL_NORM, chunk, ""))
         if not chunk.share_embeddings_and_output_weights:

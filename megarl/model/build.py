@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import ModelType
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig
@@ -80,7 +80,11 @@ def transformer_config(
     settings |= rope_of(hf).attention_settings(settings["kv_channels"])
     settings |= family.settings(hf) | recompute
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
-    return TransformerConfig(**settings)
+    if "kv_lora_rank" not in settings:
+        return TransformerConfig(**settings)
+    # mcore's own flag would leave RoPE to each layer; LatentAttention takes the model's angles like every attention.
+    without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:

@@ -32,7 +32,8 @@ MAIN = "main"
 IDENTITY = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts",
-    "moe_intermediate_size",
+    "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 
 

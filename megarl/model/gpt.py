@@ -11,7 +11,13 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer import (
+    MLATransformerConfig,
+    ModuleSpec,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -21,6 +27,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.experts import local_expert_spec, sparse_layers
+from megarl.model.latent_attention import LatentAttention
 from megarl.model.pointwise import SwiGLU, rms_norm
 
 
@@ -40,8 +47,25 @@ class RMSNorm(torch.nn.Module):
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Transformer block of mcore's own linears, our norm and our packed attention."""
+    attention = _attention_spec(config)
+    dense = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
+    )
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [
+        _layer_spec(attention, local_expert_spec(config) if sparse else dense)
+        for sparse in sparse_layers(config)[first : first + count]
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
+    if isinstance(config, MLATransformerConfig):
+        return ModuleSpec(module=LatentAttention, params={"norm": RMSNorm})
     head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
@@ -52,17 +76,6 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
             k_layernorm=head_norm,
         ),
     )
-    dense = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
-    )
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [
-        _layer_spec(attention, local_expert_spec() if sparse else dense)
-        for sparse in sparse_layers(config)[first : first + count]
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 
 
 def _layer_spec(attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:

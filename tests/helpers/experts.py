@@ -25,7 +25,7 @@ def write_adapter(model: Path, folder: Path, names: WeightMap, config: LoraConfi
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     with safe_open(str(model / "model.safetensors"), framework="pt") as source:
-        for name in names.linear_names():
+        for name in names.target_names():
             if name.rpartition(".")[2] not in config.target_modules:
                 continue
             rows, columns = source.get_slice(f"{name}.weight").get_shape()

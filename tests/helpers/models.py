@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -30,7 +32,39 @@ ROPES = {
     "yarn": {"factor": 4.0},
     "linear": {"factor": 2.0},
 }
+# Multi-latent attention: heads of 24 (16 without and 8 with RoPE) but values of 12; the first layer has no experts.
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
 FAMILIES = {
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": 16,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 3,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
@@ -70,5 +104,8 @@ def make_model(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "embed" not in name:
                 parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.06)
     model.save_pretrained(folder)
     return folder

@@ -119,7 +119,7 @@ def make_adapter(model_path: Path, folder: Path, *, seed: int = 1, **config: obj
     names = names_of(read_config(model_path))
     if names.num_experts:
         if settings["target_modules"] == "all-linear":
-            settings["target_modules"] = short_names(names.linear_names())
+            settings["target_modules"] = short_names(names.target_names())
         return write_adapter(model_path, folder, names, LoraConfig(**settings), seed=seed)
     model = get_peft_model(load_reference(model_path, None), LoraConfig(**settings))
     with torch.no_grad():

@@ -4,11 +4,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import UnsupportedError, pick
-from megarl.model.families import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.model.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.model.families.base import Family
 from megarl.model.families.weight_map import WeightMap
 
-_FAMILIES = (llama.FAMILY, mistral.FAMILY, mixtral.FAMILY, qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+_FAMILIES = (
+    deepseek.V2,
+    deepseek.V3,
+    llama.FAMILY,
+    mistral.FAMILY,
+    mixtral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    qwen3_moe.FAMILY,
+)
 FAMILIES: dict[str, Family] = {name: family for family in _FAMILIES for name in family.model_types}
 
 

@@ -13,6 +13,13 @@ from typing import Any, Literal
 Fusion = Literal["single", "gated", "qkv"]
 # column: the output dimension is split over tensor-parallel ranks; row: the input dimension; replicated: neither.
 Split = Literal["column", "row", "replicated"]
+# (config.json, layer index from 0) -> whether the layer has it.
+Where = Callable[[Mapping[str, Any], int], bool]
+
+
+def everywhere(hf: Mapping[str, Any], layer: int) -> bool:
+    """The usual ``where``: every layer of every model of the family."""
+    return True
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class LinearMap:
         split: which dimension is split; an expert's over the expert-tensor-parallel ranks.
         fusion: how the parts interleave along the output dimension.
         expert: index of the expert it belongs to, or None.
+        where: the layers that have it.
     """
 
     mcore: str
@@ -33,6 +41,7 @@ class LinearMap:
     split: Split
     fusion: Fusion = "single"
     expert: int | None = None
+    where: Where = everywhere
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class VectorMap:
 
     mcore: tuple[str, ...]
     hf: str
+    where: Where = everywhere
 
 
 @dataclass(frozen=True)
@@ -51,13 +61,13 @@ class MoeMap:
         linears: of the layer: the router and shared experts.
         experts: templates of one expert's linears.
         count: config.json -> number of experts.
-        sparse: (config.json, layer index from 0) -> whether the layer has experts.
+        sparse: the layers that have experts.
     """
 
     linears: tuple[LinearMap, ...]
     experts: tuple[LinearMap, ...]
     count: Callable[[Mapping[str, Any]], int]
-    sparse: Callable[[Mapping[str, Any], int], bool]
+    sparse: Where
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,8 @@ class Family:
         attention: linears of every transformer layer.
         mlp: linears of the layers without experts.
         vectors: of every transformer layer.
-        settings: config.json -> further ``TransformerConfig`` keyword arguments.
+        settings: config.json -> further ``TransformerConfig`` keyword arguments; with ``kv_lora_rank`` among them those
+            of ``MLATransformerConfig``.
         moe: None for dense families.
         longest: config.json -> tokens of the longest sequence whose attention is full (a sliding window), or None.
     """

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.checks import EXPERT_COUNTS
 from megarl.errors import UnsupportedError
 from megarl.model.families.base import LinearMap
 
@@ -21,14 +22,14 @@ def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
 
 
 def num_experts(hf: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; transformers writes either name.
+    """Routed experts of a layer; families write different names.
 
     Raises:
-        UnsupportedError: config.json has neither.
+        UnsupportedError: config.json has none of them.
     """
-    count = hf.get("num_experts") or hf.get("num_local_experts")
+    count = next((hf[key] for key in EXPERT_COUNTS if hf.get(key)), None)
     if not count:
-        raise UnsupportedError("config.json has neither num_experts nor num_local_experts; a mixture of experts has")
+        raise UnsupportedError(f"config.json has none of {', '.join(EXPERT_COUNTS)}; a mixture of experts has one")
     return int(count)
 
 

@@ -22,10 +22,9 @@ class WeightMap:
         self.num_layers: int = hf_config["num_hidden_layers"]
         self.num_experts = family.moe.count(hf_config) if family.moe else 0
 
-    @property
-    def vectors(self) -> tuple[VectorMap, ...]:
-        """Replicated tensors of every layer."""
-        return self.family.vectors
+    def vectors(self, layer: int) -> tuple[VectorMap, ...]:
+        """Replicated tensors of a layer (index from 0)."""
+        return tuple(vector for vector in self.family.vectors if vector.where(self.hf_config, layer))
 
     def sparse(self, layer: int) -> bool:
         """Whether a layer (index from 0) has experts."""
@@ -34,14 +33,15 @@ class WeightMap:
     def linears(self, layer: int) -> tuple[LinearMap, ...]:
         """Every linear of a layer (index from 0), the experts of all ranks one by one, in one order on every rank."""
         moe = self.family.moe
+        attention = tuple(linear for linear in self.family.attention if linear.where(self.hf_config, layer))
         if moe is None or not self.sparse(layer):
-            return self.family.attention + self.family.mlp
+            return attention + self.family.mlp
         experts = tuple(
             dataclasses.replace(linear, hf=tuple(name.format(index) for name in linear.hf), expert=index)
             for index in range(self.num_experts)
             for linear in moe.experts
         )
-        return self.family.attention + moe.linears + experts
+        return attention + moe.linears + experts
 
     def linear_names(self) -> list[str]:
         """Hugging Face names of every linear of the model, over all layers and ranks."""
@@ -60,9 +60,21 @@ class WeightMap:
         """Those of ``linear_names`` that belong to routed experts."""
         return self._named(lambda linear: linear.expert is not None)
 
-    def dense_mlp_names(self) -> set[str]:
-        """Those of ``linear_names`` that belong to the MLP of a layer without experts."""
-        return self._named(lambda linear: linear in self.family.mlp)
+    def shadowed_names(self) -> set[str]:
+        """Those of ``linear_names`` that share their last component with a routed expert's linear but are none.
+
+        They belong to shared experts and to the MLP of layers without experts. PEFT (0.21) cannot name them: in a
+        model whose experts transformers 5 stacks, it takes ``gate_proj``, with or without a path before it, for the
+        routed experts' alone.
+        """
+        experts = self.expert_names()
+        shared = {name.rpartition(".")[2] for name in experts}
+        return {name for name in self.linear_names() if name.rpartition(".")[2] in shared} - experts
+
+    def target_names(self) -> list[str]:
+        """Those of ``linear_names`` that an adapter can have."""
+        shadowed = self.shadowed_names()
+        return [name for name in self.linear_names() if name not in shadowed]
 
     def _named(self, wanted: Callable[[LinearMap], bool]) -> set[str]:
         return {
