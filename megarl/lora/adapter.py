@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from peft import LoraConfig
 
 from megarl.lora import peft_io
-from megarl.lora.layers import ParallelLoraLinear, PartPlan
+from megarl.lora.layers import ParallelLoraLinear
+from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.merge import merge_weight
 from megarl.lora.targets import matrix_name, resolve_targets, unties
 from megarl.model.families import WeightMap
@@ -27,17 +28,19 @@ class Slot:
         part: what is adapted.
         kind: the class of its layer.
         layer: the wrapped linear; None where another expert-parallel rank has it.
+        own: the adapter's matrices there; None likewise.
     """
 
     part: PartPlan
     kind: type[ParallelLoraLinear]
     layer: ParallelLoraLinear | None
+    own: AdapterMatrices | None
 
     def matrices(self) -> dict[str, torch.nn.Parameter]:
         """PEFT name -> this rank's matrix; empty where another rank has it."""
-        if self.layer is None:
+        if self.own is None:
             return {}
-        return {self.name("A"): self.layer.lora_A[self.part.key], self.name("B"): self.layer.lora_B[self.part.key]}
+        return {self.name("A"): self.own.lora_A[self.part.key], self.name("B"): self.own.lora_B[self.part.key]}
 
     def name(self, side: str) -> str:
         """PEFT's name of A or B in the weights file."""
@@ -56,6 +59,7 @@ class LoraAdapter:
     """Handle returned by ``apply_lora``.
 
     Attributes:
+        name: by which the model's adapters are told apart; it is in no file.
         slots: the adapted parts of this rank's pipeline stage, those of experts on other ranks included.
         config: the PEFT config it was made from.
         names: the model's names.
@@ -64,18 +68,42 @@ class LoraAdapter:
     """
 
     def __init__(
-        self, slots: list[Slot], config: LoraConfig, names: WeightMap, dtype: torch.dtype, groups: Groups
+        self,
+        name: str,
+        models: Sequence[torch.nn.Module],
+        slots: list[Slot],
+        config: LoraConfig,
+        names: WeightMap,
+        dtype: torch.dtype,
+        groups: Groups,
     ) -> None:
+        self.name = name
+        self._models = tuple(models)
         self.slots = slots
         self.config = config
         self.names = names
         self.dtype = dtype
         self.groups = groups
 
-    @property
-    def layers(self) -> list[ParallelLoraLinear]:
-        """The wrapped linears on this rank, each once."""
-        return list(dict.fromkeys(slot.layer for slot in self.slots if slot.layer is not None))
+    def activate(self) -> None:
+        """Compute with this adapter and no other from now on, as PEFT's ``set_adapter``. Nothing is copied."""
+        for layer in wrapped_layers(self._models):
+            layer.active = self.name if self.name in layer.adapters else None
+
+    @contextlib.contextmanager
+    def activated(self) -> Iterator[None]:
+        """Compute with this adapter within the block."""
+        with _restored(self._models):
+            self.activate()
+            yield
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute with the base model alone within the block; nothing is merged or copied."""
+        with _restored(self._models) as layers:
+            for layer in layers:
+                layer.active = None
+            yield
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
@@ -103,18 +131,6 @@ class LoraAdapter:
                 tensors.append(placed(tensor, slot.kind.axis, slot.part.owner, self.groups))
         return tensors
 
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Compute with the base model alone; nothing is merged or copied."""
-        before = [layer.enabled for layer in self.layers]
-        for layer in self.layers:
-            layer.enabled = False
-        try:
-            yield
-        finally:
-            for layer, enabled in zip(self.layers, before, strict=True):
-                layer.enabled = enabled
-
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream every matrix of the whole adapter, in PEFT's names, on every rank. Collective over TP and PP."""
         return stream_full(self.tensors(), self.groups)
@@ -125,8 +141,8 @@ class LoraAdapter:
         Args:
             tensors: this rank's base tensors under Hugging Face names.
         """
-        updates = {f"{slot.part.name}.weight": (slot.layer, slot.part) for slot in self.slots if slot.layer is not None}
-        return [_with_update(t, *updates[t.name]) if t.name in updates else t for t in tensors]
+        updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.own is not None}
+        return [_with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
 
     @property
     def unties(self) -> bool:
@@ -165,10 +181,28 @@ class LoraAdapter:
         peft_io.load(path, self)
 
 
-def _with_update(base: ShardedTensor, layer: ParallelLoraLinear, part: PartPlan) -> ShardedTensor:
+def wrapped_layers(models: Iterable[torch.nn.Module]) -> list[ParallelLoraLinear]:
+    """Every layer of a model that has an adapter on this rank."""
+    return [module for model in models for module in model.modules() if isinstance(module, ParallelLoraLinear)]
+
+
+@contextlib.contextmanager
+def _restored(models: Iterable[torch.nn.Module]) -> Iterator[list[ParallelLoraLinear]]:
+    """Yield the wrapped layers and give each its active adapter back afterwards."""
+    layers = wrapped_layers(models)
+    before = [layer.active for layer in layers]
+    try:
+        yield layers
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer.active = active
+
+
+def _with_update(base: ShardedTensor, slot: Slot) -> ShardedTensor:
     """``base`` whose ``read`` adds ``scaling * B @ A``; for this rank's slice."""
 
     def read() -> torch.Tensor:
-        return merge_weight(base.read(), *layer.factors(part), part.scaling)
+        assert slot.layer is not None and slot.own is not None  # the caller leaves out what is elsewhere
+        return merge_weight(base.read(), *slot.layer.factors(slot.own, slot.part), slot.part.scaling)
 
     return dataclasses.replace(base, read=read)

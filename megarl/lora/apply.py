@@ -11,13 +11,14 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.adapter import LoraAdapter, Slot
+from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
 from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
-from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, RowParallelLora
+from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
+from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.vocabulary import plan_vocabulary
-from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of
+from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of, unwrap
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import part_rows
@@ -33,6 +34,8 @@ def apply_lora(
     config: LoraConfig,
     hf_config: Mapping[str, Any],
     *,
+    name: str = "default",
+    trainable: bool = True,
     seed: int = 0,
     groups: Groups | None = None,
 ) -> LoraAdapter:
@@ -41,15 +44,20 @@ def apply_lora(
     Works on every ``GPTModel``, built by megarl or by a user's own script, before it is wrapped in DDP. A and B start
     as PEFT's (Kaiming uniform and zero), drawn per module from ``seed`` and its name: the same at every layout.
 
+    Call it again with another ``name`` for a further adapter of the same model. The first one is active; see
+    ``LoraAdapter.activate``. Only an active adapter computes and gets gradients.
+
     Args:
         chunks: this rank's model chunks (one, or one per virtual pipeline stage).
         config: PEFT's own; ``target_modules`` in Hugging Face names or ``"all-linear"``.
         hf_config: parsed ``config.json`` of the Hugging Face model; names the family.
+        name: of the adapter, within the model.
+        trainable: False leaves it frozen (a reference policy); such a one may be added at any time.
         seed: of the initialisation.
         groups: default: as mcore has them.
 
     Raises:
-        AdapterError: a target that the model lacks, or a model that already has an adapter.
+        AdapterError: a target that the model lacks, or a name that is taken or cannot be one.
         UnsupportedError: a PEFT setting, a family or a layer class that is not supported.
     """
     check_supported(config)
@@ -61,6 +69,8 @@ def apply_lora(
         _check_attention(model)
     names = names_of(hf_config)
     chosen = resolve_targets(config, names)
+    existing = wrapped_layers(models)
+    _check_name(name, trainable, models)
     plans = [
         (layer, linear, parts)
         for model in models
@@ -70,21 +80,39 @@ def apply_lora(
     ]
     vocabulary = plan_vocabulary(models, config, chosen, hf_config, groups)
     dtype = models[0].config.params_dtype
-    for model in models:
+    for model in models if not existing else ():
         model.requires_grad_(False)
         open_to_gradients(model)
     slots: list[Slot] = []
     for layer, linear, parts in plans:
-        wrapped = None
+        wrapped, own = None, None
         if owner_of(linear, names, groups) in (None, groups.expert_rank):
-            wrapped = _wrap(layer, linear, parts, config, names, groups)
-            _create_parameters(wrapped, seed, dtype, groups)
-        slots += [Slot(part, kind_of(linear), wrapped) for part in parts if part]
+            wrapped = _wrap(layer, linear, names, groups)
+            own = _matrices(wrapped, parts, config.lora_dropout, seed, dtype, groups)
+            wrapped.adapters[name] = own.requires_grad_(trainable)
+        slots += [Slot(part, kind_of(linear), wrapped, own) for part in parts if part]
     for part, wrap in vocabulary:
         wrapped = wrap()
-        _create_parameters(wrapped, seed, dtype, groups)
-        slots.append(Slot(part, type(wrapped), wrapped))
-    return LoraAdapter(slots, config, names, dtype, groups)
+        own = _matrices(wrapped, (part,), config.lora_dropout, seed, dtype, groups)
+        wrapped.adapters[name] = own.requires_grad_(trainable)
+        slots.append(Slot(part, type(wrapped), wrapped, own))
+    adapter = LoraAdapter(name, models, slots, config, names, dtype, groups)
+    if not existing:
+        adapter.activate()
+    return adapter
+
+
+def _check_name(name: str, trainable: bool, models: Sequence[GPTModel]) -> None:
+    """Refuse a name that is taken or is no module's, and a trained adapter that would never be updated."""
+    if not name.isidentifier() or hasattr(torch.nn.ModuleDict, name):
+        raise AdapterError(f"adapter name '{name}' cannot be used; take letters, digits and underscores")
+    if any(name in layer.adapters for layer in wrapped_layers(models)):
+        raise AdapterError(f"the model already has an adapter named '{name}'; give another name")
+    if trainable and any(hasattr(parameter, "main_grad") for model in models for parameter in model.parameters()):
+        raise AdapterError(
+            f"adapter '{name}' comes after the model's gradient buffers were made (DDP), and would never be updated; "
+            "apply it before, or with trainable=False"
+        )
 
 
 def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
@@ -129,11 +157,7 @@ def _plan(
     if not chosen.intersection(targets):
         return (None,) * len(targets)
     module = find_linear(layer, linear, names, groups)
-    owner = owner_of(linear, names, groups)
-    if isinstance(module, ParallelLoraLinear):
-        if owner in (None, groups.expert_rank):
-            raise AdapterError(f"{targets[0]} already has an adapter; apply_lora goes on a model without one")
-        module = module.base_layer
+    module, owner = unwrap(module), owner_of(linear, names, groups)
     expected = (BASES[linear.split], *(TE_BASES[linear.split] if linear.expert is None else ()))
     if not isinstance(module, expected):
         supported = ", ".join(base.__name__ for base in expected)
@@ -152,33 +176,35 @@ def _plan(
     return tuple(plans)
 
 
-def _wrap(
-    layer: torch.nn.Module,
-    linear: LinearMap,
-    parts: tuple[PartPlan | None, ...],
-    config: LoraConfig,
-    names: WeightMap,
-    groups: Groups,
-) -> ParallelLoraLinear:
-    """Replace the linear in its parent."""
+def _wrap(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> ParallelLoraLinear:
+    """The wrapper in the linear's place, a new one if there is none."""
     base = find_linear(layer, linear, names, groups)
+    if isinstance(base, ParallelLoraLinear):
+        return base
     kind = NormColumnLora if holds_norm(base) else kind_of(linear)
-    group = groups.along(kind.axis)[0]
-    wrapped = kind(base, parts, linear.fusion, head_layout(layer.config), config.lora_dropout, group)
+    wrapped = kind(base, linear.fusion, head_layout(layer.config), groups.along(kind.axis)[0])
     path = next(name for name, module in layer.named_modules() if module is base)
     parent, _, attribute = path.rpartition(".")
     setattr(layer.get_submodule(parent), attribute, wrapped)
     return wrapped
 
 
-def _create_parameters(wrapped: ParallelLoraLinear, seed: int, dtype: torch.dtype, groups: Groups) -> None:
-    """Initialise A and B: each rank draws the whole matrices and keeps its slices."""
+def _matrices(
+    wrapped: ParallelLoraLinear,
+    parts: tuple[PartPlan | None, ...],
+    dropout: float,
+    seed: int,
+    dtype: torch.dtype,
+    groups: Groups,
+) -> AdapterMatrices:
+    """Initialised A and B: each rank draws the whole matrices and keeps its slices."""
     _, rank, size = groups.along(wrapped.axis)
-    like: dict[str, Any] = {"dtype": dtype, "device": groups.device}
-    for part in filter(None, wrapped.parts):
+    own = AdapterMatrices(parts, dropout)
+    for part in filter(None, parts):
         whole = wrapped.initial(part, seed)
-        for side, split, matrices in (("A", wrapped.split_A, wrapped.lora_A), ("B", wrapped.split_B, wrapped.lora_B)):
+        for side, split, matrices in (("A", wrapped.split_A, own.lora_A), ("B", wrapped.split_B, own.lora_B)):
             mine = whole[side] if split is None else whole[side].chunk(size, dim=split)[rank]
-            parameter = torch.nn.Parameter(mine.to(**like).contiguous())
+            parameter = torch.nn.Parameter(mine.to(dtype=dtype, device=groups.device).contiguous())
             wrapped.mark(parameter, split)
             matrices[part.key] = parameter
+    return own

@@ -15,7 +15,8 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megarl.lora.layers import ParallelLoraLinear, PartPlan, mark_parameter
+from megarl.lora.layers import ParallelLoraLinear, mark_parameter
+from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.parallel.groups import Axis, gather_full
 
 
@@ -31,9 +32,9 @@ class _ExpertLora(ParallelLoraLinear):
         mark_parameter(matrix, split, sequence_parallel=False)
         matrix.allreduce = False
 
-    def low(self, inputs: torch.Tensor) -> torch.Tensor:
+    def low(self, own: AdapterMatrices, inputs: torch.Tensor) -> torch.Tensor:
         """``[T, I/ETP] -> [T, sum of ranks]``, complete on every rank; so is its gradient."""
-        low = reduce_from_tensor_model_parallel_region(self.lower(inputs), group=self.group)
+        low = reduce_from_tensor_model_parallel_region(own.lower(inputs), group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
     def chunk(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -44,29 +45,27 @@ class _ExpertLora(ParallelLoraLinear):
 class ExpertColumnLora(_ExpertLora):
     """Adapter of an expert's first linear, whose outputs are split over ETP."""
 
-    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``out [T, O/ETP]``, ``hidden [T, I]``."""
-        return self.widen(out, self.low(self.chunk(hidden)))
+        return self.widen(own, out, self.low(own, self.chunk(hidden)))
 
-    def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The update's rows on this rank need the whole A; a collective over ETP."""
-        return gather_full(self.lora_A[part.key].detach(), 1, self.group), self.lora_B[part.key]
+        return gather_full(own.lora_A[part.key].detach(), 1, self.group), own.lora_B[part.key]
 
 
 class ExpertRowLora(_ExpertLora):
     """Adapter of an expert's second linear, whose inputs are split over ETP and whose partial outputs are summed."""
 
-    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``out [T, O]``, of which this rank adds to its part of O; ``hidden [T, I/ETP]``."""
-        (part,) = self.parts
-        assert part is not None  # apply_lora wraps only layers with an adapted part
-        own = F.linear(self.low(hidden), self.lora_B[part.key]) * part.scaling
-        before = self.group.rank() * own.shape[-1]
-        return out + F.pad(own, (before, part.out_features - own.shape[-1] - before))
+        delta = own.raised(self.low(own, hidden))
+        before = self.group.rank() * delta.shape[-1]
+        return out + F.pad(delta, (before, own.only.out_features - delta.shape[-1] - before))
 
-    def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The update's columns on this rank need the whole B; a collective over ETP."""
-        return self.lora_A[part.key], gather_full(self.lora_B[part.key].detach(), 0, self.group)
+        return own.lora_A[part.key], gather_full(own.lora_B[part.key].detach(), 0, self.group)
 
 
 class RouterLora(ParallelLoraLinear):
@@ -83,14 +82,12 @@ class RouterLora(ParallelLoraLinear):
 
     def _gating(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = type(self.base_layer).gating(self.base_layer, hidden)
-        return self.adapt(logits, hidden) if self.enabled else logits
+        return self.adapt(self.current(), logits, hidden) if self.active else logits
 
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Tokens are split over TP under SP, as for the router's own weight."""
         mark_parameter(matrix, split, bool(self.base_layer.config.sequence_parallel))
 
-    def adapt(self, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``out [..., experts]``, perhaps in another dtype than the model's; ``hidden [..., I]``."""
-        (part,) = self.parts
-        assert part is not None  # apply_lora wraps only layers with an adapted part
-        return out + F.linear(self.lower(hidden), self.lora_B[part.key]) * part.scaling
+        return out + own.raised(own.lower(hidden))

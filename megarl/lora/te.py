@@ -40,11 +40,11 @@ class NormColumnLora(ColumnParallelLora):
     def forward(
         self, hidden: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Base output plus the adapters' part; the bias passes through."""
+        """Base output plus the active adapter's part; the bias passes through."""
         returned = self.base_layer(hidden, *args, **kwargs)
         if self.base_layer.te_return_bias:
             out, bias, normed = returned
         else:
             # mcore's wrapper takes whatever TE returned for the output and pairs it with an absent bias.
             (out, normed), bias = returned
-        return self.adapt(out, normed) if self.enabled else out, bias
+        return self.adapt(self.current(), out, normed) if self.active else out, bias

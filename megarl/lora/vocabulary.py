@@ -20,7 +20,8 @@ from megatron.core.tensor_parallel import (
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, PartPlan, generator_of, mark_parameter
+from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, mark_parameter
+from megarl.lora.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.targets import BASE_WEIGHT, EMBED_MODULE, OUTPUT_MODULE, PREFIX, rank_and_scaling
 from megarl.model.base_tensors import head_layout, unwrap
 from megarl.parallel.groups import Groups
@@ -34,20 +35,19 @@ class EmbeddingLora(ParallelLoraLinear):
     def forward(self, ids: torch.Tensor) -> Any:
         """``[1, T]`` int64 -> ``[T/TP, 1, H]`` under SP, else ``[1, T, H]``, as the base's."""
         out = self.base_layer(ids)
-        return self.adapt(out, ids) if self.enabled else out
+        return self.adapt(self.current(), out, ids) if self.active else out
 
-    def adapt(self, out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Columns of A by token, summed over the shards while they are r wide; PEFT drops nothing out here."""
-        (part,) = self.parts
-        assert part is not None  # an embedding is wrapped only to be adapted
-        row = ids - self.group.rank() * part.rows
-        here = (row >= 0) & (row < part.rows)
-        low = F.embedding(row * here, self.lora_A[part.key].T) * here[..., None]
+        rows = own.only.rows
+        row = ids - self.group.rank() * rows
+        here = (row >= 0) & (row < rows)
+        low = F.embedding(row * here, own.lora_A[own.only.key].T) * here[..., None]
         if self.reduce_scatter_embeddings:
             low = reduce_scatter_to_sequence_parallel_region(low.transpose(0, 1).contiguous(), group=self.group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self.group)
-        return out + F.linear(low, self.lora_B[part.key]) * part.scaling
+        return out + own.raised(low)
 
     def initial(self, part: PartPlan, seed: int) -> dict[str, torch.Tensor]:
         """PEFT's for embeddings: A zero, B standard normal."""
@@ -58,9 +58,9 @@ class EmbeddingLora(ParallelLoraLinear):
         """Under SP, B sees this rank's tokens only; A's gradient is whole on the rank that has the token."""
         mark_parameter(matrix, split, bool(self.reduce_scatter_embeddings))
 
-    def factors(self, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The table is ``[V, H]``: it gains ``(B @ A).T = A.T @ B.T``."""
-        return self.lora_B[part.key].T, self.lora_A[part.key].T
+        return own.lora_B[part.key].T, own.lora_A[part.key].T
 
 
 class OutputLora(ColumnParallelLora):
@@ -69,10 +69,9 @@ class OutputLora(ColumnParallelLora):
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits, for models that compute them at once; megarl's own calls ``deltas`` instead."""
         out, bias = self.base_layer(hidden, *args, **kwargs)
-        if self.enabled:
-            (part,) = self.parts
-            assert part is not None  # an output layer is wrapped only to be adapted
-            delta = F.linear(self.low(hidden), self.lora_B[part.key]) * part.scaling
+        if self.active:
+            own = self.current()
+            delta = own.raised(self.low(own, hidden))
             gathered = kwargs.get("runtime_gather_output")
             if self.gather_output if gathered is None else gathered:
                 delta = gather_from_tensor_model_parallel_region(delta, group=self.group)
@@ -89,14 +88,11 @@ class OutputLora(ColumnParallelLora):
         Returns:
             ``([R, r], [V/TP, r])``; nothing while disabled.
         """
-        inner = getattr(self.base_layer, "deltas", None)
-        found = inner(hidden, positions) if inner else []
-        if self.enabled:
-            (part,) = self.parts
-            assert part is not None  # an output layer is wrapped only to be adapted
-            low = self.low(hidden).squeeze(1).index_select(0, positions) * part.scaling
-            found = [*found, (low, self.lora_B[part.key])]
-        return found
+        if not self.active:
+            return []
+        own = self.current()
+        low = self.low(own, hidden).squeeze(1).index_select(0, positions) * own.only.scaling
+        return [(low, own.lora_B[own.only.key])]
 
 
 # Hugging Face module -> (adapter, the mcore class it wraps)
@@ -119,28 +115,23 @@ def plan_vocabulary(
         for name, holder, attribute in _places(model):
             if name not in chosen:
                 continue
-            kind, expected = KINDS[name]
-            base = unwrap(getattr(holder, attribute))
+            base, (_, expected) = unwrap(getattr(holder, attribute)), KINDS[name]
             if not isinstance(base, expected):
                 raise UnsupportedError(f"{name} is a {type(base).__name__}; supported is mcore's {expected.__name__}")
             table = _output_weight(model) if name == OUTPUT_MODULE else base.weight
             part = _part(name, config, table, hf_config, groups)
-            plans.append((part, partial(_wrap, kind, holder, attribute, part, table, config, groups)))
+            plans.append((part, partial(_wrapped, name, holder, attribute, table, groups)))
     return plans
 
 
-def _wrap(
-    kind: type[ParallelLoraLinear],
-    holder: torch.nn.Module,
-    attribute: str,
-    part: PartPlan,
-    table: torch.Tensor,
-    config: LoraConfig,
-    groups: Groups,
+def _wrapped(
+    name: str, holder: torch.nn.Module, attribute: str, table: torch.Tensor, groups: Groups
 ) -> ParallelLoraLinear:
+    """The wrapper in place, a new one if there is none."""
     base = getattr(holder, attribute)
-    heads = head_layout(holder.config)
-    wrapped = kind(base, (part,), "single", heads, config.lora_dropout, groups.tensor)
+    if isinstance(base, ParallelLoraLinear):
+        return base
+    wrapped = KINDS[name][0](base, "single", head_layout(holder.config), groups.tensor)
     # A tuple: torch would register a bare parameter as the wrapper's own.
     wrapped.table = (table,)
     setattr(holder, attribute, wrapped)

@@ -1,0 +1,81 @@
+"""One adapter's matrices in one layer."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One adapted part of a (fused) linear.
+
+    Attributes:
+        name: Hugging Face module path (``model.layers.0.self_attn.q_proj``).
+        rank: r.
+        scaling: alpha / r, or alpha / sqrt(r).
+        in_features, out_features: of the whole part.
+        rows: of the part on this rank.
+        owner: the expert-parallel rank that holds it; None if all do.
+        padded: of a vocabulary: its size with padding.
+    """
+
+    name: str
+    rank: int
+    scaling: float
+    in_features: int
+    out_features: int
+    rows: int
+    owner: int | None = None
+    padded: int | None = None
+
+    @property
+    def key(self) -> str:
+        """Last component of the name, unique within the layer (``q_proj``)."""
+        return self.name.rpartition(".")[2]
+
+
+class AdapterMatrices(torch.nn.Module):
+    """This rank's A and B of each part of a layer that one adapter adapts.
+
+    Attributes:
+        parts: one per part of the layer; None where the adapter leaves it alone.
+        dropout: probability, on the adapter's input.
+        lora_A, lora_B: ``PartPlan.key`` -> matrix.
+    """
+
+    def __init__(self, parts: tuple[PartPlan | None, ...], dropout: float) -> None:
+        super().__init__()
+        self.parts, self.dropout = parts, dropout
+        self.lora_A = torch.nn.ParameterDict()
+        self.lora_B = torch.nn.ParameterDict()
+
+    def forward(self) -> "AdapterMatrices":
+        """Itself. Layers take the matrices by a call, so that hooks which wait for new weights have run."""
+        return self
+
+    @property
+    def only(self) -> PartPlan:
+        """The part of a layer that has one."""
+        (part,) = self.parts
+        assert part is not None  # a layer of one part holds no adapter that leaves it alone
+        return part
+
+    def lower(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Every part's A in one product: ``[..., I]`` -> ``[..., sum of ranks]``."""
+        matrices = [self.lora_A[part.key] for part in self.parts if part]
+        return F.linear(inputs, matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+
+    def raised(self, low: torch.Tensor) -> torch.Tensor:
+        """``[..., r]`` -> ``[..., O]``: the scaled B of a layer that has one part."""
+        return F.linear(low, self.lora_B[self.only.key]) * self.only.scaling
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{part.key}: r={part.rank}" for part in self.parts if part)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """A generator of its own for each module and seed, the same on every rank and at every layout."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
