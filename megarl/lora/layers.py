@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 
 from megarl.lora.matrices import AdapterMatrices, PartPlan, generator_of
-from megarl.lora.widen import add_wide
+from megarl.lora.products import add_wide, project_through
 from megarl.model.families.base import Fusion
 from megarl.model.fusion import HeadLayout
 from megarl.parallel.groups import Axis
@@ -111,38 +111,58 @@ class ParallelLoraLinear(torch.nn.Module):
         return self.base_layer.sharded_state_dict(prefix, *args, **kwargs)
 
 
-class ColumnParallelLora(ParallelLoraLinear):
+class _LinearLora(ParallelLoraLinear):
+    """What the adapters of tensor-parallel linears share."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Base output plus the active adapter's part; the bias passes through."""
+        if not self.active:
+            return self.base_layer(hidden, *args, **kwargs)
+        own = self.current()
+        dropped = _dropped(self, own.dropout, hidden)
+        if dropped is hidden and hidden.requires_grad:
+            hidden, low = project_through(hidden, own.matrix_a())
+        else:
+            low = own.lower(dropped)
+        out, bias = self.base_layer(hidden, *args, **kwargs)
+        return self.widen(own, out, self.complete(low)), bias
+
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """As ``forward``, where the adapter's input is not the base layer's."""
+        return self.widen(own, out, self.low(own, hidden))
+
+    def low(self, own: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
+        """What every part's A makes of (dropped) ``hidden``, for this rank's outputs: ``[..., sum of ranks]``."""
+        return self.complete(own.lower(_dropped(self, own.dropout, hidden)))
+
+    def complete(self, low: torch.Tensor) -> torch.Tensor:
+        """This rank's product with A, made whole over TP."""
+        raise NotImplementedError
+
+
+class ColumnParallelLora(_LinearLora):
     """Adapter of a layer whose outputs are split over TP; under SP its input is split along the sequence."""
 
     split_B = 0
 
-    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """``out [T, ..., O/TP]``, ``hidden [T/TP or T, ..., I]``."""
-        return self.widen(own, out, self.low(own, hidden))
-
-    def low(self, own: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T/TP or T, ..., I] -> [T, ..., sum of ranks]``, of all tokens on every TP rank."""
-        low = own.lower(_dropped(self, own.dropout, hidden))
+    def complete(self, low: torch.Tensor) -> torch.Tensor:
+        """``[T/TP or T, ..., sum of ranks] -> [T, ..., sum of ranks]``: all tokens on every TP rank."""
         if self.base_layer.sequence_parallel:
             # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
 
-class RowParallelLora(ParallelLoraLinear):
+class RowParallelLora(_LinearLora):
     """Adapter of a layer whose inputs are split over TP; under SP its output is split along the sequence."""
 
     split_A = 1
 
-    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """``out [T/TP or T, ..., O]``, ``hidden [T, ..., I/TP]``."""
-        low = own.lower(_dropped(self, own.dropout, hidden))
-        reduce = (
-            reduce_scatter_to_sequence_parallel_region
-            if self.base_layer.sequence_parallel
-            else reduce_from_tensor_model_parallel_region
-        )
-        return self.widen(own, out, reduce(low, group=self.group))
+    def complete(self, low: torch.Tensor) -> torch.Tensor:
+        """``[T, ..., r] -> [T/TP or T, ..., r]``, summed over the parts of the input."""
+        if self.base_layer.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
 
 def _dropped(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor) -> torch.Tensor:

@@ -64,8 +64,12 @@ class AdapterMatrices(torch.nn.Module):
 
     def lower(self, inputs: torch.Tensor) -> torch.Tensor:
         """Every part's A in one product: ``[..., I]`` -> ``[..., sum of ranks]``."""
+        return F.linear(inputs, self.matrix_a())
+
+    def matrix_a(self) -> torch.Tensor:
+        """Every part's A, one below the other: ``[sum of ranks, I]``."""
         matrices = [self.lora_A[part.key] for part in self.parts if part]
-        return F.linear(inputs, matrices[0] if len(matrices) == 1 else torch.cat(matrices))
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
         """``[..., r]`` -> ``[..., O]``: the scaled B of a layer that has one part."""

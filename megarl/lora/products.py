@@ -1,8 +1,8 @@
-"""The second half of a LoRA update: rank-r activations times B, added to the base layer's output.
+"""The two products of a LoRA update, each with as few passes over the base's wide tensors as it can do with.
 
 Written out, ``out + cat(low_i @ B_i.T * scaling_i)`` moves the wide output six times through memory and costs more than
 the base's own product. Here all parts' B lie in one matrix with the base's row layout, and one product adds to the
-output in place: the wide output is read and written once.
+output in place. Likewise the gradient through A is added to the base layer's own gradient of the input in place.
 
 Shapes: T tokens, O outputs of the fused layer on this rank, R sum of the parts' ranks, r a part's rank.
 """
@@ -39,6 +39,32 @@ def add_wide(
         ``[..., O]``, in the memory of ``out``.
     """
     return _AddWide.apply(out, low, (places, scalings, fusion, heads), *matrices)
+
+
+def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(hidden, hidden @ matrix.T)``, where the first is to go into the base layer, and nowhere else.
+
+    Its gradient is then the base layer's, fresh memory to which this product's is added.
+
+    Args:
+        hidden: ``[..., I]``.
+        matrix: ``[R, I]``, every part's A.
+    """
+    return _ProjectThrough.apply(hidden, matrix)
+
+
+class _ProjectThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden, matrix)
+        return hidden.detach(), torch.nn.functional.linear(hidden, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hidden, matrix = ctx.saved_tensors
+        by_hidden, by_low = (gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
+        by_matrix = by_low.t() @ _rows(hidden) if ctx.needs_input_grad[1] else None
+        return by_hidden.addmm_(by_low, matrix).view(hidden.shape), by_matrix
 
 
 class _AddWide(torch.autograd.Function):
