@@ -1,0 +1,78 @@
+"""A linear with a norm in front that returns what mcore's wrapper of Transformer Engine's does, on a CPU."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from megarl.model.attention import PackedAttention
+from megarl.model.gpt import RMSNorm
+from megarl.model.pointwise import SwiGLU
+
+
+class NormColumnStandIn(ColumnParallelLinear):
+    """``TELayerNormColumnParallelLinear`` of mcore 0.16.1 over ``LayerNormLinear`` of Transformer Engine 2.12.
+
+    TE returns ``out``, or ``(out, normed)`` with ``return_layernorm_output``; with ``return_bias`` the bias comes
+    second. mcore's wrapper passes on what it got with ``return_bias``, and else pairs all of it with None.
+    """
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        self.eps = config.layernorm_epsilon
+        self.return_layernorm_output = False
+        self.te_return_bias = kwargs["skip_bias_add"] and kwargs["bias"]
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        """What the wrapper returns. The norm's output is this rank's tokens, also under SP."""
+        normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        out, bias = super().forward(normed)
+        returned = (out, bias) if self.te_return_bias else (out,)
+        if self.return_layernorm_output:
+            returned = (*returned, normed)
+        if self.te_return_bias:
+            return returned
+        return (returned if len(returned) > 1 else out), None
+
+
+def standin_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The ``te`` back end's block, of stand-ins."""
+    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormColumnStandIn,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=NormColumnStandIn, linear_fc2=RowParallelLinear, activation_func=SwiGLU
+        ),
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
