@@ -1,6 +1,7 @@
 """``model.backend``: which layers a model is built of."""
 
 import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,15 @@ def _te_settings(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
             "model.backend is 'te', but Transformer Engine is not installed; install requirements/gpu-te.txt or use "
             "'local'"
         )
-    from megarl.model.te import te_settings
-
-    return te_settings(dtype)
+    # Its calls ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever torch's
+    # own switches say; only this variable, read when CUDA's libraries start, overrules it.
+    if dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
+        raise UnsupportedError(
+            "model.dtype is 'float32' with model.backend 'te': Transformer Engine multiplies float32 matrices in TF32, "
+            "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
+        )
+    # RoPE: TE's kernel in its "sbhd" form takes angles for each of the T packed tokens, as PackedGPTModel gives them.
+    return {"apply_rope_fusion": True, "use_te_activation_func": True}
 
 
 def block_spec(model: ModelConfig) -> BlockSpec:

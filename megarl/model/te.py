@@ -4,7 +4,6 @@ Import this module only where Transformer Engine is installed (``backends`` sees
 it are not classes.
 """
 
-import os
 from typing import Any
 
 import torch
@@ -23,25 +22,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-from megarl.errors import UnsupportedError
 from megarl.model.attention import PackedAttention, PackedSequences
-
-
-def te_settings(dtype: torch.dtype) -> dict[str, Any]:
-    """``TransformerConfig`` arguments of this back end.
-
-    Raises:
-        UnsupportedError: float32 where Transformer Engine would multiply in TF32.
-    """
-    # Its calls ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever torch's
-    # own switches say; only this variable, read when CUDA's libraries start, overrules it.
-    if dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
-        raise UnsupportedError(
-            "model.dtype is 'float32' with model.backend 'te': Transformer Engine multiplies float32 matrices in TF32, "
-            "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
-        )
-    # RoPE: TE's kernel in its "sbhd" form takes angles for each of the T packed tokens, as PackedGPTModel gives them.
-    return {"apply_rope_fusion": True, "use_te_activation_func": True}
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

@@ -1,4 +1,4 @@
-"""Adapters on linears with a fused norm equal Hugging Face + PEFT: TE's interface, computed by a stand-in on the CPU."""
+"""Adapters behind a fused norm equal Hugging Face + PEFT: Transformer Engine's interface, by a stand-in on a CPU."""
 
 import pytest
 
@@ -31,7 +31,9 @@ def test_adapters_behind_a_fused_norm_equal_peft(tmp_path, monkeypatch, layouts)
     for results in run_ranks(train_standin_ranks, {"TP1": 1}.get(layouts[0], 2), str(folder), layouts):
         for key, result in results.items():
             name = key.split("/")[1]
-            rows += [(f"{key} {what}", error, bound) for what, error, bound in test_parity.compare(result, expected[name])]
+            rows += [
+                (f"{key} {what}", error, bound) for what, error, bound in test_parity.compare(result, expected[name])
+            ]
             test_parity.compare_base_weights(folder / name / "model", result["weights"])
             test_parity.compare_merged(result)
     assert len(rows) > 100

@@ -61,9 +61,7 @@ def standin_block_spec(config: TransformerConfig, vp_stage: int | None) -> Trans
     )
     mlp = ModuleSpec(
         module=MLP,
-        submodules=MLPSubmodules(
-            linear_fc1=NormColumnStandIn, linear_fc2=RowParallelLinear, activation_func=SwiGLU
-        ),
+        submodules=MLPSubmodules(linear_fc1=NormColumnStandIn, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
     )
     layer = ModuleSpec(
         module=TransformerLayer,

@@ -36,9 +36,7 @@ def compare(dtype: torch.dtype, bound: float) -> None:
     labels[0] = VOCAB - 1
     for use in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.5)):
         leaf = hidden.clone().requires_grad_()
-        ours = logprobs.token_logprobs(
-            leaf, weight, labels, temperature=TEMPERATURE, vocab_size=VOCAB, chunk_tokens=3
-        )
+        ours = logprobs.token_logprobs(leaf, weight, labels, temperature=TEMPERATURE, vocab_size=VOCAB, chunk_tokens=3)
         truth_leaf = hidden.double().requires_grad_()
         # A chunk's logits are rounded to the weight's dtype, with a gradient as if they were not.
         exact = truth_leaf @ weight[:VOCAB].double().T

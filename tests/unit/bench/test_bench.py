@@ -1,0 +1,88 @@
+"""`megarl bench train`: what it counts, what it refuses, and one whole comparison on the CPU."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.bench.batch import make_samples
+from megarl.bench.flops import work_per_token
+from megarl.bench.settings import model_config, parse_settings
+from megarl.cli.main import main
+from megarl.errors import ConfigError
+
+
+def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
+    """PEFT's own step, counted by torch, which sees attention only as products, and without their mask."""
+    from megarl.bench.clock import Clock
+    from megarl.bench.theirs import PeftStep
+
+    settings = parse_settings("tiny", ["sequences=2", "length=8", "dtype=float32", "r=4"])
+    contender = PeftStep(settings)
+    contender._model.get_base_model().set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        contender.step(Clock(torch.device("cpu")))
+    config = model_config("tiny")
+    heads = config["num_attention_heads"] * config["head_dim"]
+    unmasked = 6 * 2 * config["num_hidden_layers"] * heads * (settings.length - (settings.length + 1) / 2)
+    work = work_per_token(config, rank=4, length=settings.length, response=1.0)
+    assert counter.get_total_flops() / settings.tokens == pytest.approx(work.lora + unmasked, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "message"),
+    [
+        ("qwen3-8", [], "did you mean 'qwen3-8b'"),
+        ("tiny", ["lengths=4"], "did you mean 'length'"),
+        ("tiny", ["steps=0"], "steps"),
+        ("tiny", ["contenders=[tea]"], "'te'"),
+        ("tiny", ["steps"], "key=value"),
+    ],
+)
+def test_a_mistake_is_one_clear_error(model: str, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("[", r"\[")):
+        parse_settings(model, overrides)
+
+
+def test_only_the_end_of_a_sequence_is_trained_on() -> None:
+    settings = parse_settings("tiny", ["sequences=3", "length=10", "response=0.3"])
+    samples = make_samples(settings, 50)
+    assert [int(sample.response_mask.sum()) for sample in samples] == [3, 3, 3]
+    assert settings.response_tokens == 9
+    assert all(sample.response_mask[-3:].all() and len(sample.tokens) == 11 for sample in samples)
+
+
+def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
+    """On a Hugging Face folder, so that both sides hold the same weights: their mean logprobs must then agree."""
+    from tests.helpers.models import make_model
+
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    options = ["dtype=float32", "sequences=2", "length=12", "warmup=1", "steps=2", "contenders=[local,full,peft]"]
+    assert main(["bench", "train", str(model), *options, "--profile", "--out", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    report = json.loads(printed[-1])
+    found = {result["name"]: result for result in report["contenders"]}
+    assert set(found) == {"local", "full", "peft"} and not any("error" in result for result in found.values())
+    assert found["local"]["trained_parameters"] == found["peft"]["trained_parameters"]
+    assert found["local"]["over_peft"] > 0 and found["local"]["lora_over_full"] > 0 and report["gemm_tflops"] > 0
+    assert set(found["local"]["phases"]) == {"forward", "logprobs", "backward", "optimizer"}
+    # B is zero at the start and the steps are small.
+    assert found["local"]["logprob"] == pytest.approx(found["peft"]["logprob"], abs=1e-3)
+    assert any(line.strip().startswith("local") for line in printed)
+    assert "aten::" in (tmp_path / "out" / "profile-local.txt").read_text()
+
+
+def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) -> None:
+    from megarl.bench import train
+
+    settings = parse_settings("tiny", ["contenders=[local,peft]"])
+
+    def run(name, settings, out, *, profile):
+        good = {"name": name, "tokens_per_second": 2.0, "peak_gib": 1.0, "backend": "sdpa", "tflops": 1.0}
+        return {"name": name, "error": "CUDA out of memory"} if name == "local" else good
+
+    monkeypatch.setattr(train, "run_contender", run)
+    report = train.bench_train(settings, tmp_path, profile=False)
+    assert [result["name"] for result in report["contenders"]] == ["local", "peft"]
+    assert report["contenders"][0]["error"] == "CUDA out of memory"
