@@ -69,7 +69,6 @@ def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[di
     found = {result["name"]: result for result in results if "error" not in result}
     for name, result in found.items():
         operations = work.full if name == "full" else work.lora
-        # Where the full step has no optimizer, its operations took less than a step.
         result["gemm_share"] = (
             operations * result["tokens_per_second"] / 1e12 / gemm_tflops if gemm_tflops is not None else None
         )
@@ -91,4 +90,4 @@ def _ratio(lora: dict[str, Any], full: dict[str, Any]) -> float:
     """How much faster the LoRA step is; without the optimizer on either side where the full one has none."""
     if full["optimizer"]:
         return full["step_ms"] / lora["step_ms"]
-    return (full["step_ms"]) / (lora["step_ms"] - lora["phases"]["optimizer"])
+    return full["step_ms"] / (lora["step_ms"] - lora["phases"]["optimizer"])

@@ -1,0 +1,39 @@
+"""One layer stack of the `te` back end on CUDA: build, forward, backward; prints releases and what attention chose."""
+
+import logging
+import os
+import sys
+
+import torch
+
+
+def main() -> None:
+    """Run both back ends on the same weights and print their mean logprobs and a gradient norm."""
+    os.environ.setdefault("NVTE_DEBUG", "1")
+    os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
+    logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="attention %(message)s")
+    import megatron.core
+    import transformer_engine
+
+    from megarl.bench.clock import Clock
+    from megarl.bench.ours import OurStep
+    from megarl.bench.settings import parse_settings
+    from megarl.parallel.groups import destroy_groups
+
+    print(
+        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}, "
+        f"te {transformer_engine.__version__}, mcore {megatron.core.__version__}"
+    )
+    settings = parse_settings("tiny", ["sequences=3", "length=200"])
+    for backend in ("local", "te"):
+        step = OurStep(settings, backend, full=False)
+        clock = Clock(step.device)
+        for _ in range(2):
+            clock.time(lambda step=step, clock=clock: step.step(clock))
+        step.logprobs()
+        print(f"smoke {backend}: {step.info}, {clock.steps[-1]}")
+        destroy_groups()
+
+
+if __name__ == "__main__":
+    main()
