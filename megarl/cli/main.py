@@ -1,4 +1,4 @@
-"""`megarl train|export|bench`: thin; errors are one message, no traceback."""
+"""`megarl train|export|bench|verify`: thin; errors are one message, no traceback."""
 
 import argparse
 import os
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.cli import bench
+from megarl.cli import bench, verify
 from megarl.errors import ConfigError, MegarlError
 
 INTERRUPTED = 130
@@ -16,17 +16,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    arguments = parser().parse_args(argv)
-    run: Callable[[argparse.Namespace], None] = arguments.run
+    arguments = _parse(argv)
+    run: Callable[[argparse.Namespace], int | None] = arguments.run
     try:
-        run(arguments)
+        return run(arguments) or 0
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt as error:
         print(f"megarl: interrupted{f' by {error}' if str(error) else ''}", file=sys.stderr)
         return INTERRUPTED
-    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes overrides only before the first option; here they may follow it too."""
+    top = parser()
+    arguments, rest = top.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides += rest
+    return arguments
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("--out", required=True, help="folder to write; must not exist")
     export.set_defaults(run=_export)
     bench.add_parser(commands)
+    verify.add_parser(commands)
     return top
 
 

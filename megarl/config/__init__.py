@@ -1,7 +1,7 @@
 """The config tree: pydantic models, one section per file. Importing it loads neither torch nor vLLM."""
 
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
-from megarl.config.load import dump_config, load_config, parse_config
+from megarl.config.load import dump_config, load_config, override_config, parse_config
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
 from megarl.config.model import ModelConfig
@@ -23,5 +23,6 @@ __all__ = [
     "TrainConfig",
     "dump_config",
     "load_config",
+    "override_config",
     "parse_config",
 ]

@@ -3,7 +3,7 @@
 Imports neither torch nor vLLM, so that a typo is reported in a fraction of a second.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,12 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: unreadable file, unknown key, wrong type or value, contradiction between fields.
         UnsupportedError: a layout or option that is valid but not proven.
     """
-    tree = _read_recipe(recipe)
-    for override in overrides:
-        tree = _apply_override(tree, override)
-    try:
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"recipe '{recipe}', key '{error.full_key}': {_first_line(error)}") from error
-    return parse_config(plain)
+    return _resolve(_read_recipe(recipe), overrides, f"recipe '{recipe}'")
+
+
+def override_config(tree: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Apply overrides to a plain dictionary; the same as ``load_config`` otherwise."""
+    return _resolve(OmegaConf.create(_escape(dict(tree))), overrides, "overrides")
 
 
 def parse_config(tree: Any) -> RunConfig:
@@ -55,6 +53,16 @@ def dump_config(config: RunConfig) -> str:
     """Return the resolved config, defaults included, as YAML that ``load_config`` reads back."""
     # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
     return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump())), sort_keys=False)
+
+
+def _resolve(tree: DictConfig, overrides: Sequence[str], source: str) -> RunConfig:
+    for override in overrides:
+        tree = _apply_override(tree, override)
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{source}, key '{error.full_key}': {_first_line(error)}") from error
+    return parse_config(plain)
 
 
 def _read_recipe(recipe: str | Path) -> DictConfig:

@@ -2,11 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -16,7 +17,9 @@ from megarl.lora.peft_io import WEIGHTS, load_peft_config, write_directory
 from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling, resolve_targets, unties
 from megarl.model.families import names_of
 from megarl.model.families.base import EMBEDDING, OUTPUT
-from megarl.model.hf_folder import WeightFolder, read_config
+from megarl.model.hf_folder import INDEX, WeightFolder, read_config
+
+SHARD_BYTES = 4 << 30
 
 
 def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -68,9 +71,9 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
                         for name, tensor in _base_tensors(file, untie)
                     }
                     save_file(tensors, str(partial / file.name), metadata={"format": "pt"})
-                for file in model.iterdir():
-                    if file.is_file() and file.suffix != ".safetensors":
-                        shutil.copy2(file, partial / file.name)
+                _copy_others(model, partial)
+                if (model / INDEX).is_file():
+                    shutil.copy2(model / INDEX, partial / INDEX)
                 if untie:
                     _note_untied(partial)
     except (SafetensorError, FileNotFoundError) as error:
@@ -78,6 +81,54 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
             f"{adapter / WEIGHTS} cannot be read ({error}); it is missing, truncated or damaged"
         ) from error
     return len(targets)
+
+
+def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: Path) -> None:
+    """Write a stream of whole merged tensors as a Hugging Face folder. Collective; rank 0 writes.
+
+    Args:
+        stream: from ``MegatronModel.export_merged``.
+        model: the base model's folder; everything but its weights is copied.
+        out: appears complete or not at all; an old folder there is replaced.
+    """
+    if dist.get_rank() != 0:
+        for _ in stream:
+            pass
+        return
+    with write_directory(out) as partial:
+        where: dict[str, str] = {}
+        for index, shard in enumerate(_shards(stream)):
+            file = f"model-{index + 1:05d}.safetensors"
+            save_file(shard, str(partial / file), metadata={"format": "pt"})
+            where |= dict.fromkeys(shard, file)
+            dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+        (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1))
+        _copy_others(model, partial)
+        config = read_config(model)
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
+        if OUTPUT[1] in where:  # of tied embeddings only where the merge made them differ
+            config["tie_word_embeddings"] = False
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _shards(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in stream:
+        shard[name] = tensor.to("cpu", copy=True)
+        size += tensor.nbytes
+        if size >= SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+    if shard:
+        yield shard
+
+
+def _copy_others(model: Path, out: Path) -> None:
+    """Config, tokenizer and whatever else is in the folder; not the weights and not their index."""
+    for file in model.iterdir():
+        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
+            shutil.copy2(file, out / file.name)
 
 
 def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -112,7 +163,7 @@ def _note_untied(folder: Path) -> None:
     """Say in config.json, and in the index if there is one, that lm_head has a weight of its own."""
     config = read_config(folder) | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         plain = json.loads(index.read_text())
         plain["weight_map"][OUTPUT[1]] = plain["weight_map"][EMBEDDING[1]]

@@ -27,6 +27,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
         raise ModelError(f"{file} is not JSON: {error}") from error
 
 
+# Which file holds which tensor, where there are several.
+INDEX = "model.safetensors.index.json"
+
+
 class WeightFolder:
     """The safetensors of a folder, opened on first use."""
 
@@ -41,7 +45,7 @@ class WeightFolder:
         self.where = self._index()
 
     def _index(self) -> dict[str, Path]:
-        index = self.path / "model.safetensors.index.json"
+        index = self.path / INDEX
         if index.is_file():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
@@ -53,7 +57,7 @@ class WeightFolder:
             return {name: self.path / file for name, file in weight_map.items()}
         single = self.path / "model.safetensors"
         if not single.is_file():
-            raise ModelError(f"{self.path} holds neither model.safetensors nor model.safetensors.index.json")
+            raise ModelError(f"{self.path} holds neither model.safetensors nor {INDEX}")
         return dict.fromkeys(self._open(single).keys(), single)
 
     def _open(self, file: Path) -> Any:
@@ -64,6 +68,16 @@ class WeightFolder:
                 raise ModelError(f"{file} cannot be read ({error}); it is truncated or damaged") from error
         return self._files[file]
 
+    def get_slice(self, name: str) -> Any:
+        """A tensor of the folder, unread; see ``sharding.Sliceable``.
+
+        Raises:
+            ModelError: it is absent.
+        """
+        if name not in self.where:
+            raise ModelError(f"{self.path} lacks the tensor '{name}'{nearest(name, self.where)}")
+        return self._open(self.where[name]).get_slice(name)
+
     def load(self, tensors: Iterable[ShardedTensor], groups: Groups) -> set[str]:
         """Fill the tensors, each rank reading only its own slices; returns the names used.
 
@@ -72,9 +86,7 @@ class WeightFolder:
         """
         used = set()
         for tensor in tensors:
-            if tensor.name not in self.where:
-                raise ModelError(f"{self.path} lacks the tensor '{tensor.name}'{nearest(tensor.name, self.where)}")
-            source = self._open(self.where[tensor.name]).get_slice(tensor.name)
+            source = self.get_slice(tensor.name)
             if tuple(source.get_shape()) != tensor.shape:
                 raise ModelError(
                     f"'{tensor.name}' in {self.path} has shape {source.get_shape()}, config.json implies "

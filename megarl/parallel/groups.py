@@ -164,10 +164,15 @@ def current_groups(device: torch.device | None = None) -> Groups:
     )
 
 
-def destroy_groups() -> None:
-    """Leave all groups; safe to call twice."""
+def leave_layout() -> None:
+    """Leave mcore's groups but not the default one, so that ``init_groups`` can build another layout."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
+
+
+def destroy_groups() -> None:
+    """Leave all groups; safe to call twice."""
+    leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megarl.errors import AdapterError, CheckpointError
+from megarl.verify.adapters import make_adapter
+from megarl.verify.compare import relative_error
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import make_adapter, relative_error
 from tests.helpers.tiny_run import build, everything, train
 
 STEPS = 2

@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.distributed import test_parity as parity
+from megarl.verify.cases import Place
+from megarl.verify.compare import ENTROPY, GRADIENTS, LOGPROBS, relative_error
+from megarl.verify.ranks import Stage, each_layout, train
+from megarl.verify.samples import make_samples
+from megarl.verify.truth import make_truth, run_shared
 from tests.distributed.test_checkpoint import resume, save_and_go_on
+from tests.helpers.cases import make_case, outside, place
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import make_samples, relative_error
 from tests.helpers.tiny_run import build
 
 # Longer and shorter than 2 * CP, and of one token.
@@ -94,12 +98,12 @@ def test_attention_and_its_gradients_are_those_of_one_process():
 
 # What is removed from context parallelism -> the row that must then fail, and one that must still pass.
 MUTATIONS = {
-    "nothing": ("", "logprobs"),
-    "the gradient's sum over CP": ("grad ", "logprobs"),
-    "the keys' gradient from other ranks": ("grad ", "logprobs"),
-    "the token weights of the whole step": ("grad ", "logprobs"),
-    "the metrics' sum over CP": ("entropy", "logprobs"),
-    "the positions of a rank's tokens": ("logprobs", ""),
+    "nothing": ("", LOGPROBS),
+    "the gradient's sum over CP": (GRADIENTS, LOGPROBS),
+    "the keys' gradient from other ranks": (GRADIENTS, LOGPROBS),
+    "the token weights of the whole step": (GRADIENTS, LOGPROBS),
+    "the metrics' sum over CP": (ENTROPY, LOGPROBS),
+    "the positions of a rank's tokens": (LOGPROBS, ""),
 }
 
 
@@ -144,31 +148,23 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(gpt.PackedGPTModel, "_preprocess", count_within_rank)
 
 
-def train_mutants(folder: str) -> dict[str, dict]:
-    """On each rank: the parity run of one model at CP2 with each thing removed in turn."""
-    from megarl.parallel import groups
-
-    parity.MODELS = {"qwen3": parity.MODELS["qwen3"]}
+def train_mutants(here: Place) -> dict[str, dict[str, str]]:
+    """On each rank: what `megarl verify` finds at CP2 with each thing removed in turn, outside the bounds."""
     results = {}
-    for name in MUTATIONS:
+    for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):
         with pytest.MonkeyPatch.context() as patch:
-            # The next run uses the same processes' connection.
-            patch.setattr(groups, "destroy_groups", lambda: None)
             remove(name, patch)
-            results[name] = parity.train_ranks(folder, ["CP2"])["CP2/qwen3"]
-    groups.destroy_groups()
+            results[name] = outside(train(stage.place, groups))
     return results
 
 
-def test_what_context_parallelism_needs_fails_a_parity_row_when_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(parity, "MODELS", {"qwen3": parity.MODELS["qwen3"]})
-    folder, truths = parity.make_truths(tmp_path)
-    for name, result in run_ranks(train_mutants, 2, str(folder))[0].items():
-        rows = parity.compare(result, truths["qwen3"])
-        failed = {what for what, error, bound in rows if not error <= bound}
+def test_what_context_parallelism_needs_fails_a_row_when_removed(tmp_path):
+    case = make_case(tmp_path, "qwen3", family="qwen3", tied=False)
+    run_shared(make_truth, [case])
+    for name, failed in run_ranks(train_mutants, 2, place(case, "CP2", {"context": 2}))[0].items():
         fails, passes = MUTATIONS[name]
         assert passes not in failed, (name, failed)
-        assert any(what.startswith(fails) for what in failed) if fails else not failed, (name, failed)
+        assert fails in failed if fails else not failed, (name, failed)
 
 
 def metrics_of_ranks(folder: str, layout: dict[str, int]) -> dict:

@@ -1,11 +1,15 @@
 """Promise 1 for DeepSeek-V2 and V3: multi-latent attention, shared experts and routing, in products of layouts."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed import test_parity as parity
+from megarl.verify.cases import Place
+from megarl.verify.compare import GRADIENTS, LOGPROBS
+from megarl.verify.ranks import Stage, each_layout, train
+from megarl.verify.run import verify_places
+from megarl.verify.truth import make_truth, run_shared
+from tests.helpers.cases import check, make_case, outside, place
 from tests.helpers.models import rope
 from tests.helpers.ranks import run_ranks
 
@@ -41,22 +45,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def use_models(*names: str) -> None:
-    """Let the parity helpers of this process work on models and layouts of this file."""
-    parity.MODELS, parity.LAYOUTS = {name: MODELS[name] for name in names}, LAYOUTS
-    parity.SWITCHED_MODELS = names
-
-
 @pytest.fixture(scope="module")
-def truths(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parity, "MODELS", MODELS)
-        return parity.make_truths(tmp_path_factory.mktemp("latent"))
-
-
-def train_ranks(folder: str, layouts: list[str]) -> dict:
-    use_models(*MODELS)
-    return parity.train_ranks(folder, layouts)
+def cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("latent")
+    cases = {name: make_case(folder, name, **model) for name, model in MODELS.items()}
+    run_shared(make_truth, list(cases.values()))
+    return cases
 
 
 @pytest.mark.parametrize(
@@ -64,34 +58,20 @@ def train_ranks(folder: str, layouts: list[str]) -> dict:
     [["TP2+SP", "PP2xVPP2", "DP2xEP2", "CP2+selective"], ["TP2xPP2xEP2", "TP2xCP2xEP2xETP2"]],
     ids=str,
 )
-def test_logprobs_gradients_and_updates_equal_peft(truths, layouts):
-    folder, expected = truths
-    rows = []
-    for rank, results in enumerate(run_ranks(train_ranks, 2 if "TP2+SP" in layouts else 4, str(folder), layouts)):
-        assert len(results) == len(layouts) * len(MODELS)
-        for key, result in results.items():
-            name = key.split("/")[1]
-            rows += [
-                (f"{key} rank {rank} {what}", e, bound) for what, e, bound in parity.compare(result, expected[name])
-            ]
-            parity.compare_base_weights(Path(folder) / name / "model", result["weights"])
-            parity.compare_merged(result)
-    worst = max(rows, key=lambda row: row[1] / row[2])
-    print(f"\n{layouts}: {len(rows)} comparisons, worst {worst[0]}: {worst[1]:.1e} of {worst[2]:.0e}")
-    assert not [row for row in rows if not row[1] <= row[2]]
+def test_logprobs_gradients_and_updates_equal_peft(cases, layouts):
+    check(verify_places([place(case, layout, LAYOUTS[layout]) for layout in layouts for case in cases.values()]))
 
 
-def train_mutants(folder: str) -> dict[str, dict]:
-    """On each rank: V3 at TP2 with one thing removed in turn."""
+MUTATIONS = ("the rotary key's sum", "the bias on the choice")
+
+
+def train_mutants(here: Place) -> dict[str, dict[str, str]]:
+    """On each rank: what `megarl verify` finds of V3 at TP2 with one thing removed in turn, outside the bounds."""
     from megarl.model import experts, latent_attention
-    from megarl.parallel import groups
 
-    use_models("v3")
     results = {}
-    for name in ("the rotary key's sum", "the bias on the choice"):
+    for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):
         with pytest.MonkeyPatch.context() as patch:
-            # The next run uses the same processes' connection.
-            patch.setattr(groups, "destroy_groups", lambda: None)
             if name == "the rotary key's sum":
                 # Each rank keeps the gradient from its own heads, as in mcore's layer.
                 patch.setattr(latent_attention, "copy_to_tensor_model_parallel_region", lambda tensor, group: tensor)
@@ -102,18 +82,12 @@ def train_mutants(folder: str) -> dict[str, dict]:
                     "_in_best_groups",
                     lambda router, scores, choose=choose: choose(router, scores - router.expert_bias),
                 )
-            results[name] = parity.train_ranks(folder, ["TP2+SP"])["TP2+SP/v3"]
-    groups.destroy_groups()
+            results[name] = outside(train(stage.place, groups))
     return results
 
 
-def test_what_would_be_silent_errors_fail_parity_rows(truths):
-    folder, expected = truths
-    results = run_ranks(train_mutants, 2, str(folder))[0]
-    failed = {
-        name: {what for what, error, bound in parity.compare(result, expected["v3"]) if not error <= bound}
-        for name, result in results.items()
-    }
-    assert "logprobs" not in failed["the rotary key's sum"]
-    assert any("grad" in what and "kv_a_proj_with_mqa" in what for what in failed["the rotary key's sum"])
-    assert "logprobs" in failed["the bias on the choice"]
+def test_what_would_be_silent_errors_fail_rows(cases):
+    failed = run_ranks(train_mutants, 2, place(cases["v3"], "TP2+SP", LAYOUTS["TP2+SP"]))[0]
+    assert LOGPROBS not in failed["the rotary key's sum"]
+    assert GRADIENTS in failed["the rotary key's sum"]
+    assert LOGPROBS in failed["the bias on the choice"]

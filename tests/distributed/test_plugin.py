@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.verify.reference import load_reference
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import load_reference
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "plugin" / "train.py"
 STEPS = 4

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megarl.config import ModelConfig, ParallelConfig
+from megarl.verify.adapters import make_adapter
+from megarl.verify.compare import relative_error
+from megarl.verify.reference import load_reference, logprobs_of
+from megarl.verify.samples import make_samples
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import load_reference, logprobs_of, make_adapter, make_samples, relative_error
 
 # Examples follow from the test's source, so that a failure repeats; they run inside a rank's process.
 QUICK: dict = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
@@ -184,7 +187,7 @@ def through_megarl(model: Path, made: Path, saved: Path, samples: list, groups) 
     """Load an adapter into a new model, save it, and compute logprobs."""
     from megarl.lora import apply_lora, load_peft_config
     from megarl.model.megatron_model import MegatronModel
-    from tests.distributed.test_parity import make_config
+    from tests.helpers.cases import make_config
 
     peft_config = load_peft_config(made)
     megatron = MegatronModel(make_config(model, {}), groups, lambda c, hf, g: apply_lora(c, peft_config, hf, groups=g))

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megarl.errors import MegarlError
+from megarl.verify.loss import SurrogateLoss
+from megarl.verify.samples import make_samples
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import make_samples
-from tests.helpers.tiny_run import SurrogateLoss, build
+from tests.helpers.tiny_run import build
 
 SP, PP, VPP, DP = {"tensor": 2}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2}, {"data": 2}
 FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}

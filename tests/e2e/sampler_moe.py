@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from megarl.lora.peft_io import config_dict, load_peft_config
 from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
+from megarl.verify.adapters import make_adapter
+from megarl.verify.reference import load_reference
 from tests.e2e.sampler_faults import EXPERT
 from tests.e2e.sampler_rig import VOCABULARY, PeftTrainer, Rig, prompts, raised, run_config
 from tests.helpers.models import make_model
-from tests.helpers.reference import load_reference, make_adapter
 
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 2, "initializer_range": 0.05}
 

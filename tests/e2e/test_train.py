@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.types import Sample
+from megarl.verify.reference import load_reference, logprobs_of
 from tests.helpers.models import make_model
-from tests.helpers.reference import load_reference, logprobs_of
 from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.train_run import RECIPE, REWARD, TrainRun, read_rollout, read_rows
 

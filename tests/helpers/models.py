@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import torch
 from transformers import (
-    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
     LlamaConfig,
@@ -14,6 +12,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from megarl.verify.tiny import write_random
 
 # Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
 SHAPE = {
@@ -95,17 +95,4 @@ def make_model(
     """Write a random model of a family (a key of ``FAMILIES``) and return its folder."""
     config_class, extra = FAMILIES[family]
     config = config_class(**{**SHAPE, **extra, "tie_word_embeddings": tied, **changes})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # Norms and biases start at 1 and 0, which would hide a mapping that mixes them up.
-            if parameter.ndim == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif "embed" not in name:
-                parameter.mul_(3.0)
-        for name, buffer in model.named_buffers():
-            if "e_score_correction_bias" in name:
-                buffer.add_(torch.randn_like(buffer) * 0.06)
-    model.save_pretrained(folder)
-    return folder
+    return write_random(config, folder, dtype=dtype, seed=seed)

@@ -15,13 +15,14 @@ import torch
 import torch.multiprocessing as mp
 
 from megarl.model.megatron_model import MegatronModel
+from megarl.verify.launch import warm_up
 from tests.helpers.tiny_run import build, everything, train
 
 
 @contextlib.contextmanager
 def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
     """``(process, pipe)`` of ``function(pipe, *args)``, forked from the fork server; killed with SIGKILL at the end."""
-    mp.set_forkserver_preload(["tests.helpers.preload"])
+    warm_up()
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=function, args=(theirs, *args), daemon=True)

@@ -13,19 +13,9 @@ from megarl.model.checkpoint import _rng_state
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
+from megarl.verify.loss import SurrogateLoss
+from megarl.verify.samples import make_samples
 from tests.helpers.models import SHAPE
-from tests.helpers.reference import make_samples
-
-
-class SurrogateLoss:
-    """-weight * advantage * logprob: the reference's loss, which is also GRPO's gradient on policy."""
-
-    def __call__(self, logprobs_T, tokens):
-        from megarl.loss.base import LossOutput
-
-        tokens.check(logprobs_T)
-        loss = -(tokens.weights_T * tokens.advantages_T * logprobs_T).sum()
-        return LossOutput(loss, {"loss": loss.detach(), "logprob_max": logprobs_T.detach().max()})
 
 
 def build(

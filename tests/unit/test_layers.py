@@ -28,8 +28,10 @@ INTERNAL: dict[str, set[str]] = {
     "controller": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
     "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
     "bench": COMMON | {"parallel", "loss", "model", "lora"},
+    "verify": COMMON | {"parallel", "loss", "model", "lora"},
     "cli": COMMON
-    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch", "bench"},
+    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
+    | {"bench", "verify"},
 }
 
 # Package -> where alone it may be imported (a trailing * stands for any ending).

@@ -9,8 +9,11 @@ import torch
 
 from megarl.errors import AdapterError, ModelError
 from megarl.lora.merge import merge_folder
+from megarl.verify.adapters import make_adapter
+from megarl.verify.compare import relative_error
+from megarl.verify.reference import load_reference, logprobs_of
+from megarl.verify.samples import make_samples
 from tests.helpers.models import make_model
-from tests.helpers.reference import load_reference, logprobs_of, make_adapter, make_samples, relative_error
 
 
 def digest(folder):

@@ -10,9 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ParallelConfig
 from megarl.lora.merge import merge_folder
+from megarl.verify.adapters import make_adapter
+from megarl.verify.compare import relative_error
+from megarl.verify.reference import load_reference, logprobs_of
+from megarl.verify.samples import make_samples
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference import load_reference, logprobs_of, make_adapter, make_samples, relative_error
 
 TARGETS = ["embed_tokens", "lm_head", "q_proj"]
 
@@ -40,7 +43,7 @@ def on_one_rank(folder: str, model: str) -> dict:
     from megarl.model.megatron_model import MegatronModel
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
-    from tests.distributed.test_parity import make_config
+    from tests.helpers.cases import make_config
 
     root = Path(folder)
     groups = init_groups(ParallelConfig(), pick_device("auto"))

@@ -7,36 +7,13 @@ gradient: with them the reference computes what the file means, separate adapter
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
-from peft import LoraConfig
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megarl.model.families import WeightMap
 
 _STACKED = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.experts\.(base_layer\.)?lora_([AB])\.weight")
 _ROUTER = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.gate\.lora_([AB])\.weight")
-
-
-def write_adapter(model: Path, folder: Path, names: WeightMap, config: LoraConfig, *, seed: int = 1) -> Path:
-    """A random adapter of the linears that the config's short names say, one A and one B each, as a PEFT directory."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    with safe_open(str(model / "model.safetensors"), framework="pt") as source:
-        for name in names.target_names():
-            if name.rpartition(".")[2] not in config.target_modules:
-                continue
-            rows, columns = source.get_slice(f"{name}.weight").get_shape()
-            bound = columns**-0.5
-            matrix_a = torch.empty(config.r, columns).uniform_(-bound, bound, generator=generator)
-            matrix_b = torch.empty(rows, config.r).normal_(std=0.05, generator=generator)
-            tensors[f"base_model.model.{name}.lora_A.weight"] = matrix_a
-            tensors[f"base_model.model.{name}.lora_B.weight"] = matrix_b
-    config.save_pretrained(str(folder))
-    save_file(tensors, str(folder / "adapter_model.safetensors"), metadata={"format": "pt"})
-    return folder
 
 
 def hold_zeros(model: torch.nn.Module) -> None:
@@ -48,7 +25,7 @@ def hold_zeros(model: torch.nn.Module) -> None:
             mask = torch.zeros(2, rows, 2, rank, experts)
             mask[0, :, 0] = mask[1, :, 1] = 1
             mask = mask.view_as(parameter)
-            parameter.register_hook(lambda gradient, mask=mask: gradient * mask.to(gradient.dtype))
+            parameter.register_hook(lambda gradient, mask=mask: gradient * mask.to(gradient))
 
 
 def unstack(tensors: Mapping[str, torch.Tensor], names: WeightMap) -> dict[str, torch.Tensor]:

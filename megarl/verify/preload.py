@@ -4,7 +4,6 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-import pytest  # noqa: E402, F401  (the functions that ranks run live in test files)
 import transformers  # noqa: E402, F401
 from transformers import AutoModelForCausalLM  # noqa: E402, F401
 

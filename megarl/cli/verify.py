@@ -1,0 +1,95 @@
+"""`megarl verify`: thin; nothing heavy is imported before the arguments are checked."""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from megarl.errors import ConfigError, UnsupportedError
+from megarl.verify import report as output
+from megarl.verify.settings import verify_config
+
+RANKS = 4
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add `verify` to the command line."""
+    parser = commands.add_parser("verify", help="compare a layout with one process of Hugging Face + PEFT")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="of parallel, lora, model and train, as in a recipe"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON and nothing else on standard output")
+    parser.add_argument("--matrix", action="store_true", help="all layouts, on a tiny random model of MODEL's family")
+    parser.add_argument("--ranks", type=int, help=f"with --matrix: layouts of at most so many ranks (default {RANKS})")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    """Verify and print; 0 if every row passed, else 1.
+
+    Raises:
+        ConfigError: bad arguments or settings, before anything was started.
+        MegarlError: what went wrong later.
+    """
+    _check(arguments)
+    try:
+        config = verify_config(arguments.model, arguments.overrides)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error
+    with _progress() as report:
+        # Only now: torch, mcore and transformers take seconds to import, here and in the processes that are to come.
+        from megarl.verify.launch import warm_up
+
+        warm_up()
+        from megarl.verify import command
+
+        if arguments.matrix:
+            with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
+                tiny = command.tiny_config(config, Path(folder) / "model")
+                reports, refused = command.verify_matrix(tiny, arguments.ranks or RANKS, report)
+                text = output.matrix_markdown(reports, refused)
+        else:
+            reports = command.verify_model(config, report)
+            text = output.markdown(reports[0])
+    if arguments.out:
+        arguments.out.write_text(text)
+    if arguments.json:
+        print(output.as_json(reports))
+    elif not arguments.matrix:
+        Console().print(output.table(reports[0]))
+    elif not arguments.out:
+        print(text, end="")
+    for line in [line for verified in reports for line in verified.differences]:
+        print(line, file=sys.stderr)
+    return 0 if all(verified.passed for verified in reports) else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.ranks is not None and not arguments.matrix:
+        raise ConfigError("--ranks is for --matrix; a single layout's ranks follow from parallel.*")
+    if arguments.ranks is not None and arguments.ranks < 1:
+        raise ConfigError(f"--ranks is {arguments.ranks}; it must be at least 1")
+    if arguments.out and not arguments.out.parent.is_dir():
+        raise ConfigError(f"--out '{arguments.out}': the folder '{arguments.out.parent}' does not exist")
+    for override in arguments.overrides if arguments.matrix else ():
+        if override.startswith("parallel."):
+            raise ConfigError(f"override '{override}' with --matrix, which runs all layouts; leave it out")
+        if override.startswith("lora.init_from="):
+            raise ConfigError(f"override '{override}' with --matrix: it does not fit a tiny model; leave it out")
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """On standard error: one line that changes on a terminal, else line by line."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return
+    with console.status("starting") as status:
+        yield status.update

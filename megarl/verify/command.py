@@ -1,0 +1,104 @@
+"""What `megarl verify` runs: one layout of a model, or all layouts of a tiny model of its family."""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from peft import LoraConfig
+
+from megarl.config import RunConfig
+from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
+from megarl.lora import load_peft_config
+from megarl.lora.targets import check_supported, resolve_targets
+from megarl.model.families import names_of
+from megarl.model.hf_folder import WeightFolder, read_config
+from megarl.verify.adapters import make_adapter
+from megarl.verify.cases import Case, Place
+from megarl.verify.layouts import allowed_layouts, describe_refused, label
+from megarl.verify.run import Report, check_gpus, verify_places
+from megarl.verify.tiny import write_tiny
+
+Say = Callable[[str], None]
+
+
+def verify_model(config: RunConfig, report: Say) -> list[Report]:
+    """Verify a model at the config's layout.
+
+    Raises:
+        ConfigError: a model or an adapter that cannot be trained here, or too few GPUs; nothing was started.
+        MegarlError: what a rank raised.
+    """
+    check_gpus(config.parallel.world_size)
+    return _verify(config, {label(config.parallel): config}, report)
+
+
+def verify_matrix(config: RunConfig, ranks: int, report: Say) -> tuple[list[Report], dict[str, list[str]]]:
+    """Verify a tiny model at every allowed layout.
+
+    Args:
+        config: the model's, from ``tiny_config``.
+        ranks: layouts of at most so many.
+        report: gets lines of progress.
+
+    Returns:
+        ``(reports, reason -> layouts refused for it)``.
+
+    Raises:
+        ConfigError, MegarlError: as in ``verify_model``.
+    """
+    layouts, refused = allowed_layouts(config, ranks)
+    if not layouts:
+        raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
+    check_gpus(max(layout.parallel.world_size for layout in layouts.values()))
+    return _verify(config, layouts, report), refused
+
+
+def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
+    """Write a tiny random model of the config's family to a folder; the config for it."""
+    hf_config = read_config(config.model.path)
+    try:
+        names_of(hf_config)
+        write_tiny(hf_config, folder, dtype=config.model.dtype, seed=config.train.seed)
+    except UnsupportedError as error:
+        raise ConfigError(str(error)) from error
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
+
+
+def _verify(config: RunConfig, layouts: Mapping[str, RunConfig], report: Say) -> list[Report]:
+    _check(config)
+    with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
+        case = Case("model", config, _adapter(config, Path(folder)), Path(folder) / "work")
+        return verify_places([Place(case, name, layout) for name, layout in layouts.items()], report=report)
+
+
+def _check(config: RunConfig) -> None:
+    """Say what is wrong before any process is started.
+
+    Raises:
+        ConfigError: the model's family, its files, or the adapter.
+    """
+    try:
+        names = names_of(read_config(config.model.path))
+        WeightFolder(config.model.path)
+        peft_config = _peft_config(config)
+        check_supported(peft_config)
+        resolve_targets(peft_config, names)
+    except (AdapterError, ModelError, UnsupportedError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _peft_config(config: RunConfig) -> LoraConfig:
+    section = config.lora
+    if section.init_from:
+        return load_peft_config(section.init_from)
+    return LoraConfig(**section.model_dump(exclude={"init_from"}))
+
+
+def _adapter(config: RunConfig, folder: Path) -> Path:
+    """``lora.init_from``, or a random adapter with the section's settings."""
+    if config.lora.init_from:
+        return Path(config.lora.init_from).expanduser()
+    settings = config.lora.model_dump(exclude={"init_from"})
+    return make_adapter(
+        Path(config.model.path).expanduser(), folder / "adapter", seed=config.train.seed + 1, **settings
+    )

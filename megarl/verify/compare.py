@@ -1,0 +1,232 @@
+"""What two computations of the same training steps differ by, and when that passes (see ``megarl.verify``)."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megarl.lora.targets import PREFIX
+
+LOGPROBS, BASE_LOGPROBS, ENTROPY = "logprobs", "logprobs, adapter off", "entropy"
+GRADIENTS, GRADIENT_NORM = "gradients", "gradient norm"
+ADAPTER, UPDATE, CHECKPOINT = "adapter", "update by norm", "checkpoint elsewhere"
+PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS = "saved adapter in PEFT", "merged model in HF", "merged weights"
+BASE_WEIGHTS = "base weights"
+# Fixed bounds in float32, in the order of the report.
+BOUNDS = {
+    LOGPROBS: 1e-5,
+    BASE_LOGPROBS: 1e-5,
+    ENTROPY: 1e-5,
+    GRADIENTS: 1e-4,
+    GRADIENT_NORM: 1e-4,
+    ADAPTER: 1e-4,
+    UPDATE: 2e-3,
+    PEFT_LOAD: 1e-5,
+    MERGED_LOAD: 1e-5,
+    MERGED_WEIGHTS: 1e-6,
+    BASE_WEIGHTS: 0.0,
+    CHECKPOINT: 1e-4,
+}
+# Rows of one number each, or about single elements: in bfloat16 chance decides whose is closer.
+FLOAT32_ONLY = {ENTROPY, GRADIENT_NORM, ADAPTER}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is computed of some updates on one batch, by megarl or by the reference.
+
+    Attributes:
+        logprobs: ``[R]`` per sample, before the first update.
+        base_logprobs: the same with the adapter off.
+        entropy: mean over the response tokens, nats.
+        gradients: PEFT name -> whole gradient of the first update, before clipping.
+        norms: the gradient's global norm in each update.
+        adapter: PEFT name -> tensor after the updates.
+        start: PEFT name -> tensor before them; of the reference only.
+    """
+
+    logprobs: list[np.ndarray]
+    base_logprobs: list[np.ndarray]
+    entropy: float
+    gradients: dict[str, torch.Tensor]
+    norms: list[float]
+    adapter: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """How far one row is off, and which tensor (sample, update) is worst."""
+
+    row: str
+    worst: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A judged finding, as it is reported."""
+
+    name: str
+    worst: str
+    error: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.error <= self.bound
+
+    @property
+    def severity(self) -> float:
+        """Error over bound; the row to look at first has the largest."""
+        if self.bound > 0 and math.isfinite(self.error):
+            return self.error / self.bound
+        return 0.0 if self.passed else math.inf
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How errors are measured and judged for one dtype; see the package's docstring.
+
+    Attributes:
+        bounds: row -> fixed bound.
+        slack: how many times the yardstick's error is allowed.
+        by_norm: measure all tensors of a row together by norm.
+    """
+
+    bounds: Mapping[str, float]
+    slack: float
+    by_norm: bool
+
+    @classmethod
+    def of(cls, dtype: str, *, routers: bool) -> "Rule":
+        """For ``model.dtype``, of a model with or without routers."""
+        if dtype == "float32":
+            return cls(BOUNDS, 2.0, by_norm=False)
+        slack = 2.0 if routers else 1.1
+        return cls({row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY}, slack, by_norm=True)
+
+    def judge(self, finding: Finding, own: float) -> Row:
+        """Apply the rule, given the yardstick's error in the row."""
+        worst = finding.worst.replace(PREFIX, "")
+        return Row(finding.row, worst, finding.error, max(self.bounds[finding.row], self.slack * own))
+
+    def yardstick(self, row: str) -> str:
+        """The row of the yardstick that a row is judged by; the reference saves no checkpoints."""
+        return (UPDATE if self.by_norm else ADAPTER) if row == CHECKPOINT else row
+
+    def needs_own(self, finding: Finding) -> bool:
+        """Whether the fixed bound alone does not pass it."""
+        return not finding.error <= self.bounds[finding.row]
+
+    def measure(
+        self,
+        row: str,
+        actual: Mapping[str, torch.Tensor],
+        expected: Mapping[str, torch.Tensor],
+        scale: Mapping[str, torch.Tensor] | None = None,
+    ) -> Finding:
+        """Compare tensors of the same names; a name on one side only is an infinite error.
+
+        Args:
+            row: in the report.
+            actual, expected: name -> tensor.
+            scale: what errors are relative to; default: ``expected``.
+        """
+        if odd := sorted(actual.keys() ^ expected.keys()):
+            return Finding(row, f"{odd[0]} ({'unexpected' if odd[0] in actual else 'missing'})", math.inf)
+        for name, tensor in expected.items():
+            if actual[name].shape != tensor.shape:
+                return Finding(row, f"{name} {list(actual[name].shape)} for {list(tensor.shape)}", math.inf)
+        scale = expected if scale is None else scale
+        if self.by_norm:
+            return _by_norm(row, actual, expected, scale)
+        errors = {name: relative_error(actual[name], tensor, scale[name]) for name, tensor in expected.items()}
+        return _worst(row, errors)
+
+
+def compare(actual: Outcome, truth: Outcome, rule: Rule) -> list[Finding]:
+    """Every row that follows from two outcomes."""
+    findings = [
+        rule.measure(LOGPROBS, _by_sample(actual.logprobs), _by_sample(truth.logprobs)),
+        rule.measure(BASE_LOGPROBS, _by_sample(actual.base_logprobs), _by_sample(truth.base_logprobs)),
+        rule.measure(GRADIENTS, actual.gradients, truth.gradients),
+        *compare_adapters(actual.adapter, truth, rule),
+    ]
+    if not rule.by_norm:
+        entropies = ({"mean": torch.tensor([o.entropy], dtype=torch.float64)} for o in (actual, truth))
+        norms = (
+            {f"update {i + 1}": torch.tensor([n], dtype=torch.float64) for i, n in enumerate(o.norms)}
+            for o in (actual, truth)
+        )
+        findings += [rule.measure(ENTROPY, *entropies), rule.measure(GRADIENT_NORM, *norms)]
+    return findings
+
+
+def compare_adapters(adapter: Mapping[str, torch.Tensor], truth: Outcome, rule: Rule) -> list[Finding]:
+    """The rows about the adapter after the updates: element by element, and how far it moved, by norm."""
+    moved = {name: tensor.double() - truth.start[name].double() for name, tensor in truth.adapter.items()}
+    if rule.by_norm:
+        return [rule.measure(UPDATE, adapter, truth.adapter, moved)]
+    elements = rule.measure(ADAPTER, adapter, truth.adapter)
+    if not math.isfinite(elements.error):
+        return [elements, Finding(UPDATE, elements.worst, elements.error)]
+    errors = {
+        n: _norm(adapter[n].double() - t.double()) / max(_norm(moved[n]), 1e-30) for n, t in truth.adapter.items()
+    }
+    return [elements, _worst(UPDATE, errors)]
+
+
+def compare_logprobs(row: str, actual: Sequence[np.ndarray], truth: Sequence[np.ndarray], rule: Rule) -> Finding:
+    """Logprobs ``[R]`` per sample."""
+    return rule.measure(row, _by_sample(actual), _by_sample(truth))
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None) -> float:
+    """Largest absolute difference over the largest magnitude of ``scale`` (default: ``expected``)."""
+    if not expected.numel():
+        return 0.0
+    scale = expected if scale is None else scale
+    return float((actual.double() - expected.double()).abs().max() / scale.double().abs().max().clamp_min(1e-30))
+
+
+def worst_of(findings: Sequence[Finding]) -> list[Finding]:
+    """For each row the worst finding (of several ranks), in the report's order; NaN is worst of all."""
+    rows: dict[str, Finding] = {}
+    for finding in findings:
+        known = rows.get(finding.row)
+        if known is None or _rank(finding.error) > _rank(known.error):
+            rows[finding.row] = finding
+    return [rows[row] for row in BOUNDS if row in rows]
+
+
+def _rank(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _worst(row: str, errors: Mapping[str, float]) -> Finding:
+    name = max(errors, key=lambda name: _rank(errors[name]))
+    return Finding(row, name, errors[name])
+
+
+def _by_norm(
+    row: str,
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    scale: Mapping[str, torch.Tensor],
+) -> Finding:
+    wrong = {name: _norm(actual[name].double() - tensor.double()) for name, tensor in expected.items()}
+    size = math.sqrt(sum(_norm(scale[name].double()) ** 2 for name in expected))
+    total = math.sqrt(sum(norm**2 for norm in wrong.values()))
+    return Finding(row, _worst(row, wrong).worst, total / max(size, 1e-30))
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(tensor.double().norm())
+
+
+def _by_sample(arrays: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+    return {f"sample {index}": torch.from_numpy(np.asarray(array)) for index, array in enumerate(arrays)}

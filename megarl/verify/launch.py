@@ -1,0 +1,130 @@
+"""Run a function on several ranks: processes forked from one that has done the imports, or one process per GPU."""
+
+import os
+import pickle
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from megarl.errors import MegarlError, WorkerError
+
+# Modules that the fork server imports before the first rank.
+PRELOAD = ["megarl.verify.preload"]
+# Where ``say`` goes in a rank's process.
+_said: Any = None
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    prepare: Callable[[], None] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a new group; returns the ranks' results in order.
+
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun does. What the ranks print goes to
+    standard error.
+
+    Args:
+        function: importable.
+        world_size: number of processes.
+        args: picklable.
+        prepare: importable; called first in every process.
+        report: gets what the ranks ``say``, on a thread.
+
+    Raises:
+        MegarlError: as a rank raised it.
+        WorkerError: a rank raised something else, or died; with its traceback.
+    """
+    start_method = _start_method()
+    context = mp.get_context(start_method)
+    said = context.SimpleQueue()
+    reader = threading.Thread(target=_read, args=(said, report or (lambda text: None)), daemon=True)
+    reader.start()
+    with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
+        given = (function, prepare, world_size, _free_port(), folder, said, args)
+        try:
+            mp.start_processes(_enter, given, nprocs=world_size, join=True, start_method=start_method)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise _failure(Path(folder), error) from error
+        finally:
+            said.put(None)
+            reader.join()
+        return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
+
+
+def warm_up() -> None:
+    """Begin with the imports of later ranks, in the background."""
+    if _start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+def _start_method() -> str:
+    # A process forked after CUDA was looked at cannot use it.
+    if torch.cuda.is_available():
+        return "spawn"
+    forkserver.set_forkserver_preload(PRELOAD)
+    return "forkserver"
+
+
+def say(text: str) -> None:
+    """Tell whoever started the ranks what rank 0 is doing."""
+    if _said is not None and os.environ["RANK"] == "0":
+        _said.put(text)
+
+
+def _read(said: Any, report: Callable[[str], None]) -> None:
+    while (text := said.get()) is not None:
+        report(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _failure(folder: Path, error: Exception) -> MegarlError:
+    """What a rank raised, if that is ours; the first to fail is not always the one that torch names."""
+    for file in sorted(folder.glob("*.error")):
+        raised = pickle.loads(file.read_bytes())
+        if isinstance(raised, MegarlError):
+            return raised
+    return WorkerError(f"a rank failed: {error}")
+
+
+def _enter(
+    rank: int,
+    function: Callable[..., Any],
+    prepare: Callable[[], None] | None,
+    world_size: int,
+    port: int,
+    folder: str,
+    said: Any,
+    args: tuple,
+) -> None:
+    global _said
+    _said = said
+    os.dup2(2, 1)  # standard output belongs to the caller: `megarl verify --json` prints nothing else there
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    # Read when CUDA starts here: without it Transformer Engine multiplies float32 in TF32.
+    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // world_size)))
+    try:
+        if prepare is not None:
+            prepare()
+        result = function(*args)
+    except MegarlError as error:
+        (Path(folder) / f"{rank}.error").write_bytes(pickle.dumps(error))
+        raise
+    (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))

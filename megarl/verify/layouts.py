@@ -1,0 +1,100 @@
+"""Layouts by name: which there are, which are allowed, where a checkpoint goes next. Loads no torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+
+from megarl.config import ParallelConfig, RunConfig, parse_config
+from megarl.errors import ConfigError, UnsupportedError
+
+# Axis -> how a layout's name writes it.
+SHORT = {
+    "tensor": "TP",
+    "pipeline": "PP",
+    "virtual_pipeline": "VPP",
+    "context": "CP",
+    "expert": "EP",
+    "expert_tensor": "ETP",
+    "data": "DP",
+}
+
+
+def label(parallel: ParallelConfig) -> str:
+    """``TP2+SPxPP2xDP2``; ``TP1`` where nothing is parallel."""
+    parts = []
+    for axis, short in SHORT.items():
+        size = getattr(parallel, axis)
+        if size > 1:
+            parts.append(f"{short}{size}{'+SP' if axis == 'tensor' and parallel.sequence_parallel else ''}")
+    return "x".join(parts) or "TP1"
+
+
+def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
+    """The config at another layout, checked again.
+
+    Raises:
+        ConfigError: it contradicts itself or the model.
+        UnsupportedError: it is not proven.
+    """
+    return parse_config(config.model_dump() | {"parallel": parallel.model_dump()})
+
+
+def all_layouts(ranks: int) -> Iterator[ParallelConfig]:
+    """TP, SP, PP, VPP, CP, EP, ETP each off and on, and DP by powers of two, in at most so many ranks."""
+    switch = (1, 2)
+    for tensor, pipeline, virtual, context, expert, expert_tensor in product(switch, repeat=6):
+        data = 1
+        while tensor * pipeline * context * data <= ranks:
+            for sequence in (True, False) if tensor > 1 else (False,):
+                yield ParallelConfig(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual_pipeline=virtual,
+                    context=context,
+                    expert=expert,
+                    expert_tensor=expert_tensor,
+                    data=data,
+                    sequence=sequence,
+                )
+            data *= 2
+
+
+def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
+    """Sort ``all_layouts`` by the config's own checks.
+
+    Returns:
+        ``(label -> config, fewest ranks first; reason -> labels refused for it)``.
+    """
+    allowed: dict[str, RunConfig] = {}
+    refused: dict[str, list[str]] = {}
+    for parallel in sorted(all_layouts(ranks), key=lambda p: p.world_size):
+        try:
+            allowed[label(parallel)] = with_parallel(config, parallel)
+        except (ConfigError, UnsupportedError) as error:
+            refused.setdefault(str(error), []).append(label(parallel))
+    return allowed, refused
+
+
+def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
+    """Where a checkpoint of ``config`` is reloaded: the allowed layout that cuts tensors most differently.
+
+    Args:
+        config: where it is saved.
+        ranks: at most so many.
+
+    Returns:
+        None if no other layout is allowed in so many ranks.
+    """
+    allowed, _ = allowed_layouts(config, ranks)
+    others = [other for other in allowed.values() if label(other.parallel) != label(config.parallel)]
+
+    def distance(other: RunConfig) -> tuple[int, int]:
+        cutting = [axis for axis in SHORT if axis not in ("data", "context")]
+        changed = sum(getattr(other.parallel, axis) != getattr(config.parallel, axis) for axis in cutting)
+        return changed, -other.parallel.world_size
+
+    return max(others, key=distance, default=None)
+
+
+def describe_refused(refused: Mapping[str, Sequence[str]]) -> list[str]:
+    """One line per reason."""
+    return [f"{', '.join(labels)}: {reason}" for reason, labels in refused.items()]

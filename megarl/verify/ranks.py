@@ -1,0 +1,171 @@
+"""megarl's side, on every rank: train at a layout and compare with the truth."""
+
+import gc
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config import ParallelConfig
+from megarl.lora import apply_lora, load_peft_config
+from megarl.lora.merge import write_merged
+from megarl.model.families.base import OUTPUT
+from megarl.model.hf_folder import WeightFolder
+from megarl.model.megatron_model import MegatronModel
+from megarl.model.packing import PackedBatch
+from megarl.parallel.device import pick_device
+from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout
+from megarl.verify.cases import Place
+from megarl.verify.compare import (
+    ADAPTER,
+    BASE_WEIGHTS,
+    CHECKPOINT,
+    UPDATE,
+    Finding,
+    Outcome,
+    compare,
+    compare_adapters,
+)
+from megarl.verify.launch import say
+from megarl.verify.loss import SurrogateLoss
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What the ranks do at one place.
+
+    Attributes:
+        place: where.
+        full: train here and compare everything.
+        resume: go on from the checkpoint that was saved at this place.
+    """
+
+    place: Place
+    full: bool = True
+    resume: Place | None = None
+
+
+def run_stages(stages: Sequence[Stage]) -> dict[str, list[Finding]]:
+    """On each rank: every stage, in order; returns place -> findings of this rank."""
+    found: dict[str, list[Finding]] = {}
+    for stage, groups in each_layout(stages):
+        say(f"{stage.place.key}: {stage.place.config.parallel.world_size} ranks")
+        if stage.resume is not None:
+            found.setdefault(stage.resume.key, []).append(resume(stage.resume, stage.place, groups))
+        if stage.full:
+            found.setdefault(stage.place.key, []).extend(train(stage.place, groups))
+    return found
+
+
+def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
+    """Each stage with its groups; stages of one layout share them."""
+    device = pick_device(stages[0].place.config.train.device)
+    here: ParallelConfig | None = None
+    for stage in stages:
+        config = stage.place.config
+        if config.parallel != here:
+            leave_layout()
+            groups = init_groups(config.parallel, device, seed=config.train.seed)
+            here = config.parallel
+        yield stage, groups
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    destroy_groups()
+
+
+def build(place: Place, groups: Groups) -> MegatronModel:
+    """The case's model with its adapter's layers, not yet loaded."""
+    peft_config = load_peft_config(place.case.adapter)
+    seed = place.config.train.seed
+    return MegatronModel(place.config, groups, lambda c, hf, g: apply_lora(c, peft_config, hf, seed=seed, groups=g))
+
+
+def train(place: Place, groups: Groups) -> list[Finding]:
+    """All updates from the case's adapter; saves what others will read."""
+    case, rule = place.case, place.case.rule
+    model = build(place, groups)
+    model.load_adapter(case.adapter)
+    batch = model.pack(*case.samples())
+    outcome = run_updates(model, batch, place.folder / "checkpoint")
+    findings = compare(outcome, case.read("truth"), rule)
+    after = model.forward(batch)
+    if groups.rank == 0:
+        case.write(f"{place.layout}/after", after)
+    model.save_adapter(place.folder / "adapter")
+    write_merged(model.export_merged(), case.model, place.folder / "merged")
+    findings.append(compare_base(model, case.model))
+    return findings
+
+
+def run_updates(model: MegatronModel, batch: PackedBatch, checkpoint: Path) -> Outcome:
+    """Train on one batch as ``reference.run_reference`` does; a checkpoint is saved before the last update."""
+    config = model.config.train
+    logprobs, base_logprobs = model.forward(batch), model.forward(batch, adapter=False)
+    gradients: dict[str, torch.Tensor] = {}
+    norms, entropy = [], float("nan")
+    for step in range(config.steps):
+        if step == config.steps - 1:
+            if model.groups.rank == 0:
+                shutil.rmtree(checkpoint, ignore_errors=True)
+            model.save_checkpoint(checkpoint)
+        metrics = model.forward_backward(batch, SurrogateLoss())
+        if step == 0:
+            gradients, entropy = model.gradients(), metrics["entropy"]
+        norms.append(model.optim_step(config.learning_rate)["grad_norm"])
+    model.finish_checkpoint()
+    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, exported_adapter(model))
+
+
+def resume(saved: Place, here: Place, groups: Groups) -> Finding:
+    """Load a checkpoint of another layout into a fresh model and make the last update."""
+    model = build(here, groups)
+    model.load_checkpoint(saved.folder / "checkpoint")
+    model.forward_backward(model.pack(*here.case.samples()), SurrogateLoss())
+    model.optim_step(here.config.train.learning_rate)
+    rule = here.case.rule
+    rows = {f.row: f for f in compare_adapters(exported_adapter(model), here.case.read("truth"), rule)}
+    finding = rows[UPDATE if rule.by_norm else ADAPTER]
+    return Finding(CHECKPOINT, f"at {here.layout}: {finding.worst}", finding.error)
+
+
+def exported_adapter(model: MegatronModel) -> dict[str, torch.Tensor]:
+    """The whole adapter under PEFT's names, copied to the CPU."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in model.export_weights(adapter_only=True)}
+
+
+def compare_base(model: MegatronModel, folder: Path) -> Finding:
+    """Exported base weights must be the file's, bit for bit (rounded to the model's dtype), none missing or extra."""
+    source, worst, largest = WeightFolder(folder), "", -1.0
+    unseen = set(source.where)
+    for name, tensor in model.export_weights(adapter_only=False):
+        unseen.discard(name)
+        error = float("inf")
+        if name in source.where:
+            original = source.get_slice(name)[:].to(tensor.dtype)
+            error = _largest_difference(tensor.cpu(), original)
+        if error > largest:
+            worst, largest = name, error
+    if left := sorted(name for name in unseen if not _never_exported(name, model.hf_config)):
+        return Finding(BASE_WEIGHTS, f"{left[0]} (missing)", float("inf"))
+    return Finding(BASE_WEIGHTS, worst, largest)
+
+
+def _largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if torch.equal(actual, expected):
+        return 0.0
+    if actual.shape != expected.shape:
+        return float("inf")
+    return float((actual.double() - expected.double()).abs().max())
+
+
+def _never_exported(name: str, hf_config: dict[str, Any]) -> bool:
+    """Some folders hold a copy of tied embeddings, RoPE's frequencies, or layers that predict tokens further ahead."""
+    if name == OUTPUT[1]:
+        return bool(hf_config.get("tie_word_embeddings"))
+    prefix, _, rest = name.partition("layers.")
+    beyond = prefix == "model." and int(rest.partition(".")[0]) >= hf_config["num_hidden_layers"]
+    return beyond or name.endswith(".rotary_emb.inv_freq")

@@ -1,0 +1,102 @@
+"""The truth: one process of Hugging Face + PEFT, sequence by sequence, no packing, no padding."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import AutoModelForCausalLM
+
+from megarl.config import TrainConfig
+from megarl.model.families import names_of
+from megarl.types import Sample
+from megarl.verify.compare import Outcome
+from megarl.verify.experts import hold_zeros, unstack
+
+
+def load_reference(
+    model: Path, adapter: Path | None, dtype: torch.dtype = torch.float32, attention: str = "eager"
+) -> torch.nn.Module:
+    """The Hugging Face model, with a trainable PEFT adapter if one is given."""
+    # transformers' other kernels for experts refuse float64.
+    base = AutoModelForCausalLM.from_pretrained(
+        model, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    )
+    if adapter is None:
+        return base
+    return PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
+
+
+def response_logits(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Logits ``[R, vocabulary]`` that predict the response tokens of one sample, at least float32."""
+    device = next(model.parameters()).device
+    logits = model(input_ids=torch.from_numpy(sample.tokens)[None].to(device)).logits[0, :-1]
+    logits = logits[torch.from_numpy(sample.response_mask[1:]).to(device)]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+
+
+def logprobs_of(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Logprobs ``[R]`` of the response tokens of one sample."""
+    logits = response_logits(model, sample, temperature)
+    labels = torch.from_numpy(sample.tokens[sample.response_mask]).to(logits.device)
+    return torch.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
+
+
+@torch.no_grad()
+def all_logprobs(model: torch.nn.Module, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """``logprobs_of`` of every sample, as NumPy."""
+    return [logprobs_of(model, sample).cpu().numpy() for sample in samples]
+
+
+@torch.no_grad()
+def entropy_of(model: torch.nn.Module, samples: Sequence[Sample]) -> float:
+    """Mean entropy of the policy at the response tokens of all samples, nats."""
+    found = [torch.distributions.Categorical(logits=response_logits(model, s).double()).entropy() for s in samples]
+    return float(torch.cat(found).mean())
+
+
+def run_reference(
+    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, train: TrainConfig
+) -> Outcome:
+    """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
+
+    Args:
+        model: from ``load_reference``, with an adapter; trained in place.
+        samples: their gradients are added up in this order.
+        weights_S: loss weight of each sample's tokens.
+        train: ``steps``, ``learning_rate``, AdamW's settings and ``max_grad_norm`` are used.
+    """
+    hold_zeros(model)
+    names = names_of(model.config.to_dict())
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(
+        trainable.values(),
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+    )
+    logprobs, entropy = all_logprobs(model, samples), entropy_of(model, samples)
+    with model.disable_adapter():
+        base_logprobs = all_logprobs(model, samples)
+    start = unstack(adapter_tensors(model), names)
+    gradients: dict[str, torch.Tensor] = {}
+    norms = []
+    for step in range(train.steps):
+        optimizer.zero_grad()
+        for sample, weight in zip(samples, weights_S, strict=True):
+            (-weight * sample.advantage * logprobs_of(model, sample).sum()).backward()
+        if step == 0:
+            gradients = unstack({n.replace(".default", ""): p.grad.cpu().clone() for n, p in trainable.items()}, names)
+        limit = train.max_grad_norm or float("inf")
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit)))
+        optimizer.step()
+    adapter = unstack(adapter_tensors(model), names)
+    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start)
+
+
+def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of PEFT's adapter matrices under the names of its file, on the CPU."""
+    tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

@@ -1,0 +1,86 @@
+"""Verdicts as a table, as Markdown and as JSON. Loads no torch."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from megarl.config.checks import read_model_shape
+from megarl.verify.layouts import describe_refused
+
+if TYPE_CHECKING:
+    from megarl.verify.run import Report
+
+TITLES = ("row", "worst", "error", "bound", "pass")
+
+
+def table(report: "Report") -> Table:
+    """One line per row."""
+    case = report.place.case
+    shown = Table(title=f"{case.config.model.path} at {report.place.layout}, {case.dtype}; truth in {report.truth}")
+    for title in TITLES:
+        shown.add_column(title, justify="right" if title in ("error", "bound") else "left", overflow="fold")
+    for cells, passed in _cells(report):
+        shown.add_row(*cells, style=None if passed else "bold red")
+    return shown
+
+
+def markdown(report: "Report") -> str:
+    """The same as Markdown, with what differs first below."""
+    return "\n".join([*_markdown(TITLES, [cells for cells, _ in _cells(report)]), *_below(report.differences)]) + "\n"
+
+
+def _cells(report: "Report") -> list[tuple[list[str], bool]]:
+    return [
+        ([row.name, row.worst, f"{row.error:.1e}", f"{row.bound:.1e}", _verdict(row.passed)], row.passed)
+        for row in report.rows
+    ]
+
+
+def matrix_markdown(reports: Sequence["Report"], refused: Mapping[str, Sequence[str]]) -> str:
+    """One line per layout: the row nearest to its bound; the refused layouts and their reasons below."""
+    case = reports[0].place.case
+    family = f"{read_model_shape(case.config.model.path)['model_type']}, {case.dtype}; truth in {reports[0].truth}"
+    cells = []
+    for report in reports:
+        row = report.worst
+        verdict = _verdict(report.passed)
+        cells.append([report.place.layout, row.name, f"{row.error:.1e}", f"{row.bound:.1e}", verdict])
+    lines = _markdown(("layout", "worst row", "error", "bound", "pass"), cells)
+    below = [f"{report.place.layout}: {line}" for report in reports for line in report.differences]
+    below += [f"Refused: {line}" for line in describe_refused(refused)]
+    return "\n".join([f"Tiny random {family}; {len(reports)} layouts.", "", *lines, *_below(below)]) + "\n"
+
+
+def as_json(reports: Sequence["Report"]) -> str:
+    """``{"pass", "rows": [{"name", "worst", "error", "bound", "pass"}]}``; several layouts' rows are named for them.
+
+    An error that is no finite number is null: JSON has none.
+    """
+    rows = [
+        {
+            "name": row.name if len(reports) == 1 else f"{report.place.layout}: {row.name}",
+            "worst": row.worst,
+            "error": row.error if math.isfinite(row.error) else None,
+            "bound": row.bound,
+            "pass": row.passed,
+        }
+        for report in reports
+        for row in report.rows
+    ]
+    return json.dumps({"pass": all(report.passed for report in reports), "rows": rows})
+
+
+def _verdict(passed: bool) -> str:
+    return "yes" if passed else "NO"
+
+
+def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(line)} |" for line in [titles, ["---"] * len(titles), *cells]]
+
+
+def _below(lines: Sequence[str]) -> list[str]:
+    """A paragraph each."""
+    return [text for line in lines for text in ("", line)]

@@ -1,0 +1,137 @@
+"""Verify models at layouts: start the processes, judge what they found, say what differs first."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megarl.errors import ConfigError
+from megarl.verify.cases import Case, Place
+from megarl.verify.compare import BOUNDS, Finding, Row, worst_of
+from megarl.verify.difference import explain
+from megarl.verify.launch import run_ranks
+from megarl.verify.layouts import label, other_layout
+from megarl.verify.ranks import Stage, run_stages
+from megarl.verify.truth import make_own, make_truth, read_back, run_shared
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything about one model at one layout.
+
+    Attributes:
+        place: what was verified.
+        rows: in the report's order.
+        truth: dtype of the reference.
+        differences: what differs first, if a row failed.
+    """
+
+    place: Place
+    rows: list[Row]
+    truth: str
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Every row passed."""
+        return all(row.passed for row in self.rows)
+
+    @property
+    def worst(self) -> Row:
+        """The row nearest to its bound, or furthest beyond it."""
+        return max(self.rows, key=lambda row: row.severity)
+
+
+def verify_places(
+    places: Sequence[Place], *, prepare: Callable[[], None] | None = None, report: Say | None = None
+) -> list[Report]:
+    """Run every place through every row.
+
+    Args:
+        places: each case's layouts; a checkpoint of one is reloaded at the next.
+        prepare: importable; called first in each of megarl's ranks, not in the reference's processes. With it tests
+            break something and see which row tells.
+        report: gets lines of progress.
+
+    Raises:
+        ConfigError: more ranks than GPUs.
+        MegarlError: what a rank raised.
+    """
+    check_gpus(max(place.config.parallel.world_size for place in places))
+    cases = list({place.case.name: place.case for place in places}.values())
+    truths = dict(zip([case.name for case in cases], run_shared(make_truth, cases, report), strict=True))
+    found: dict[str, list[Finding]] = {place.key: [] for place in places}
+    stages = plan(places)
+    for world in sorted({stage.place.config.parallel.world_size for stage in stages}):
+        here = [stage for stage in stages if stage.place.config.parallel.world_size == world]
+        for rank in run_ranks(run_stages, world, here, prepare=prepare, report=report):
+            for key, findings in rank.items():
+                found[key] += findings
+    read = dict(zip([place.key for place in places], run_shared(read_back, list(places), report), strict=True))
+    own = _yardsticks(cases, places, found, report)
+    reports = []
+    for place in places:
+        rule, theirs_of = place.case.rule, own.get(place.case.name, {})
+        rows = [rule.judge(f, theirs_of.get(rule.yardstick(f.row), 0.0)) for f in worst_of(found[place.key])]
+        rows += [rule.judge(finding, theirs) for finding, theirs in read[place.key]]
+        rows.sort(key=lambda row: list(BOUNDS).index(row.name))
+        reports.append(Report(place, rows, truths[place.case.name]))
+    return _explained(reports, prepare, report)
+
+
+def check_gpus(world: int) -> None:
+    """Refuse more ranks than GPUs.
+
+    Raises:
+        ConfigError: on a CUDA host with fewer.
+    """
+    if torch.cuda.is_available() and torch.cuda.device_count() < world:
+        raise ConfigError(
+            f"the layout has {world} ranks, one GPU each, and this host has {torch.cuda.device_count()}; make "
+            "parallel.* (or --ranks) smaller, or set CUDA_VISIBLE_DEVICES= to verify on the CPU"
+        )
+
+
+def plan(places: Sequence[Place]) -> list[Stage]:
+    """What the ranks do, by number of ranks: each place in full, each checkpoint reloaded at the case's next layout."""
+    order = {label(place.config.parallel): index for index, place in reversed(list(enumerate(places)))}
+    stages: list[Stage] = []
+    last: dict[str, Place] = {}
+    for place in sorted(places, key=lambda p: (p.config.parallel.world_size, order[label(p.config.parallel)])):
+        stages.append(Stage(place, resume=last.get(place.case.name)))
+        last[place.case.name] = place
+    return stages + [Stage(_next(place, places), full=False, resume=place) for place in last.values()]
+
+
+def _next(saved: Place, places: Sequence[Place]) -> Place:
+    """Where a case's last checkpoint is reloaded: another of its layouts in as many ranks, else any other."""
+    world = saved.config.parallel.world_size
+    for place in places:
+        if place.case == saved.case and place.layout != saved.layout and place.config.parallel.world_size == world:
+            return place
+    most = max(world, 2)
+    if torch.cuda.is_available():
+        most = min(most, torch.cuda.device_count())
+    other = other_layout(saved.config, most)
+    if other is None:
+        return Place(saved.case, f"{saved.layout} again, no other layout fits", saved.config)
+    return Place(saved.case, label(other.parallel), other)
+
+
+def _yardsticks(
+    cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Say | None
+) -> dict[str, dict[str, float]]:
+    """Case -> row -> the yardstick's error, for the cases where fixed bounds alone do not pass every row."""
+    needed = {place.case.name for place in places for f in found[place.key] if place.case.rule.needs_own(f)}
+    wanted = [case for case in cases if case.name in needed]
+    return dict(zip([case.name for case in wanted], run_shared(make_own, wanted, report), strict=True))
+
+
+def _explained(reports: list[Report], prepare: Callable[[], None] | None, report: Say | None) -> list[Report]:
+    failed = [(r.place, [row for row in r.rows if not row.passed]) for r in reports if not r.passed]
+    if not failed:
+        return reports
+    lines = explain(failed, prepare, report)
+    return [Report(r.place, r.rows, r.truth, lines.get(r.place.key, [])) for r in reports]

@@ -1,0 +1,96 @@
+"""A tiny random model with the features of a real one."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+LAYERS = 4
+# Odd vocabulary, so that it is padded under tensor parallelism; sizes that two ranks can share.
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    # Of multi-latent attention: heads of 24, 16 without and 8 with RoPE, but values of 12.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "qk_head_dim": 24,
+    "v_head_dim": 12,
+    "max_position_embeddings": 256,
+    # Below the length of the sequences, so that RoPE's scaling shows.
+    "original_max_position_embeddings": 8,
+}
+HEAD_DIM, EXPERTS_PER_TOKEN, MOST_QUERIES_PER_KV = 16, 2, 4
+
+
+def shrink(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A small ``config.json`` that keeps what a layout could get wrong.
+
+    Kept: grouped queries (at most 4 per key), biases, tied embeddings, a head size of its own, latent attention, RoPE's
+    scaling, which layers have experts, groups of experts, norms, constants. Dropped: special token ids, quantisation.
+    """
+    small = {key: _small(key, value) for key, value in hf_config.items()}
+    layers = hf_config["num_hidden_layers"]
+    small["num_hidden_layers"] = LAYERS
+    heads, kv_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
+    queries = min(heads // (kv_heads or heads), MOST_QUERIES_PER_KV)
+    small["num_key_value_heads"] = min(kv_heads or 2, 2) if queries > 1 else 4
+    small["num_attention_heads"] = small["num_key_value_heads"] * queries
+    if hf_config.get("head_dim") and hf_config["head_dim"] * heads != hf_config["hidden_size"]:
+        small["head_dim"] = HEAD_DIM
+    else:
+        small.pop("head_dim", None)
+    for key, value in small.items():
+        if isinstance(value, list) and len(value) == layers:
+            small[key] = value[:LAYERS]
+        if isinstance(value, dict):
+            small[key] = {k: _small(k, v) for k, v in value.items()}
+    if dense := hf_config.get("mlp_only_layers"):
+        small["mlp_only_layers"] = [layer for layer in dense if layer < LAYERS] or [0]
+    if hf_config.get("num_experts_per_tok"):
+        small["num_experts_per_tok"] = min(hf_config["num_experts_per_tok"], EXPERTS_PER_TOKEN)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config", "torch_dtype", "dtype"):
+        small.pop(key, None)
+    return small
+
+
+def _small(key: str, value: Any) -> Any:
+    """What is absent or single stays so: no compression of queries, one group of experts."""
+    return SIZES[key] if key in SIZES and isinstance(value, int) and value > 1 else value
+
+
+def write_tiny(hf_config: Mapping[str, Any], folder: Path, *, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write a random model with the shrunk config, as a Hugging Face folder."""
+    small = shrink(hf_config)
+    return write_random(AutoConfig.for_model(**small), folder, dtype=dtype, seed=seed)
+
+
+def write_random(config: PretrainedConfig, folder: Path, *, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write a random model whose weights hide nothing, as a Hugging Face folder."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Norms and biases start at 1 and 0, which would hide a mapping that mixes them up.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif "embed" not in name:
+                parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if "e_score_correction_bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.06)
+    model.save_pretrained(folder)
+    return folder

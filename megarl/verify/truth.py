@@ -1,0 +1,166 @@
+"""The reference's side, in its own processes: the truth, the yardstick, and reading what megarl saved."""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+
+from megarl.errors import UnsupportedError
+from megarl.lora import load_peft_config
+from megarl.lora.peft_io import WEIGHTS
+from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling
+from megarl.model.families.base import EMBEDDING
+from megarl.model.hf_folder import WeightFolder
+from megarl.parallel.device import pick_device
+from megarl.verify.cases import Case, Place
+from megarl.verify.compare import MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD, Finding, Rule, compare, compare_logprobs
+from megarl.verify.launch import run_ranks, say
+from megarl.verify.reference import all_logprobs, load_reference, run_reference
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Weights, one largest tensor more, activations of short sequences.
+HEADROOM = 1.3
+
+Item = TypeVar("Item")
+
+
+def run_shared(
+    function: Callable[[Item], Any], items: Sequence[Item], report: Callable[[str], None] | None = None
+) -> list[Any]:
+    """Call ``function(item)`` in reference processes: one per core on a CPU host, else one; results in order."""
+    if not items:
+        return []
+    processes = 1 if torch.cuda.is_available() else min(len(items), os.cpu_count() or 1)
+    shares = run_ranks(_share, processes, function, list(items), report=report)
+    return [shares[index % processes][index // processes] for index in range(len(items))]
+
+
+def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
+    results = []
+    for item in items[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
+        results.append(function(item))
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return results
+
+
+def choose(case: Case) -> tuple[str, torch.device]:
+    """Dtype and device of the truth: float64 if the weights fit, on the GPU before the host.
+
+    Raises:
+        UnsupportedError: one process cannot hold the model in float32 either.
+    """
+    source = WeightFolder(case.model)
+    elements = 0
+    for name in source.where:
+        count = 1
+        for size in source.get_slice(name).get_shape():
+            count *= size
+        elements += count
+    places = [(torch.device("cpu"), psutil.virtual_memory().available)]
+    device = pick_device(case.config.train.device)
+    if device.type == "cuda":
+        places.insert(0, (device, torch.cuda.mem_get_info(device)[0]))
+    for dtype in ("float64", "float32"):
+        for place, free in places:
+            if elements * DTYPES[dtype].itemsize * HEADROOM <= free:
+                return dtype, place
+    raise UnsupportedError(
+        f"model.path: {case.model} has {elements / 1e9:.1f}e9 weights, too many for one process of Hugging Face + PEFT "
+        "here; `megarl verify MODEL --matrix` checks a small model of the same family"
+    )
+
+
+def make_truth(case: Case) -> str:
+    """Compute and keep the truth, unless that was done before; returns its dtype."""
+    if case.has("truth-is"):
+        return case.read("truth-is")[0]
+    dtype, device = choose(case)
+    say(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}")
+    model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
+    case.write("truth", run_reference(model, *case.samples(), case.config.train))
+    case.write("truth-is", (dtype, device))
+    return dtype
+
+
+def make_own(case: Case) -> dict[str, float]:
+    """Compute and keep the yardstick; returns its error per row.
+
+    Where the truth had to be computed in the dtype under test, the yardstick takes other kernels and adds gradients up
+    in the opposite order: what remains is rounding.
+    """
+    dtype, device = case.read("truth-is")
+    say(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}")
+    same = dtype == case.dtype
+    model = load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if same else "eager").to(device)
+    samples, weights = case.samples()
+    order = slice(None, None, -1 if same else 1)
+    outcome = run_reference(model, samples[order], weights[order], case.config.train)
+    outcome.logprobs[:] = outcome.logprobs[order]
+    outcome.base_logprobs[:] = outcome.base_logprobs[order]
+    case.write("own", outcome)
+    return {finding.row: finding.error for finding in compare(outcome, case.read("truth"), case.rule)}
+
+
+def read_back(place: Place) -> list[tuple[Finding, float]]:
+    """Load what megarl saved into Hugging Face + PEFT; ``(finding, the yardstick's error)`` of three rows."""
+    say(f"{place.key}: Hugging Face + PEFT load what was saved")
+    case, rule = place.case, place.case.rule
+    dtype, device = case.read("truth-is")
+    samples, _ = case.samples()
+    adapter, merged = place.folder / "adapter", place.folder / "merged"
+
+    def logprobs(folder: Path, adapter: Path | None, dtype: str, merge: bool = False) -> Any:
+        model = load_reference(folder, adapter, DTYPES[dtype]).to(device)
+        if merge:
+            model = model.merge_and_unload().to(DTYPES[truth_dtype])
+        return all_logprobs(model, samples)
+
+    truth_dtype = dtype
+    truth = logprobs(case.model, adapter, dtype)
+    loaded = compare_logprobs(PEFT_LOAD, case.read(f"{place.layout}/after"), truth, rule)
+    merged_loaded = compare_logprobs(MERGED_LOAD, logprobs(merged, None, dtype), truth, rule)
+    own = own_merged = 0.0
+    if rule.needs_own(loaded):
+        own = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
+    if rule.needs_own(merged_loaded):
+        theirs = logprobs(case.model, adapter, case.dtype, merge=True)
+        own_merged = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
+    return [(loaded, own), (merged_loaded, own_merged), merged_weights(case.model, adapter, merged, rule)]
+
+
+def merged_weights(model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
+    """Merged tensors against ``W + scaling * B @ A`` in float64; the yardstick is that sum, rounded once."""
+    worst, own = Finding(MERGED_WEIGHTS, "", -1.0), 0.0
+    for name, exact, tensor in _exact_sums(model, adapter, merged):
+        finding = rule.measure(MERGED_WEIGHTS, {name: tensor}, {name: exact})
+        if not finding.error <= worst.error:
+            worst = finding
+            own = rule.measure(MERGED_WEIGHTS, {name: exact.to(tensor.dtype)}, {name: exact}).error
+    return worst, own
+
+
+def _exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """``(name, exact sum in float64, merged tensor)`` of every tensor of the merged folder."""
+    from safetensors import safe_open
+
+    before, after, config = WeightFolder(model), WeightFolder(merged), load_peft_config(adapter)
+    with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
+        adapted = set(source.keys())
+        for name in after.where:
+            tensor = after.get_slice(name)[:]
+            # The base that is merged into is the one that was trained on, rounded to the model's dtype.
+            base = name if name in before.where else EMBEDDING[1]  # tied, and parted by the merge
+            exact = before.get_slice(base)[:].to(tensor.dtype).double()
+            module = name.removesuffix(".weight")
+            keys = [matrix_name(module, side) for side in "BA"]
+            if adapted.issuperset(keys):
+                matrix_b, matrix_a = (source.get_tensor(key).double() for key in keys)
+                delta = rank_and_scaling(config, module)[1] * (matrix_b @ matrix_a)
+                exact = exact + (delta.T if module == EMBED_MODULE else delta)
+            yield name, exact, tensor

@@ -1,0 +1,172 @@
+"""`megarl verify` tells when something is wrong, which row shows it and where it begins; and the command itself.
+
+Each mutation breaks megarl inside its ranks, not in the reference's processes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.verify.compare import (
+    ADAPTER,
+    BASE_LOGPROBS,
+    BOUNDS,
+    FLOAT32_ONLY,
+    GRADIENT_NORM,
+    GRADIENTS,
+    LOGPROBS,
+    UPDATE,
+)
+from megarl.verify.run import verify_places
+from tests.helpers.cases import make_case, place
+from tests.helpers.models import make_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def drop_sequence_parallel_sum():
+    """Replicated matrices keep the gradient of their own rank's tokens."""
+    from megarl.lora import layers
+
+    original = layers.mark_parameter
+    layers.mark_parameter = lambda parameter, split, sequence_parallel: original(parameter, split, False)
+
+
+def drop_rope_restart():
+    """Positions run on over a pack, up to the end of RoPE's table, where they start again.
+
+    Running on alone changes nothing: RoPE is relative, and sequences do not see each other.
+    """
+    from megarl.model.gpt import PackedGPTModel
+
+    original = PackedGPTModel._preprocess
+
+    def run_on(self, *args, **kwargs):
+        positions = kwargs["position_ids"]
+        running = positions.new_tensor(range(positions.numel())) % (int(positions.max()) + 1)
+        return original(self, *args, **(kwargs | {"position_ids": running.view_as(positions)}))
+
+    PackedGPTModel._preprocess = run_on
+
+
+def scale_one_adapter():
+    """The adapter of one linear counts for a hundredth too much."""
+    from megarl.lora import apply
+
+    original = apply.rank_and_scaling
+
+    def scaled(config, name):
+        rank, scaling = original(config, name)
+        return rank, scaling * (1.01 if name == "model.layers.2.self_attn.k_proj" else 1.0)
+
+    apply.rank_and_scaling = scaled
+
+
+def coarsen_norms():
+    """Norms give eight-bit numbers."""
+    import torch
+
+    from megarl.model.gpt import RMSNorm
+
+    original = RMSNorm.forward
+    RMSNorm.forward = lambda self, hidden: original(self, hidden).to(torch.float8_e4m3fn).to(hidden.dtype)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """A tiny model, and its truth once it was computed."""
+    return make_case(tmp_path_factory.mktemp("verify"), "qwen3", family="qwen3", tied=False)
+
+
+def failed_rows(report):
+    return {row.name for row in report.rows if not row.passed}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "layouts", "failed", "passed", "lines"),
+    [
+        (
+            drop_sequence_parallel_sum,
+            {"TP2+SP": {"tensor": 2}},
+            {GRADIENTS, GRADIENT_NORM, ADAPTER, UPDATE},
+            {LOGPROBS, BASE_LOGPROBS},
+            [
+                "first difference: none, all 59 traced outputs agree",
+                "first gradient, backwards: model.layers.3.mlp.down_proj.lora_B ",
+            ],
+        ),
+        (
+            drop_rope_restart,
+            {"PP2": {"pipeline": 2}},
+            {LOGPROBS, BASE_LOGPROBS, GRADIENTS},
+            set(),
+            [
+                "first difference: input of model.layers.0.self_attn.o_proj ",
+                "first gradient, backwards: model.layers.3.mlp.down_proj.lora_B ",
+            ],
+        ),
+        (
+            scale_one_adapter,
+            {"TP2": {"tensor": 2, "sequence": False}},
+            {LOGPROBS, GRADIENTS},
+            {BASE_LOGPROBS},
+            ["first difference: model.layers.2.self_attn.k_proj ", "first gradient, backwards: "],
+        ),
+    ],
+    ids=["SP sum", "RoPE restart", "one scaling"],
+)
+def test_a_mutation_fails_the_row_that_it_breaks_and_is_located(case, mutation, layouts, failed, passed, lines):
+    [report] = verify_places([place(case, name, layout) for name, layout in layouts.items()], prepare=mutation)
+    assert failed <= failed_rows(report)
+    assert not passed & failed_rows(report)
+    for line, expected in zip(report.differences, lines, strict=True):
+        assert line.startswith(expected), report.differences
+
+
+def test_in_bf16_hugging_faces_bf16_is_the_bound(tmp_path):
+    case = make_case(tmp_path, "llama", dtype="bfloat16", family="llama", tied=True)
+    here = [place(case, "TP2+SP", {"tensor": 2})]
+    [report] = verify_places(here)
+    assert [row.name for row in report.rows] == [row for row in BOUNDS if row not in FLOAT32_ONLY]
+    assert report.passed, report.rows
+    [coarse] = verify_places(here, prepare=coarsen_norms)
+    assert {LOGPROBS, BASE_LOGPROBS, GRADIENTS} <= failed_rows(coarse)
+    assert coarse.differences[0].startswith("first difference: model.layers.0.input_layernorm ")
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "megarl.cli.main", "verify", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=280,
+    )
+
+
+def test_the_command_prints_json_and_nothing_else_on_standard_output(tmp_path):
+    model = make_model(tmp_path / "model", "qwen2", tied=True)
+    done = run_command(str(model), "parallel.tensor=2", "lora.r=4", "lora.target_modules=[q_proj, down_proj]", "--json")
+    assert done.returncode == 0, done.stderr[-3000:]
+    verdict = json.loads(done.stdout)
+    assert verdict["pass"] is True
+    assert [row["name"] for row in verdict["rows"]] == list(BOUNDS)
+    assert all(row.keys() == {"name", "worst", "error", "bound", "pass"} and row["pass"] for row in verdict["rows"])
+
+
+def test_the_matrix_runs_every_layout_that_the_checks_allow(tmp_path):
+    model = make_model(tmp_path / "model", "qwen3_moe", tied=False, num_hidden_layers=6)
+    done = run_command(str(model), "lora.r=4", "--matrix", "--ranks", "2", "--out", str(tmp_path / "matrix.md"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = (tmp_path / "matrix.md").read_text().splitlines()
+    layouts = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.endswith(" | yes |")]
+    dense, experts = {"TP1", "DP2", "TP2+SP", "PP2", "PP2xVPP2"}, {"EP2xDP2", "TP2+SPxEP2", "ETP2xDP2", "TP2+SPxETP2"}
+    assert dense | experts <= set(layouts)
+    assert not [line for line in lines if line.endswith(" | NO |")]
+    assert any(line.startswith("Refused: TP2: parallel.sequence is false") for line in lines)
+    assert done.stdout == ""

@@ -1,0 +1,66 @@
+"""Tiny models as ``megarl.verify`` takes them."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tests.helpers.ranks  # noqa: F401  (ranks import pytest with the functions that break megarl in them)
+from megarl.config import RunConfig, parse_config
+from megarl.verify.adapters import make_adapter
+from megarl.verify.cases import Case, Place
+from megarl.verify.compare import BOUNDS, Finding
+from megarl.verify.run import Report
+from megarl.verify.settings import verify_tree
+from tests.helpers.models import make_model
+
+# Of the adapter. With some others a tiny model has an element whose gradient is rounding noise (see megarl.verify).
+SEED = 4
+
+
+def make_config(model: Path, layout: dict[str, Any] | None = None, dtype: str = "float32") -> RunConfig:
+    """What ``megarl verify`` runs a model with: micro-batches of at most 64 tokens force several per step.
+
+    Args:
+        model: Hugging Face folder.
+        layout: the ``parallel`` section; besides keys of ``train``, and ``model``'s ``backend``.
+        dtype: ``model.dtype``.
+    """
+    layout, tree = layout or {}, verify_tree(model)
+    tree["model"] |= {"dtype": dtype, "backend": layout.get("backend", "local")}
+    tree["train"] |= layout.get("train", {})
+    tree["parallel"] = {axis: size for axis, size in layout.items() if axis not in ("train", "backend")}
+    return parse_config(tree)
+
+
+def make_case(
+    folder: Path,
+    name: str,
+    *,
+    adapter: dict[str, Any] | None = None,
+    adapter_seed: int = SEED,
+    dtype: str = "float32",
+    **model: Any,
+) -> Case:
+    """A random model and a random adapter below ``folder``; ``model`` goes to ``make_model``, ``adapter`` to PEFT."""
+    path = make_model(folder / name / "model", dtype=dtype, **model)
+    made = make_adapter(path, folder / name / "adapter", seed=adapter_seed, **adapter or {})
+    return Case(name, make_config(path, dtype=dtype), made, folder / name / "work")
+
+
+def place(case: Case, name: str, layout: dict[str, Any]) -> Place:
+    """A case at a layout given as for ``make_config``."""
+    return Place(case, name, make_config(case.model, layout, case.dtype))
+
+
+def check(reports: Sequence[Report]) -> None:
+    """Every row within its fixed bound, without Hugging Face's own rounding to excuse it."""
+    worst = max(((r, row) for r in reports for row in r.rows), key=lambda pair: pair[1].severity)
+    print(f"\n{len(reports)} places, worst {worst[0].place.key}: {worst[1]}")
+    rows = [(report, row) for report in reports for row in report.rows]
+    failed = [(r.place.key, row, r.differences) for r, row in rows if not row.error <= BOUNDS[row.name]]
+    assert not failed, failed[:10]
+
+
+def outside(findings: Iterable[Finding]) -> dict[str, str]:
+    """Row -> worst tensor of the findings outside their fixed bounds."""
+    return {finding.row: finding.worst for finding in findings if not finding.error <= BOUNDS[finding.row]}

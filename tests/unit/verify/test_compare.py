@@ -1,0 +1,118 @@
+"""What passes and what does not: the rule of ``megarl.verify`` on numbers made up for it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.verify.compare import (
+    ADAPTER,
+    BASE_WEIGHTS,
+    BOUNDS,
+    CHECKPOINT,
+    GRADIENTS,
+    LOGPROBS,
+    UPDATE,
+    Finding,
+    Outcome,
+    Rule,
+    compare,
+    worst_of,
+)
+
+FP32, BF16 = Rule.of("float32", routers=False), Rule.of("bfloat16", routers=False)
+
+
+@pytest.fixture
+def truth():
+    """Two tensors with made-up gradients and three updates."""
+    generator = torch.Generator().manual_seed(0)
+    start = {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in "ab"}
+    moved = {name: tensor + 1e-3 * torch.randn(4, 6, generator=generator) for name, tensor in start.items()}
+    gradients = {name: torch.randn(4, 6, generator=generator) for name in "ab"}
+    logprobs = [-np.arange(1.0, 5.0), -np.ones(3)]
+    return Outcome(logprobs, logprobs, 2.0, gradients, [1.0, 0.9, 0.8], moved, start)
+
+
+def rows_of(actual, truth, rule):
+    return {finding.row: finding for finding in compare(actual, truth, rule)}
+
+
+def test_equal_outcomes_have_no_error_in_any_row(truth):
+    for rule in (FP32, BF16):
+        assert {finding.error for finding in compare(truth, truth, rule)} == {0.0}
+
+
+def test_the_worst_tensor_is_named_with_its_own_relative_error(truth):
+    wrong = truth.gradients | {"b": truth.gradients["b"].clone()}
+    wrong["b"][1, 2] += 0.01 * wrong["b"].abs().max()
+    finding = rows_of(dataclasses.replace(truth, gradients=wrong), truth, FP32)[GRADIENTS]
+    assert (finding.worst, finding.error) == ("b", pytest.approx(0.01, rel=1e-4))
+
+
+def test_an_update_is_measured_against_how_far_the_adapter_moved(truth):
+    half = {name: (tensor + truth.start[name]) / 2 for name, tensor in truth.adapter.items()}
+    actual = dataclasses.replace(truth, adapter=half)
+    assert rows_of(actual, truth, FP32)[UPDATE].error == pytest.approx(0.5)
+    assert rows_of(actual, truth, BF16)[UPDATE].error == pytest.approx(0.5)
+    assert rows_of(actual, truth, FP32)[ADAPTER].error < 2e-3
+
+
+@pytest.mark.parametrize(("change", "worst"), [({"a": None}, "a (missing)"), ({"c": 1}, "c (unexpected)")])
+def test_a_tensor_on_one_side_only_is_an_infinite_error(truth, change, worst):
+    gradients = {n: t for n, t in (truth.gradients | change).items() if t is not None}
+    finding = rows_of(dataclasses.replace(truth, gradients=gradients), truth, FP32)[GRADIENTS]
+    assert (finding.worst, finding.error) == (worst, math.inf)
+
+
+def test_another_shape_is_an_infinite_error_and_names_both(truth):
+    gradients = truth.gradients | {"a": torch.zeros(2, 6)}
+    for rule in (FP32, BF16):
+        finding = rows_of(dataclasses.replace(truth, gradients=gradients), truth, rule)[GRADIENTS]
+        assert (finding.worst, finding.error) == ("a [2, 6] for [4, 6]", math.inf)
+
+
+def test_nan_never_passes(truth):
+    gradients = truth.gradients | {"a": torch.full((4, 6), math.nan)}
+    for rule in (FP32, BF16):
+        finding = rows_of(dataclasses.replace(truth, gradients=gradients), truth, rule)[GRADIENTS]
+        assert finding.worst == "a"
+        assert rule.needs_own(finding)
+        assert not rule.judge(finding, own=1e9).passed
+        assert not rule.judge(finding, own=math.nan).passed
+
+
+def test_the_fixed_bound_decides_unless_hugging_face_itself_misses_it():
+    finding = Finding(ADAPTER, "a", 3e-4)
+    assert not FP32.judge(finding, own=1e-5).passed
+    assert not FP32.judge(finding, own=1.4e-4).passed
+    row = FP32.judge(finding, own=1.6e-4)
+    assert (row.passed, row.bound) == (True, 3.2e-4)
+
+
+def test_bf16_is_judged_by_hugging_faces_bf16_alone():
+    finding = Finding(LOGPROBS, "sample 0", 1e-3)
+    assert BF16.judge(finding, own=0.92e-3).passed
+    assert not BF16.judge(finding, own=0.9e-3).passed
+    assert not BF16.judge(finding, own=0.0).passed
+
+
+def test_exact_rows_stay_exact():
+    for rule in (FP32, BF16):
+        assert rule.judge(Finding(BASE_WEIGHTS, "w", 0.0), own=0.0).passed
+        assert not rule.judge(Finding(BASE_WEIGHTS, "w", 1e-30), own=0.0).passed
+
+
+def test_a_reloaded_checkpoint_is_judged_as_what_was_trained_in_one_go():
+    assert (FP32.yardstick(CHECKPOINT), BF16.yardstick(CHECKPOINT)) == (ADAPTER, UPDATE)
+
+
+def test_of_several_ranks_the_worst_is_kept_in_the_reports_order():
+    findings = [Finding(GRADIENTS, "a", 1e-6), Finding(LOGPROBS, "s", 1e-7), Finding(GRADIENTS, "b", math.nan)]
+    findings.append(Finding(GRADIENTS, "c", 5.0))
+    kept = worst_of(findings)
+    assert [finding.row for finding in kept] == [LOGPROBS, GRADIENTS]
+    assert kept[1].worst == "b"
+    assert next(iter(BOUNDS)) == LOGPROBS

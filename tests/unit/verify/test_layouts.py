@@ -1,0 +1,83 @@
+"""Which layouts the matrix runs, and where a checkpoint goes next."""
+
+import json
+
+import pytest
+
+from megarl.config import ParallelConfig
+from megarl.config.checks import check_layout
+from megarl.errors import ConfigError, UnsupportedError
+from megarl.verify.layouts import all_layouts, allowed_layouts, describe_refused, label, other_layout
+from megarl.verify.settings import verify_config
+from tests.unit.verify.test_settings import SHAPE
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "model_type": "qwen3_moe"}
+
+
+def config_of(folder, shape, overrides=()):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
+    return verify_config(folder, overrides)
+
+
+def test_a_label_names_every_axis():
+    parallel = ParallelConfig(
+        tensor=2, pipeline=2, virtual_pipeline=2, context=2, expert=2, expert_tensor=2, data=4, sequence=True
+    )
+    assert label(parallel) == "TP2+SPxPP2xVPP2xCP2xEP2xETP2xDP4"
+    assert label(ParallelConfig(tensor=2, sequence=False)) == "TP2"
+    assert label(ParallelConfig()) == "TP1"
+
+
+def test_every_product_that_fits_is_met_once():
+    layouts = list(all_layouts(4))
+    labels = [label(layout) for layout in layouts]
+    assert len(set(labels)) == len(labels)
+    assert all(layout.world_size <= 4 for layout in layouts)
+    # Sizes of the dense axes that fit in 4 ranks, times VPP, EP and ETP, times SP on and off where TP is.
+    dense = {(t, p, c, d) for t in (1, 2) for p in (1, 2) for c in (1, 2) for d in (1, 2, 4) if t * p * c * d <= 4}
+    assert len(labels) == 8 * sum(t for t, *_ in dense)
+
+
+def test_a_layout_is_allowed_or_refused_for_a_reason(tmp_path):
+    config = config_of(tmp_path / "dense", SHAPE)
+    allowed, refused = allowed_layouts(config, 4)
+    names = [name for labels in refused.values() for name in labels]
+    assert sorted([*allowed, *names]) == sorted(label(layout) for layout in all_layouts(4))
+    assert {"TP1", "TP2", "TP2+SP", "PP2xVPP2xDP2", "TP2+SPxPP2", "DP4"} <= allowed.keys()
+    assert {"EP2", "TP2xETP2", "VPP2"} <= set(names)
+    worlds = [layout.parallel.world_size for layout in allowed.values()]
+    assert worlds == sorted(worlds)
+    assert any(line.startswith("VPP2") and "needs parallel.pipeline > 1" in line for line in describe_refused(refused))
+
+
+def test_checks_alone_decide(tmp_path):
+    allowed, refused = allowed_layouts(config_of(tmp_path / "experts", SHAPE | EXPERTS), 4)
+    assert {"EP2xDP2", "TP2+SPxETP2", "TP2+SPxPP2xEP2", "TP2+SPxEP2xETP2xDP2"} <= allowed.keys()
+    assert any("TP2" in labels and "sequence is false" in reason for reason, labels in refused.items())
+    for parallel in all_layouts(4):
+        try:
+            check_layout(parallel)
+        except (ConfigError, UnsupportedError):
+            assert label(parallel) not in allowed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "changed"),
+    [
+        ([], 2, {"pipeline", "virtual_pipeline"}),
+        (["parallel.tensor=2"], 2, {"tensor", "pipeline", "virtual_pipeline"}),
+        (["parallel.pipeline=2"], 2, {"pipeline", "tensor"}),
+    ],
+)
+def test_a_checkpoint_goes_to_the_layout_that_differs_most(tmp_path, overrides, ranks, changed):
+    config = config_of(tmp_path / "dense", SHAPE, overrides)
+    other = other_layout(config, ranks)
+    assert other is not None
+    here, there = config.parallel.model_dump(), other.parallel.model_dump()
+    assert {axis for axis in here if axis != "sequence" and here[axis] != there[axis]} >= changed
+    assert other.parallel.world_size <= ranks
+
+
+def test_with_one_rank_there_is_no_other_layout(tmp_path):
+    assert other_layout(config_of(tmp_path / "dense", SHAPE), 1) is None
