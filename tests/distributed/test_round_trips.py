@@ -57,7 +57,7 @@ def exported(path: Path, parallel: ParallelConfig, groups) -> dict[str, torch.Te
     from megarl.model.build import build_chunks
     from megarl.model.families import names_of
     from megarl.model.hf_folder import read_config
-    from megarl.model.sharding import stream_full
+    from megarl.model.streaming import stream_full
 
     hf = read_config(path)
     config = ModelConfig(path=str(path), dtype=str(hf["dtype"]))
