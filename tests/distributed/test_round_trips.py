@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megarl.config import ModelConfig, ParallelConfig
+from megarl.config import ModelConfig, ParallelConfig, TrainConfig
 from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
 from megarl.verify.reference import load_reference, logprobs_of
@@ -61,7 +61,7 @@ def exported(path: Path, parallel: ParallelConfig, groups) -> dict[str, torch.Te
 
     hf = read_config(path)
     config = ModelConfig(path=str(path), dtype=str(hf["dtype"]))
-    chunks = build_chunks(hf, config, parallel, groups)
+    chunks = build_chunks(hf, config, parallel, groups, TrainConfig())
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         parameter.fill_(float("nan"))
     load_base(chunks, path, hf, groups)
