@@ -60,6 +60,7 @@ class LoraAdapter:
 
     Attributes:
         name: by which the model's adapters are told apart; it is in no file.
+        trainable: False for a frozen one.
         slots: the adapted parts of this rank's pipeline stage, those of experts on other ranks included.
         config: the PEFT config it was made from.
         names: the model's names.
@@ -76,8 +77,10 @@ class LoraAdapter:
         names: WeightMap,
         dtype: torch.dtype,
         groups: Groups,
+        *,
+        trainable: bool,
     ) -> None:
-        self.name = name
+        self.name, self.trainable = name, trainable
         self._models = tuple(models)
         self.slots = slots
         self.config = config

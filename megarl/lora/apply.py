@@ -96,7 +96,7 @@ def apply_lora(
         own = _matrices(wrapped, (part,), config.lora_dropout, seed, dtype, groups)
         wrapped.adapters[name] = own.requires_grad_(trainable)
         slots.append(Slot(part, type(wrapped), wrapped, own))
-    adapter = LoraAdapter(name, models, slots, config, names, dtype, groups)
+    adapter = LoraAdapter(name, models, slots, config, names, dtype, groups, trainable=trainable)
     if not existing:
         adapter.activate()
     return adapter

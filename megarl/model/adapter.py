@@ -1,6 +1,6 @@
 """What MegatronModel needs of an adapter. ``megarl.lora`` implements it; the model does not import it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,9 +15,17 @@ from megarl.parallel.groups import Groups
 class Adapter(Protocol):
     """Trainable parameters on a frozen model; see ``megarl.lora.LoraAdapter``."""
 
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def trainable(self) -> bool: ...
+
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]: ...
 
     def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]: ...
+
+    def activate(self) -> None: ...
 
     def disabled(self) -> AbstractContextManager: ...
 
@@ -37,5 +45,5 @@ class Adapter(Protocol):
     def load(self, path: str | Path) -> None: ...
 
 
-# Puts an adapter on freshly built chunks: (chunks, parsed config.json, groups) -> adapter.
-Attach = Callable[[list[PackedGPTModel], Mapping[str, Any], Groups], Adapter]
+# Puts adapters on freshly built chunks: (chunks, parsed config.json, groups) -> the one, or several by their order.
+Attach = Callable[[list[PackedGPTModel], Mapping[str, Any], Groups], Adapter | Sequence[Adapter]]

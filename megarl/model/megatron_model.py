@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megarl.config import RunConfig
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
 from megarl.model.adapter import Attach
@@ -23,7 +23,7 @@ from megarl.model.ddp import without_reduction, wrap_ddp
 from megarl.model.durable import BackgroundWriter
 from megarl.model.families import check_length, names_of
 from megarl.model.hf_folder import read_config
-from megarl.model.optim import AdapterOptimizer
+from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
 from megarl.model.step import Stepper
@@ -33,11 +33,15 @@ from megarl.types import Sample
 
 
 class MegatronModel:
-    """A frozen base model with a trainable adapter.
+    """A frozen base model with one or several adapters, each with an optimizer and a version of its own.
+
+    Every method is about the active adapter: the first, until ``set_active``.
 
     Attributes:
-        adapter: what ``attach`` returned.
-        version: policy version, the number of optimizer steps behind the weights.
+        adapters: what ``attach`` returned, by name.
+        adapter: the active one.
+        optimizer: its optimizer.
+        version: its policy version, the number of optimizer steps behind the weights.
         groups: this rank's place.
     """
 
@@ -47,11 +51,12 @@ class MegatronModel:
         Args:
             config: ``model``, ``parallel``, ``train`` and ``sampler.temperature`` are used.
             groups: from ``init_groups``.
-            attach: puts the adapter on (``megarl.lora``).
+            attach: puts the adapters on (``megarl.lora``).
 
         Raises:
             ModelError: the folder is incomplete or does not match its config.
-            UnsupportedError: the family or a setting is not supported.
+            UnsupportedError: the family or a setting is not supported; or several trained adapters together with
+                ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
@@ -59,9 +64,13 @@ class MegatronModel:
         check_length(self.hf_config, longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
         self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
         load_base(self.chunks, config.model.path, self.hf_config, groups)
-        self.adapter = attach(self.chunks, self.hf_config, groups)
+        attached = attach(self.chunks, self.hf_config, groups)
+        several = list(attached) if isinstance(attached, Sequence) else [attached]
+        self.adapters = {adapter.name: adapter for adapter in several}
+        self.adapter = several[0]
         self._wrapped = wrap_ddp(self.chunks, config.train)
-        self.optimizer = AdapterOptimizer(self._wrapped, self.adapter.parameters(), config.train)
+        trained = {name: adapter.parameters() for name, adapter in self.adapters.items() if adapter.trainable}
+        self._optimizers = make_optimizers(self._wrapped, trained, config.train)
         self._stepper = Stepper(
             self._wrapped,
             groups,
@@ -69,8 +78,51 @@ class MegatronModel:
             temperature=config.sampler.temperature,
         )
         self._writer = BackgroundWriter()
-        self.version = 0
-        self.optimizer.zero_grad()
+        self._versions = dict.fromkeys(self.adapters, 0)
+        self._pending: str | None = None
+        for optimizer in self._optimizers.values():
+            optimizer.zero_grad()
+
+    @property
+    def optimizer(self) -> AdapterOptimizer:
+        """The active adapter's.
+
+        Raises:
+            MegarlError: it is frozen.
+        """
+        if not self.adapter.trainable:
+            raise MegarlError(f"adapter '{self.adapter.name}' is frozen; only trained ones have an optimizer")
+        return self._optimizers[self.adapter.name]
+
+    @property
+    def version(self) -> int:
+        """The active adapter's policy version."""
+        return self._versions[self.adapter.name]
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._versions[self.adapter.name] = version
+
+    def set_active(self, name: str) -> None:
+        """Compute with, train, save and load another adapter from now on. Not a collective; nothing is copied.
+
+        Raises:
+            ConfigError: there is no such adapter.
+        """
+        self.adapter = pick(self.adapters, name, "adapter")
+        self.adapter.activate()
+
+    def _finish_param_gather(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.finish_param_gather()
+
+    def _check_pending(self) -> None:
+        """The gradient buffers are reduced and cleared together, so they hold one adapter's gradient at a time."""
+        if self._pending not in (None, self.adapter.name):
+            raise MegarlError(
+                f"adapter '{self._pending}' has a gradient that no update has used; call optim_step for it before "
+                f"'{self.adapter.name}' is trained"
+            )
 
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
@@ -107,9 +159,11 @@ class MegatronModel:
             The loss's metrics over all ranks.
 
         Raises:
-            MegarlError: the gradient was already reduced, by ``gradients()`` or, where that overlaps, by a call with
-                ``last``; ``optim_step`` must come first.
+            MegarlError: the adapter is frozen; another adapter's gradient waits for its ``optim_step``; or the gradient
+                was already reduced, by ``gradients()`` or, where that overlaps, by a call with ``last``: ``optim_step``
+                must come first.
         """
+        self._check_pending()
         if self.optimizer.reduced:
             raise MegarlError("forward_backward after gradients(): the sum is already reduced; call optim_step first")
         if self.optimizer.reducing:
@@ -117,6 +171,7 @@ class MegatronModel:
                 "forward_backward after the step's last one: with train.overlap_grad_reduce the sum is already "
                 "reduced; pass last=False while more batches follow, or call optim_step first"
             )
+        self._pending = self.adapter.name
         self._train(True)
         self.optimizer.reducing = last and self.config.train.overlap_grad_reduce
         with contextlib.nullcontext() if last else without_reduction(self._wrapped):
@@ -130,8 +185,11 @@ class MegatronModel:
 
         Raises:
             GradientError: the gradient norm is not finite; nothing was updated.
+            MegarlError: the gradient that waits is another adapter's.
         """
+        self._check_pending()
         norm = self.optimizer.step(lr)
+        self._pending = None
         self.version += 1
         return {"grad_norm": norm, "learning_rate": lr}
 
@@ -158,7 +216,7 @@ class MegatronModel:
         name when it is complete. What goes wrong until then is raised by the next call of this, of
         ``load_checkpoint`` or of ``finish_checkpoint``.
         """
-        self.optimizer.finish_param_gather()
+        self._finish_param_gather()
         checkpoint.save(
             path,
             self.adapter,
@@ -192,7 +250,7 @@ class MegatronModel:
         Raises:
             AdapterError: the directory cannot be written.
         """
-        self.optimizer.finish_param_gather()
+        self._finish_param_gather()
         self.adapter.save(path)
 
     def load_adapter(self, path: str | Path) -> None:
@@ -202,7 +260,8 @@ class MegatronModel:
             AdapterError: it does not fit; nothing was changed.
         """
         self.adapter.load(path)
-        self.optimizer.start_anew()
+        if self.adapter.trainable:
+            self.optimizer.start_anew()
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank; all ranks must consume the stream to its end.
@@ -211,7 +270,7 @@ class MegatronModel:
             adapter_only: True yields the adapter under PEFT's file names; False the base weights, without the
                 adapter, under Hugging Face's.
         """
-        self.optimizer.finish_param_gather()
+        self._finish_param_gather()
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -219,7 +278,7 @@ class MegatronModel:
 
         Where the adapter changes one of tied embeddings, both are streamed: the merged model no longer ties them.
         """
-        self.optimizer.finish_param_gather()
+        self._finish_param_gather()
         tensors = self._base_tensors(untied=self.adapter.unties)
         return stream_full(self.adapter.merged(tensors), self.groups)
 

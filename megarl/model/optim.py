@@ -1,6 +1,7 @@
 """mcore's optimizer over the adapter, with its state readable and writable by tensor name."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config import TrainConfig
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, UnsupportedError
 from megarl.model import shards
 from megarl.parallel.device import cuda_names
 
@@ -18,6 +19,39 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 class GradientError(MegarlError, FloatingPointError):
     """The gradient norm is not finite; the adapter was not updated."""
+
+
+def make_optimizers(
+    chunks: list[Any], parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]], config: TrainConfig
+) -> dict[str, "AdapterOptimizer"]:
+    """One optimizer for each adapter, over its parameters alone: an update moves no other's weights or moments.
+
+    Args:
+        chunks: wrapped by ``wrap_ddp`` with the same config.
+        parameters: adapter's name -> ``(PEFT name, parameter)`` of this rank.
+        config: the ``train`` section.
+
+    Raises:
+        UnsupportedError: several adapters, and a setting under which mcore's buffers allow one only.
+    """
+    for setting in ("distributed_optimizer", "overlap_grad_reduce"):
+        if len(parameters) > 1 and getattr(config, setting):
+            raise UnsupportedError(
+                f"train.{setting} is true with {len(parameters)} adapters ({', '.join(parameters)}); supported is "
+                "false, or one adapter (frozen ones may be added to the model afterwards)"
+            )
+    every = [parameter for named in parameters.values() for _, parameter in named]
+    made = {}
+    for name, named in parameters.items():
+        # mcore takes what requires a gradient while the optimizer is made.
+        for parameter in every:
+            parameter.requires_grad_(False)
+        for _, parameter in named:
+            parameter.requires_grad_(True)
+        made[name] = AdapterOptimizer(chunks, named, config)
+    for parameter in every:
+        parameter.requires_grad_(True)
+    return made
 
 
 class AdapterOptimizer:
