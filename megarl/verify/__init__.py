@@ -11,11 +11,14 @@ the very same arithmetic ends up by rounding alone. One rule holds for all model
 In float32 the fixed bounds are those of promise 1 (``compare.BOUNDS``) and the slack is 2. Logprobs and gradients of a
 healthy model stay far below the fixed bounds, so these decide. The adapter after AdamW steps is different: Adam divides
 each element by its own size, so an element whose gradient is rounding noise moves by up to the learning rate either
-way. A tiny model has hardly any such elements; in a real one Hugging Face itself in float32 misses the fixed bound, and
-no more can be asked than to be as close as that. In bfloat16 there are no fixed bounds and the slack is 1.1: megarl may
-be no further from the truth than Hugging Face is. With routers it is 2: a token whose experts tie within rounding goes
-to another expert, one such token outweighs all rounding, and which tokens do is chance (two attention kernels of
-Hugging Face itself differ by up to 1.7 in the gradients' error). Rows that must be exact have bound 0 in both.
+way. From each element's second moment follows how far a gradient that is off by 1e-6 of its tensor's largest element
+(a hundredth of the gradients' own bound) may move it (``reference.sensitivity``): that much is not counted. How far the
+adapter moved as a whole has a row of its own, where nothing is excused.
+
+In bfloat16 there are no fixed bounds and the slack is 1.1: megarl may be no further from the truth than Hugging Face
+is. With routers it is 2: a token whose experts tie within rounding goes to another expert, one such token outweighs all
+rounding, and which tokens do is chance (two attention kernels of Hugging Face itself differ by up to 1.7 in the
+gradients' error). Rows that must be exact have bound 0 in both.
 
 An error is the largest difference over the largest magnitude of the worst tensor in float32; in bfloat16, where single
 elements are noise, the norm of all differences over the norm of the truth.

@@ -45,6 +45,7 @@ class Outcome:
         norms: the gradient's global norm in each update.
         adapter: PEFT name -> tensor after the updates.
         start: PEFT name -> tensor before them; of the reference only.
+        leeway: PEFT name -> how far each element may be off because AdamW magnifies rounding; of the reference only.
     """
 
     logprobs: list[np.ndarray]
@@ -54,6 +55,7 @@ class Outcome:
     norms: list[float]
     adapter: dict[str, torch.Tensor]
     start: dict[str, torch.Tensor] = field(default_factory=dict)
+    leeway: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,24 @@ def compare_adapters(adapter: Mapping[str, torch.Tensor], truth: Outcome, rule: 
     moved = {name: tensor.double() - truth.start[name].double() for name, tensor in truth.adapter.items()}
     if rule.by_norm:
         return [rule.measure(UPDATE, adapter, truth.adapter, moved)]
-    elements = rule.measure(ADAPTER, adapter, truth.adapter)
+    elements = rule.measure(ADAPTER, _within(adapter, truth), truth.adapter)
     if not math.isfinite(elements.error):
         return [elements, Finding(UPDATE, elements.worst, elements.error)]
     errors = {
         n: _norm(adapter[n].double() - t.double()) / max(_norm(moved[n]), 1e-30) for n, t in truth.adapter.items()
     }
     return [elements, _worst(UPDATE, errors)]
+
+
+def _within(adapter: Mapping[str, torch.Tensor], truth: Outcome) -> dict[str, torch.Tensor]:
+    """The adapter, each element moved towards the truth by its leeway; tensors that do not fit are left alone."""
+    moved = dict(adapter)
+    for name, leeway in truth.leeway.items():
+        actual, expected = adapter.get(name), truth.adapter[name].double()
+        if actual is not None and actual.shape == expected.shape:
+            off = actual.double() - expected
+            moved[name] = expected + off.sign() * (off.abs() - leeway.double()).clamp_min(0)
+    return moved
 
 
 def compare_logprobs(row: str, actual: Sequence[np.ndarray], truth: Sequence[np.ndarray], rule: Rule) -> Finding:

@@ -14,6 +14,9 @@ from megarl.types import Sample
 from megarl.verify.compare import Outcome
 from megarl.verify.experts import hold_zeros, unstack
 
+# Of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
+ROUNDING = 1e-6
+
 
 def load_reference(
     model: Path, adapter: Path | None, dtype: torch.dtype = torch.float32, attention: str = "eager"
@@ -82,6 +85,7 @@ def run_reference(
         base_logprobs = all_logprobs(model, samples)
     start = unstack(adapter_tensors(model), names)
     gradients: dict[str, torch.Tensor] = {}
+    leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
     for step in range(train.steps):
         optimizer.zero_grad()
@@ -92,8 +96,22 @@ def run_reference(
         limit = train.max_grad_norm or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit)))
         optimizer.step()
+        for name, parameter in trainable.items():
+            leeway[name] += sensitivity(parameter, optimizer, step + 1)
     adapter = unstack(adapter_tensors(model), names)
-    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start)
+    leeway = unstack({n.replace(".default", ""): tensor.cpu() for n, tensor in leeway.items()}, names)
+    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
+
+
+def sensitivity(parameter: torch.nn.Parameter, optimizer: torch.optim.AdamW, step: int) -> torch.Tensor:
+    """How far AdamW's ``step``-th update may move each element otherwise, for a gradient off by ``ROUNDING``.
+
+    The update is ``lr * m / (sqrt(v) + eps)`` (Kingma & Ba, arXiv:1412.6980), at most ``lr`` of either sign.
+    """
+    [group] = optimizer.param_groups
+    second = optimizer.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** step)
+    off = ROUNDING * parameter.grad.abs().max()
+    return group["lr"] * (off / (second.sqrt() + group["eps"])).clamp_max(2.0)
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,39 +2,37 @@
 
 import pytest
 
-from tests.distributed import test_parity
-from tests.helpers.ranks import run_ranks
+from megarl.verify.compare import BOUNDS
+from megarl.verify.run import verify_places
+from megarl.verify.truth import make_truth, run_shared
+from tests.distributed.test_parity import LAYOUTS, MODELS
+from tests.helpers.cases import check, make_case, place
 
-MODELS = ("qwen3", "qwen2-tied", "llama")
 
-
-def train_standin_ranks(folder: str, layouts: list[str]) -> dict:
-    """On each rank: every model at every layout, built of stand-ins."""
+def build_of_standins():
+    """In each rank: a norm and the linear behind it are one module, which a model cannot do without."""
     from megarl.model import build
     from tests.helpers.te_standin import NormColumnStandIn, standin_block_spec
 
+    def run_fused(model, *args, **kwargs):
+        assert any(isinstance(module, NormColumnStandIn) for module in model.modules())
+        return forward(model, *args, **kwargs)
+
+    forward = build.PackedGPTModel.forward
+    build.PackedGPTModel.forward = run_fused
     build.block_spec = lambda model: standin_block_spec
-    test_parity.MODELS = {name: test_parity.MODELS[name] for name in MODELS}
-    used = []
-    forward = NormColumnStandIn.forward
-    NormColumnStandIn.forward = lambda self, hidden: used.append(self) or forward(self, hidden)
-    results = test_parity.train_ranks(folder, layouts)
-    assert used
-    return results
 
 
-@pytest.mark.parametrize("layouts", [["TP1"], ["TP2+SP", "TP2"]], ids=str)
-def test_adapters_behind_a_fused_norm_equal_peft(tmp_path, monkeypatch, layouts):
-    monkeypatch.setattr(test_parity, "MODELS", {name: test_parity.MODELS[name] for name in MODELS})
-    folder, expected = test_parity.make_truths(tmp_path)
-    rows = []
-    for results in run_ranks(train_standin_ranks, {"TP1": 1}.get(layouts[0], 2), str(folder), layouts):
-        for key, result in results.items():
-            name = key.split("/")[1]
-            rows += [
-                (f"{key} {what}", error, bound) for what, error, bound in test_parity.compare(result, expected[name])
-            ]
-            test_parity.compare_base_weights(folder / name / "model", result["weights"])
-            test_parity.compare_merged(result)
-    assert len(rows) > 100
-    assert not [row for row in rows if not row[1] <= row[2]]
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("standin")
+    cases = [make_case(folder, name, **MODELS[name]) for name in ("qwen3", "qwen2-tied", "llama")]
+    run_shared(make_truth, cases)
+    return cases
+
+
+def test_adapters_behind_a_fused_norm_equal_peft(cases):
+    places = [place(case, name, LAYOUTS[name]) for name in ("TP1", "TP2+SP", "TP2", "PP2") for case in cases]
+    reports = verify_places(places, prepare=build_of_standins)
+    assert all([row.name for row in report.rows] == list(BOUNDS) for report in reports)
+    check(reports)

@@ -29,8 +29,8 @@ for stage in "${stages[@]}"; do
     smoke) run smoke 90 '^(te|torch|attention|smoke)' python3 -m tests.gpu.te_smoke ;;
     kernels) run kernels 90 'passed|failed|skipped|^E  ' python3 -m pytest tests/gpu/test_logprobs.py -q -p no:cacheprovider ;;
     parity)
-      run parity 200 '^(float32|bf16)|passed|failed|skipped|^E  ' env NVIDIA_TF32_OVERRIDE=0 \
-        python3 -m pytest tests/gpu/test_te.py -s -q -p no:cacheprovider
+      run parity 200 'places|worst|passed|failed|skipped|^E  ' \
+        python3 -m pytest tests/gpu/test_parity_cuda.py -k TE -s -q -p no:cacheprovider
       ;;
     small)
       run small 220 '.' python3 -m megarl.cli.main bench train qwen3-0.6b --profile --out "$out/small"

@@ -32,8 +32,7 @@ def cases(tmp_path_factory):
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["TP1"],
-        ["TE"],
+        ["TE", "TP1"],  # and so a checkpoint of one back end goes on in the other
         ["TE+TP2+SP", "TE+PP2"],
         ["TP2+SP", "TP2", "PP2", "DP2", "CP2", "EP2xDP2"],
         ["TP2xPP2", "PP2xDP2", "TP2+SPxCP2", "PP2xCP2", "CP2xDP2", "TP2+SPxEP2xETP2xDP2"],

@@ -13,9 +13,6 @@ from megarl.verify.run import Report
 from megarl.verify.settings import verify_tree
 from tests.helpers.models import make_model
 
-# Of the adapter. With some others a tiny model has an element whose gradient is rounding noise (see megarl.verify).
-SEED = 4
-
 
 def make_config(model: Path, layout: dict[str, Any] | None = None, dtype: str = "float32") -> RunConfig:
     """What ``megarl verify`` runs a model with: micro-batches of at most 64 tokens force several per step.
@@ -37,7 +34,7 @@ def make_case(
     name: str,
     *,
     adapter: dict[str, Any] | None = None,
-    adapter_seed: int = SEED,
+    adapter_seed: int = 4,
     dtype: str = "float32",
     **model: Any,
 ) -> Case:
