@@ -62,14 +62,17 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
     """Sort ``all_layouts`` by the config's own checks.
 
     Returns:
-        ``(label -> config, fewest ranks first; reason -> labels refused for it)``.
+        ``(label -> config, fewest ranks first; reason -> labels refused for it)``; what contradicts itself (virtual
+        stages without a pipeline) or the model (experts of a dense one) is in neither.
     """
     allowed: dict[str, RunConfig] = {}
     refused: dict[str, list[str]] = {}
     for parallel in sorted(all_layouts(ranks), key=lambda p: p.world_size):
         try:
             allowed[label(parallel)] = with_parallel(config, parallel)
-        except (ConfigError, UnsupportedError) as error:
+        except ConfigError:
+            continue
+        except UnsupportedError as error:
             refused.setdefault(str(error), []).append(label(parallel))
     return allowed, refused
 

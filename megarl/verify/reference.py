@@ -1,6 +1,6 @@
 """The truth: one process of Hugging Face + PEFT, sequence by sequence, no packing, no padding."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from megarl.config import TrainConfig
 from megarl.model.families import names_of
 from megarl.types import Sample
-from megarl.verify.compare import Outcome
+from megarl.verify.compare import Outcome, relative_error
 from megarl.verify.experts import hold_zeros, unstack
 
-# Of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
+# Least rounding of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
 ROUNDING = 1e-6
 
 
@@ -28,7 +28,9 @@ def load_reference(
     )
     if adapter is None:
         return base
-    return PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
+    adapted = PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
+    hold_zeros(adapted)
+    return adapted
 
 
 def response_logits(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -60,7 +62,11 @@ def entropy_of(model: torch.nn.Module, samples: Sequence[Sample]) -> float:
 
 
 def run_reference(
-    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, train: TrainConfig
+    model: torch.nn.Module,
+    samples: Sequence[Sample],
+    weights_S: np.ndarray,
+    train: TrainConfig,
+    rounded: Mapping[str, torch.Tensor] | None = None,
 ) -> Outcome:
     """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
 
@@ -69,10 +75,10 @@ def run_reference(
         samples: their gradients are added up in this order.
         weights_S: loss weight of each sample's tokens.
         train: ``steps``, ``learning_rate``, AdamW's settings and ``max_grad_norm`` are used.
+        rounded: ``first_gradients`` in the dtype under test; what they are off is the rounding that ``leeway`` is for.
     """
-    hold_zeros(model)
     names = names_of(model.config.to_dict())
-    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trainable = _trainable(model)
     optimizer = torch.optim.AdamW(
         trainable.values(),
         lr=train.learning_rate,
@@ -87,30 +93,59 @@ def run_reference(
     gradients: dict[str, torch.Tensor] = {}
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
+    roundings = dict.fromkeys(trainable, ROUNDING)
     for step in range(train.steps):
-        optimizer.zero_grad()
-        for sample, weight in zip(samples, weights_S, strict=True):
-            (-weight * sample.advantage * logprobs_of(model, sample).sum()).backward()
+        found = first_gradients(model, samples, weights_S)
         if step == 0:
-            gradients = unstack({n.replace(".default", ""): p.grad.cpu().clone() for n, p in trainable.items()}, names)
+            gradients = unstack({_in_file(name): gradient.cpu() for name, gradient in found.items()}, names)
+            for name, gradient in (rounded or {}).items():
+                roundings[name] = max(ROUNDING, relative_error(gradient.to(found[name].device), found[name]))
         limit = train.max_grad_norm or float("inf")
         norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit)))
         optimizer.step()
         for name, parameter in trainable.items():
-            leeway[name] += sensitivity(parameter, optimizer, step + 1)
+            leeway[name] += sensitivity(parameter, roundings[name], optimizer, step + 1)
     adapter = unstack(adapter_tensors(model), names)
-    leeway = unstack({n.replace(".default", ""): tensor.cpu() for n, tensor in leeway.items()}, names)
+    leeway = unstack({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, names)
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
 
 
-def sensitivity(parameter: torch.nn.Parameter, optimizer: torch.optim.AdamW, step: int) -> torch.Tensor:
-    """How far AdamW's ``step``-th update may move each element otherwise, for a gradient off by ``ROUNDING``.
+def first_gradients(
+    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """Copies of the gradients of ``run_reference``'s loss by parameter; they are also left in ``grad``."""
+    trainable = _trainable(model)
+    model.zero_grad()
+    for sample, weight in zip(samples, weights_S, strict=True):
+        (-weight * sample.advantage * logprobs_of(model, sample).sum()).backward()
+    return {name: parameter.grad.clone() for name, parameter in trainable.items()}
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _in_file(name: str) -> str:
+    """A parameter's name in PEFT's file."""
+    return name.replace(".default", "")
+
+
+def sensitivity(
+    parameter: torch.nn.Parameter, rounding: float, optimizer: torch.optim.AdamW, step: int
+) -> torch.Tensor:
+    """How far AdamW's ``step``-th update may move each element otherwise, for a gradient off by ``rounding``.
 
     The update is ``lr * m / (sqrt(v) + eps)`` (Kingma & Ba, arXiv:1412.6980), at most ``lr`` of either sign.
+
+    Args:
+        parameter: after the update, with the gradient that made it.
+        rounding: of the gradient, relative to its largest element.
+        optimizer: that made the update.
+        step: from 1.
     """
     [group] = optimizer.param_groups
     second = optimizer.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** step)
-    off = ROUNDING * parameter.grad.abs().max()
+    off = rounding * parameter.grad.abs().max()
     return group["lr"] * (off / (second.sqrt() + group["eps"])).clamp_max(2.0)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -63,19 +64,20 @@ def verify_places(
     cases = list({place.case.name: place.case for place in places}.values())
     truths = dict(zip([case.name for case in cases], run_shared(make_truth, cases, report), strict=True))
     found: dict[str, list[Finding]] = {place.key: [] for place in places}
-    stages = plan(places)
-    for world in sorted({stage.place.config.parallel.world_size for stage in stages}):
-        here = [stage for stage in stages if stage.place.config.parallel.world_size == world]
+    for world, stages in groupby(plan(places), lambda stage: stage.place.config.parallel.world_size):
+        here = list(stages)
         for rank in run_ranks(run_stages, world, here, prepare=prepare, report=report):
             for key, findings in rank.items():
                 found[key] += findings
     read = dict(zip([place.key for place in places], run_shared(read_back, list(places), report), strict=True))
+    for place in places:
+        found[place.key] += [finding for finding, _ in read[place.key]]
     own = _yardsticks(cases, places, found, report)
     reports = []
     for place in places:
-        rule, theirs_of = place.case.rule, own.get(place.case.name, {})
-        rows = [rule.judge(f, theirs_of.get(rule.yardstick(f.row), 0.0)) for f in worst_of(found[place.key])]
-        rows += [rule.judge(finding, theirs) for finding, theirs in read[place.key]]
+        rule = place.case.rule
+        theirs = own.get(place.case.name, {}) | {finding.row: error for finding, error in read[place.key]}
+        rows = [rule.judge(f, rule.yardstick(f.row, theirs)) for f in worst_of(found[place.key])]
         rows.sort(key=lambda row: list(BOUNDS).index(row.name))
         reports.append(Report(place, rows, truths[place.case.name]))
     return _explained(reports, prepare, report)
@@ -95,7 +97,8 @@ def check_gpus(world: int) -> None:
 
 
 def plan(places: Sequence[Place]) -> list[Stage]:
-    """What the ranks do, by number of ranks: each place in full, each checkpoint reloaded at the case's next layout."""
+    """What the ranks do, in this order: each place in full, by number of ranks, each checkpoint reloaded at the case's
+    next layout; then the last checkpoints, in whatever number of ranks their next layout has."""
     order = {label(place.config.parallel): index for index, place in reversed(list(enumerate(places)))}
     stages: list[Stage] = []
     last: dict[str, Place] = {}

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
+from transformers.utils.logging import disable_progress_bar
 
 from megarl.errors import UnsupportedError
 from megarl.lora import load_peft_config
@@ -19,7 +20,7 @@ from megarl.parallel.device import pick_device
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD, Finding, Rule, compare, compare_logprobs
 from megarl.verify.launch import run_ranks, say
-from megarl.verify.reference import all_logprobs, load_reference, run_reference
+from megarl.verify.reference import all_logprobs, first_gradients, load_reference, run_reference
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Weights, one largest tensor more, activations of short sequences.
@@ -40,6 +41,7 @@ def run_shared(
 
 
 def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
+    disable_progress_bar()  # transformers' own, of every folder it reads
     results = []
     for item in items[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         results.append(function(item))
@@ -82,10 +84,18 @@ def make_truth(case: Case) -> str:
         return case.read("truth-is")[0]
     dtype, device = choose(case)
     say(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}")
+    rounded = None
+    if case.dtype == "float32":
+        rounded = first_gradients(_rounding(case, dtype).to(device), *case.samples())
     model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
-    case.write("truth", run_reference(model, *case.samples(), case.config.train))
+    case.write("truth", run_reference(model, *case.samples(), case.config.train, rounded))
     case.write("truth-is", (dtype, device))
     return dtype
+
+
+def _rounding(case: Case, truth: str) -> torch.nn.Module:
+    """The reference in the dtype under test; with other kernels where the truth itself is in that dtype."""
+    return load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if truth == case.dtype else "eager")
 
 
 def make_own(case: Case) -> dict[str, float]:
@@ -96,10 +106,9 @@ def make_own(case: Case) -> dict[str, float]:
     """
     dtype, device = case.read("truth-is")
     say(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}")
-    same = dtype == case.dtype
-    model = load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if same else "eager").to(device)
+    model = _rounding(case, dtype).to(device)
     samples, weights = case.samples()
-    order = slice(None, None, -1 if same else 1)
+    order = slice(None, None, -1 if dtype == case.dtype else 1)
     outcome = run_reference(model, samples[order], weights[order], case.config.train)
     outcome.logprobs[:] = outcome.logprobs[order]
     outcome.base_logprobs[:] = outcome.base_logprobs[order]

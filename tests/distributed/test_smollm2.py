@@ -3,7 +3,14 @@
 from megarl.cli.prepare import prepare_smollm2
 from megarl.verify.adapters import make_adapter
 from megarl.verify.cases import Case
-from megarl.verify.compare import ADAPTER, BOUNDS, CHECKPOINT, UPDATE
+from megarl.verify.compare import (
+    BASE_WEIGHTS,
+    BOUNDS,
+    ENTROPY,
+    LOGPROBS,
+    MERGED_LOAD,
+    MERGED_WEIGHTS,
+)
 from megarl.verify.run import verify_places
 from tests.helpers.cases import make_config, place
 
@@ -19,7 +26,6 @@ def test_smollm2_at_pp2_equals_peft(tmp_path):
         print(f"{row.name:26s} {row.error:.1e} of {row.bound:.1e} {row.worst}")
     assert report.passed, report.differences
     assert report.truth == "float64"
-    # Of a million elements some have gradients that are rounding noise, and Adam moves those by up to the learning rate
-    # either way: what Hugging Face in float32 does to the updated adapter is its bound. All else keeps the fixed ones.
-    excused = {row.name for row in report.rows if row.bound > BOUNDS[row.name]}
-    assert excused <= {ADAPTER, UPDATE, CHECKPOINT}
+    # A real model on random tokens is worse conditioned: where it misses a bound, so does Hugging Face in float32.
+    fixed = {LOGPROBS, ENTROPY, MERGED_LOAD, MERGED_WEIGHTS, BASE_WEIGHTS}
+    assert all(row.error <= BOUNDS[row.name] for row in report.rows if row.name in fixed)
