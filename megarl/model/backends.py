@@ -31,7 +31,7 @@ def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.devic
         UnsupportedError: it cannot run on this device, in this dtype, or is not installed.
     """
     if model.backend == "te":
-        return _te_settings(dtype, device)
+        return _te_settings(dtype, device, experts)
     on_cuda = device.type == "cuda"
     if on_cuda and rope_utils.fused_apply_rotary_pos_emb is None:
         # Where Transformer Engine's kernel would be if it were installed.
@@ -40,7 +40,7 @@ def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     return {"apply_rope_fusion": on_cuda, "use_te_activation_func": not experts}
 
 
-def _te_settings(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _te_settings(dtype: torch.dtype, device: torch.device, experts: bool) -> dict[str, Any]:
     if device.type != "cuda":
         raise UnsupportedError("model.backend is 'te', which needs a GPU; use 'local' on a CPU")
     if importlib.util.find_spec("transformer_engine") is None:
@@ -56,7 +56,7 @@ def _te_settings(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
             "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
         )
     # RoPE: TE's kernel in its "sbhd" form takes angles for each of the T packed tokens, as PackedGPTModel gives them.
-    return {"apply_rope_fusion": True, "use_te_activation_func": True}
+    return {"apply_rope_fusion": True, "use_te_activation_func": not experts}
 
 
 def block_spec(model: ModelConfig) -> BlockSpec:

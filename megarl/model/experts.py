@@ -11,6 +11,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 class LocalRouter(TopKRouter):
@@ -86,3 +88,9 @@ def sparse_layers(config: TransformerConfig) -> list[bool]:
     if isinstance(pattern, int):
         return [layer % pattern == 0 for layer in range(config.num_layers)]
     return [bool(kind) for kind in pattern]
+
+
+def stage_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:
+    """For each layer that this rank builds of a virtual pipeline stage, whether it has experts."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return sparse_layers(config)[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

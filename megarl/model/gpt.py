@@ -22,11 +22,10 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
-from megarl.model.experts import local_expert_spec, sparse_layers
+from megarl.model.experts import local_expert_spec, stage_layers
 from megarl.model.latent_attention import LatentAttention
 from megarl.model.pointwise import SwiGLU, rms_norm
 
@@ -52,11 +51,9 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
     )
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
     layers = [
         _layer_spec(attention, local_expert_spec(config) if sparse else dense)
-        for sparse in sparse_layers(config)[first : first + count]
+        for sparse in stage_layers(config, vp_stage)
     ]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
 

@@ -20,32 +20,47 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PackedAttention, PackedSequences
+from megarl.model.experts import local_expert_spec, stage_layers
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer block in which each norm but the last is part of the linear that follows it."""
+    """Transformer block in which the norms of attention and of dense MLPs are part of the linear that follows them.
+
+    Mixtures of experts are those of the ``local`` back end, behind a norm of their own.
+    """
+    attention = _attention_spec(config)
+    dense, sparse = _dense_layer(attention), _sparse_layer(attention, config)
+    layers = [sparse if has_experts else dense for has_experts in stage_layers(config, vp_stage)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TENorm)
+
+
+def _attention_spec(config: TransformerConfig) -> ModuleSpec:
     head_norm: Any = TENorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=TELayerNormColumnParallelLinear,
-            core_attention=PackedTEAttention,
+            # Ours splits packed sequences over CP ranks as the model's RoPE and loss expect them.
+            core_attention=PackedTEAttention if config.context_parallel_size == 1 else PackedAttention,
             linear_proj=TERowParallelLinear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
+
+
+def _dense_layer(attention: ModuleSpec) -> ModuleSpec:
     mlp = ModuleSpec(
         module=MLP,
         submodules=MLPSubmodules(
             linear_fc1=TELayerNormColumnParallelLinear, linear_fc2=TERowParallelLinear, activation_func=TEActivationOp
         ),
     )
-    layer = ModuleSpec(
+    return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=attention,
@@ -54,8 +69,19 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transforme
             mlp_bda=get_bias_dropout_add,
         ),
     )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=TENorm)
+
+
+def _sparse_layer(attention: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=TENorm,
+            mlp=local_expert_spec(config),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
 
 
 class PackedTEAttention(TEDotProductAttention):

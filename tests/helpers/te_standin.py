@@ -11,9 +11,10 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PackedAttention
+from megarl.model.experts import local_expert_spec, stage_layers
 from megarl.model.gpt import RMSNorm
 from megarl.model.pointwise import SwiGLU
 
@@ -63,14 +64,15 @@ def standin_block_spec(config: TransformerConfig, vp_stage: int | None) -> Trans
         module=MLP,
         submodules=MLPSubmodules(linear_fc1=NormColumnStandIn, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    common: dict[str, Any] = {
+        "self_attention": attention,
+        "self_attn_bda": get_bias_dropout_add,
+        "mlp_bda": get_bias_dropout_add,
+    }
+    dense = TransformerLayerSubmodules(**common, mlp=mlp)
+    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=RMSNorm, mlp=local_expert_spec(config))
+    layers = [
+        ModuleSpec(module=TransformerLayer, submodules=sparse if has_experts else dense)
+        for has_experts in stage_layers(config, vp_stage)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
