@@ -22,9 +22,10 @@ from megarl.model.base_tensors import load_base
 from megarl.model.build import build_chunks
 from megarl.model.ddp import wrap_ddp
 from megarl.model.gpt import PackedGPTModel
+from megarl.model.graphs import graphed
 from megarl.model.optim import AdapterOptimizer
-from megarl.model.packing import pack
-from megarl.model.step import Stepper
+from megarl.model.packing import MicroBatch, pack
+from megarl.model.step import Stepper, run_chunk
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 
@@ -55,6 +56,7 @@ class OurStep:
         # Where its state cannot fit, the full step ends with the gradients.
         steps = not full or _fits(trained, self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
+        self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
         self._stepper = Stepper(self._wrapped, groups, vocab_size=hf_config["vocab_size"], temperature=1.0)
         samples = make_samples(settings, hf_config["vocab_size"])
         weights = np.full(len(samples), 1.0 / settings.response_tokens)
@@ -66,13 +68,16 @@ class OurStep:
 
     def step(self, clock: Clock) -> None:
         """Forward, logprobs, backward, and the optimizer where there is one."""
-        hook = self._chunks[0].register_forward_hook(lambda *_: clock.mark("forward"))
         for chunk in self._chunks:
             chunk.train()
-        try:
-            metrics = self._stepper.forward_backward(self._batch, _Marked(self._loss, clock))
-        finally:
-            hook.remove()
+
+        def run(chunk: Any, item: MicroBatch) -> torch.Tensor:
+            hidden = self._run(chunk, item)
+            clock.mark("forward")
+            return hidden
+
+        self._stepper.run = run
+        metrics = self._stepper.forward_backward(self._batch, _Marked(self._loss, clock))
         clock.mark("backward")
         if self._optimizer is None:
             self._zero()
@@ -85,6 +90,7 @@ class OurStep:
         """A pass without gradient, as for the old policy's logprobs; keeps their mean."""
         for chunk in self._chunks:
             chunk.eval()
+        self._stepper.run = self._run
         self.info["logprob"] = float(np.concatenate(self._stepper.logprobs(self._batch)).mean())
 
     def _zero(self) -> None:

@@ -36,6 +36,8 @@ class BenchSettings(Section):
     """Timed steps; their median is reported."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights and activations."""
+    cuda_graphs: bool = False
+    """Of megarl's contenders, as ``train.cuda_graphs``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA where torch sees it."""
     seed: int = 0

@@ -43,6 +43,7 @@ def cross_check(config: "RunConfig") -> None:
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
     check_backend(config.model, config.parallel, shape)
+    check_graphs(config, shape)
     check_engine_fits_model(config.sampler.tensor, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
     longest = shape.get("max_position_embeddings")
@@ -177,6 +178,37 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
             f"model.backend is 'te' with parallel.context = {parallel.context}; use model.backend=local or "
             "parallel.context=1"
         )
+
+
+# Whether CUDA graphs have been shown to compute what runs without them compute (tests/gpu/test_graphs.py).
+GRAPHS_PROVEN = False
+
+
+def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
+    """Refuse CUDA graphs of what differs from one micro-batch to the next, or runs code of its own in between.
+
+    Raises:
+        UnsupportedError: naming the setting.
+    """
+    if not config.train.cuda_graphs:
+        return
+    if not GRAPHS_PROVEN:
+        raise UnsupportedError("train.cuda_graphs is true, which is not proven yet; supported is false")
+    experts = next((key for key in EXPERT_COUNTS if shape.get(key)), None)
+    refused = {
+        f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
+        f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
+        f"{experts} = {shape.get(experts or '')} in the model's config.json": experts is not None,
+        f"lora.lora_dropout = {config.lora.lora_dropout}": config.lora.lora_dropout > 0,
+        f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
+        "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,
+    }
+    for setting, found in refused.items():
+        if found:
+            raise UnsupportedError(
+                f"train.cuda_graphs is true with {setting}; supported are dense models without pipeline or context "
+                "parallelism, dropout, recompute and overlapped reduction, or train.cuda_graphs=false"
+            )
 
 
 def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:

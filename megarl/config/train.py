@@ -43,6 +43,9 @@ class TrainConfig(Section):
     ``full``: whole layers."""
     recompute_layers: int | None = Field(None, ge=1)
     """With ``recompute: full``: only the first so many layers of each pipeline stage (or virtual stage)."""
+    cuda_graphs: bool = False
+    """Run forward and backward passes by CUDA graphs, captured for a few sizes that micro-batches are padded to. Pays
+    for small models, whose kernels finish faster than they can be launched; activations then keep their memory."""
     micro_batch_tokens: int = Field(8192, ge=2)
     """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
     seed: int = 0

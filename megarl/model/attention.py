@@ -32,6 +32,7 @@ class PackedSequences(PackedSeqParams):
         query_lengths: of this rank's runs (see ``zigzag``); they add up to T. Without CP a run is a sequence.
         key_lengths: keys of each run; its causal mask is aligned to the lower right.
         query_bounds, key_bounds: int32 ``[runs + 1]``, cumulated lengths.
+        longest_query, longest_key: at least the largest of those lengths.
         key_rows: int64, where those keys lie in the pack gathered from all CP ranks; None without CP.
     """
 
@@ -41,6 +42,8 @@ class PackedSequences(PackedSeqParams):
     key_lengths: tuple[int, ...] = ()
     query_bounds: torch.Tensor | None = None
     key_bounds: torch.Tensor | None = None
+    longest_query: int = 0
+    longest_key: int = 0
     key_rows: torch.Tensor | None = None
 
     @classmethod
@@ -64,6 +67,8 @@ class PackedSequences(PackedSeqParams):
             key_lengths=keys,
             query_bounds=bounds if context == 1 else _bounds(queries, device),
             key_bounds=bounds if context == 1 else _bounds(keys, device),
+            longest_query=max(queries),
+            longest_key=max(keys),
             key_rows=None
             if context == 1
             else torch.from_numpy(key_rows(lengths, context, context_rank)).to(device, non_blocking=True),
@@ -75,6 +80,17 @@ class PackedSequences(PackedSeqParams):
         renamed = copy.copy(self)
         renamed.qkv_format = "thd"
         return renamed
+
+    def with_room(self, sequences: int, longest: int) -> "PackedSequences":
+        """The same with empty sequences at the end, so that there are ``sequences``, and ``longest`` as the limit."""
+        assert self.context == 1 and self.cu_seqlens_q is not None
+        bounds = self.cu_seqlens_q.new_full((sequences + 1,), sum(self.lengths))
+        bounds[: len(self.lengths) + 1] = self.cu_seqlens_q
+        roomy = copy.copy(self)
+        roomy.__dict__.pop("thd", None)
+        roomy.cu_seqlens_q = roomy.cu_seqlens_kv = roomy.query_bounds = roomy.key_bounds = bounds
+        roomy.max_seqlen_q = roomy.max_seqlen_kv = roomy.longest_query = roomy.longest_key = longest
+        return roomy
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -206,8 +222,8 @@ def _attend_varlen(
         value.contiguous(),
         packed.query_bounds,
         packed.key_bounds,
-        max(packed.query_lengths),
-        max(packed.key_lengths),
+        packed.longest_query,
+        packed.longest_key,
         scale=scale,
         **options,
     )

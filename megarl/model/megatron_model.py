@@ -22,11 +22,12 @@ from megarl.model.build import build_chunks
 from megarl.model.ddp import without_reduction, wrap_ddp
 from megarl.model.durable import BackgroundWriter
 from megarl.model.families import check_length, names_of
+from megarl.model.graphs import graphed, token_unit
 from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
-from megarl.model.step import Stepper
+from megarl.model.step import Stepper, run_chunk
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
@@ -76,6 +77,7 @@ class MegatronModel:
             groups,
             vocab_size=self.hf_config["vocab_size"],
             temperature=config.sampler.temperature,
+            run=graphed(self._wrapped, groups.device) if config.train.cuda_graphs else run_chunk,
         )
         self._writer = BackgroundWriter()
         self._versions = dict.fromkeys(self.adapters, 0)
@@ -132,17 +134,17 @@ class MegatronModel:
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
     ) -> PackedBatch:
         """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
-        parallel = self.config.parallel
+        parallel, train = self.config.parallel, self.config.train
         check_length(self.hf_config, max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
         return pack(
             samples,
             weights_S,
-            max_tokens=self.config.train.micro_batch_tokens,
+            max_tokens=train.micro_batch_tokens,
             data=parallel.data,
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
             context=parallel.context,
-            multiple=parallel.tensor,
+            multiple=token_unit(train.micro_batch_tokens, parallel.tensor) if train.cuda_graphs else parallel.tensor,
             step_tokens=step_tokens,
         )
 

@@ -17,12 +17,32 @@ from megarl.model.packing import MicroBatch, PackedBatch, micro_batches, split_b
 from megarl.parallel.groups import Groups
 
 LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]
+# (chunk, micro-batch) -> the chunk's output.
+RunChunk = Callable[[Any, MicroBatch], torch.Tensor]
+
+
+def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
+    """A chunk's output for a micro-batch: hidden states ``[T, 1, hidden]`` on the last stage."""
+    return chunk(
+        input_ids=item.tokens_T[None],
+        position_ids=item.positions_T[None],
+        attention_mask=None,
+        packed_seq_params=item.packed,
+    )
 
 
 class Stepper:
     """Runs batches through this rank's model chunks."""
 
-    def __init__(self, chunks: list[Any], groups: Groups, *, vocab_size: int, temperature: float) -> None:
+    def __init__(
+        self,
+        chunks: list[Any],
+        groups: Groups,
+        *,
+        vocab_size: int,
+        temperature: float,
+        run: RunChunk = run_chunk,
+    ) -> None:
         """Keep what every pass needs.
 
         Args:
@@ -30,8 +50,9 @@ class Stepper:
             groups: this rank's place.
             vocab_size: without padding.
             temperature: the policy is softmax(logits / temperature).
+            run: runs one of the chunks, as ``run_chunk`` does.
         """
-        self.chunks, self.groups = chunks, groups
+        self.chunks, self.groups, self.run = chunks, groups, run
         self.vocab_size, self.temperature = vocab_size, temperature
 
     def forward_backward(self, batch: PackedBatch, loss: Loss) -> dict[str, float]:
@@ -55,7 +76,7 @@ class Stepper:
         items = micro_batches(batch, self.groups.data_rank, self.groups.device, context_rank=self.groups.context_rank)
         iterators: list[Iterator[MicroBatch]] = [iter(items) for _ in self.chunks]
         return get_forward_backward_func()(
-            forward_step_func=partial(_forward_step, loss_function=loss_function),
+            forward_step_func=partial(_forward_step, run=self.run, loss_function=loss_function),
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(items),
@@ -128,16 +149,16 @@ class Stepper:
         return dict(zip(names[0], values.tolist(), strict=True))
 
 
-def _forward_step(iterator: Iterator[MicroBatch], model: Any, *, loss_function: Callable) -> tuple:
+def _forward_step(
+    iterator: Iterator[MicroBatch],
+    model: Any,
+    *,
+    run: Callable[[Any, MicroBatch], torch.Tensor],
+    loss_function: Callable,
+) -> tuple:
     """mcore's forward step: the chunk's output and what makes a loss of it."""
     item = next(iterator)
-    hidden_states = model(
-        input_ids=item.tokens_T[None],
-        position_ids=item.positions_T[None],
-        attention_mask=None,
-        packed_seq_params=item.packed,
-    )
-    return hidden_states, partial(loss_function, model=_inner(model), item=item)
+    return run(model, item), partial(loss_function, model=_inner(model), item=item)
 
 
 def _inner(model: Any) -> PackedGPTModel:

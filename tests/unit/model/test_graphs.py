@@ -1,0 +1,32 @@
+"""The sizes that packs are rounded up to for CUDA graphs; the graphs themselves are in tests/gpu."""
+
+import pytest
+import torch
+
+from megarl.errors import UnsupportedError
+from megarl.model.attention import PackedSequences
+from megarl.model.graphs import SIZES, graphed, token_unit
+
+
+@pytest.mark.parametrize(("budget", "multiple"), [(8192, 1), (8192, 2), (1000, 4), (17, 8), (2, 1)])
+def test_packs_within_a_budget_have_few_sizes(budget, multiple):
+    unit = token_unit(budget, multiple)
+    assert unit % multiple == 0
+    assert len({-(-tokens // unit) for tokens in range(1, budget + 1)}) <= SIZES
+    assert budget <= SIZES * unit < budget + SIZES * 16 * multiple
+
+
+def test_room_is_made_by_empty_sequences():
+    packed = PackedSequences.from_lengths((3, 5, 2), torch.device("cpu"))
+    assert packed.thd.qkv_format == "thd"
+    roomy = packed.with_room(6, 8)
+    assert roomy.query_bounds.tolist() == [0, 3, 8, 10, 10, 10, 10]
+    assert (roomy.longest_query, roomy.longest_key, roomy.thd.max_seqlen_q) == (8, 8, 8)
+    assert roomy.thd.cu_seqlens_kv is roomy.query_bounds
+    assert packed.query_bounds.tolist() == [0, 3, 8, 10]
+    assert packed.longest_query == 5
+
+
+def test_a_cpu_has_no_graphs():
+    with pytest.raises(UnsupportedError, match="needs a GPU"):
+        graphed([], torch.device("cpu"))
