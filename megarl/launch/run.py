@@ -27,6 +27,7 @@ from megarl.launch import placement
 from megarl.launch.reaper import reaper
 from megarl.loss import build_loss
 from megarl.model.families import family_of
+from megarl.sampler.settings import check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
 from megarl.tasks.prompting import check_prompts, encode_prompt
@@ -86,16 +87,18 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse an unknown loss, transport or model family now: the actors would find out a minute later.
+    """Refuse an unknown loss, transport or model family, and what the sampler cannot do, now: the actors would find out
+    a minute later.
 
     Raises:
-        ConfigError, UnsupportedError: naming the nearest registered one.
+        ConfigError, UnsupportedError: naming the nearest registered one, or what is supported.
     """
     build_loss(config.loss)
     if config.checkpoint_engine.transport != "auto":
         pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
     hf_config = read_model_shape(config.model.path)
     family_of(hf_config).settings(hf_config)
+    check_sampled(config)
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -1,6 +1,7 @@
 """RunConfig -> vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from megarl.errors import ConfigError, UnsupportedError
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Tokens of one engine step. On CPU, chunked prefill is off, since with per-request seeds it crashes (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
+# config.json's model_type of the families that vLLM has been shown to sample from with the trainer's logprobs.
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+# Modules whose adapters vLLM holds in another layout than linears', if at all.
+NOT_SAMPLED = ("model.embed_tokens", "lm_head")
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
 
@@ -79,15 +84,44 @@ def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> d
     }
 
 
+def check_sampled(config: RunConfig) -> None:
+    """Refuse what the sampler has not been shown to compute, before anything is started.
+
+    Raises:
+        UnsupportedError: the model's family, or an adapter of the embedding or lm_head.
+    """
+    family = _read_json(Path(config.model.path).expanduser() / "config.json", "model.path").get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedError(
+            f"model.path: the sampler does not support model_type '{family}'; supported are {', '.join(FAMILIES)}"
+        )
+    targets = _lora(config)["target_modules"]
+    for module in NOT_SAMPLED:
+        if isinstance(targets, str):
+            found = targets != "all-linear" and re.fullmatch(targets, module)
+        else:
+            found = any(f".{module}".endswith(f".{target}") for target in targets or ())
+        if found:
+            raise UnsupportedError(
+                f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
+                "MLPs, experts and routers"
+            )
+
+
+def _lora(config: RunConfig) -> dict[str, Any]:
+    """PEFT's settings of the adapter: the section's, or those of the one it starts from."""
+    if config.lora.init_from:
+        return _read_json(Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from")
+    return config.lora.model_dump()
+
+
 def max_lora_rank(config: RunConfig) -> int:
     """The smallest buffer rank that holds every module's.
 
     Raises:
         UnsupportedError: a rank above vLLM's largest.
     """
-    lora = config.lora.model_dump()
-    if config.lora.init_from:
-        lora = _read_json(Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from")
+    lora = _lora(config)
     rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:

@@ -53,6 +53,41 @@ def test_a_rank_above_vllms_largest_is_refused(tmp_path: Path) -> None:
         settings.max_lora_rank(config(tmp_path, lora={"r": 600}))
 
 
+def test_a_family_that_vllm_was_not_shown_to_sample_is_refused(tmp_path: Path) -> None:
+    run = config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    settings.check_sampled(run)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
+    with pytest.raises(UnsupportedError, match="'deepseek_v3'; supported are llama, "):
+        settings.check_sampled(run)
+
+
+@pytest.mark.parametrize(
+    ("targets", "module"),
+    [
+        (["q_proj", "lm_head"], "lm_head"),
+        (["embed_tokens"], "model.embed_tokens"),
+        (r".*\.(q_proj|embed_tokens)", "model.embed_tokens"),
+        (["q_proj", "down_proj"], None),
+        (r".*\.q_proj", None),
+        ("all-linear", None),
+    ],
+)
+@pytest.mark.parametrize("saved", [False, True], ids=["in the config", "to start from"])
+def test_an_adapter_that_vllm_would_hold_otherwise_is_refused(tmp_path: Path, targets, module, saved) -> None:
+    lora = {"target_modules": targets}
+    if saved:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(lora))
+        lora = {"init_from": str(tmp_path)}
+    run = config(tmp_path, lora=lora)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    if module is None:
+        settings.check_sampled(run)
+        return
+    with pytest.raises(UnsupportedError, match=f"adapters of '{module}'"):
+        settings.check_sampled(run)
+
+
 def test_the_adapter_to_start_from_decides_the_rank(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 40, "rank_pattern": None}))
