@@ -98,7 +98,7 @@ def check_sampled(config: RunConfig) -> None:
     targets = _lora(config)["target_modules"]
     for module in NOT_SAMPLED:
         if isinstance(targets, str):
-            found = targets != "all-linear" and re.fullmatch(targets, module)
+            found = targets != "all-linear" and re.fullmatch(targets, module) is not None
         else:
             found = any(f".{module}".endswith(f".{target}") for target in targets or ())
         if found:

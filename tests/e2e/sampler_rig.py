@@ -136,7 +136,7 @@ class Rig:
     def start(self, coroutine: Any) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    def call(self, coroutine: Any, timeout: float = 120) -> Any:
+    def call(self, coroutine: Any, timeout: float = 240) -> Any:
         return self.start(coroutine).result(timeout)
 
     def receive(self, endpoint: bytes, first: int) -> Future:

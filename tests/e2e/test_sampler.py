@@ -1,7 +1,6 @@
 """Promise 4, on real engines: what vLLM samples from is exactly what the trainer holds, or nothing is sampled.
 
-The engines run in processes of their own (``sampler_scenarios``), all at once, since most of their
-time is vLLM's start.
+The engines run in processes of their own (``sampler_scenarios``).
 """
 
 import json
@@ -9,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +21,45 @@ TIMEOUT = 280
 
 
 class Scenarios:
-    """Results by name; each waits for its process when it is first asked for."""
+    """Results by name, of processes that start as cores become free: most of their time is vLLM's start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-        self.logs = {name: (folder / f"{name}.log").open("w") for name in ("llama", "moe", "qwen3", "qwen2")}
-        self.processes = {
-            name: subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.sampler_scenarios", name, folder / name, folder / f"{name}.json"],
+        self.processes: list[subprocess.Popen] = []
+        self.pool = ThreadPoolExecutor(os.cpu_count())
+        self.results = {name: self.pool.submit(self.run, name) for name in ("llama", "moe", "qwen3", "qwen2")}
+
+    def run(self, name: str) -> dict[str, Any]:
+        """Run a scenario to its end."""
+        log, out = self.folder / f"{name}.log", self.folder / f"{name}.json"
+        with log.open("w") as handle:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.e2e.sampler_scenarios", name, self.folder / name, out],
                 cwd=ROOT,
-                env=environment,
-                stdout=log,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+                stdout=handle,
                 stderr=subprocess.STDOUT,
             )
-            for name, log in self.logs.items()
-        }
+            self.processes.append(process)
+            code = process.wait(TIMEOUT)
+        assert code == 0, log.read_text()[-4000:]
+        return json.loads(out.read_text())
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        code = self.processes[name].wait(TIMEOUT)
-        assert code == 0, (self.folder / f"{name}.log").read_text()[-4000:]
-        return json.loads((self.folder / f"{name}.json").read_text())
+        return self.results[name].result()
+
+    def close(self) -> None:
+        """End what still runs."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for process in self.processes:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
     started = Scenarios(tmp_path_factory.mktemp("sampler"))
     yield started
-    for process in started.processes.values():
-        process.kill()
+    started.close()
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +77,7 @@ def moe(scenarios: Scenarios) -> dict[str, Any]:
     return scenarios["moe"]
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT + 20)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
 
 
 def test_nothing_is_sampled_before_the_first_sync(llama: dict) -> None:
