@@ -77,16 +77,8 @@ class ParallelLoraLinear(torch.nn.Module):
 
     def widen(self, own: AdapterMatrices, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         """Add every part's scaled B, applied to its columns of ``low``, to ``out``."""
-        active = tuple((index, part) for index, part in enumerate(own.parts) if part)
-        return add_wide(
-            out,
-            low,
-            [own.lora_B[part.key] for _, part in active],
-            tuple(index for index, _ in active),
-            tuple(part.scaling for _, part in active),
-            self.fusion,
-            self.heads,
-        )
+        matrices = [own.lora_B[key] for key in own.keys]
+        return add_wide(out, low, matrices, own.places, own.scalings, self.fusion, self.heads)
 
     def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``(A, B)`` whose product is this rank's slice of the part's update."""
@@ -125,7 +117,7 @@ class _LinearLora(ParallelLoraLinear):
         else:
             low = own.lower(dropped)
         out, bias = self.base_layer(hidden, *args, **kwargs)
-        return self.widen(own, out, self.complete(low)), bias
+        return self.widen(own, out, self._whole(low)), bias
 
     def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As ``forward``, where the adapter's input is not the base layer's."""
@@ -133,7 +125,10 @@ class _LinearLora(ParallelLoraLinear):
 
     def low(self, own: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
         """What every part's A makes of (dropped) ``hidden``, for this rank's outputs: ``[..., sum of ranks]``."""
-        return self.complete(own.lower(_dropped(self, own.dropout, hidden)))
+        return self._whole(own.lower(_dropped(self, own.dropout, hidden)))
+
+    def _whole(self, low: torch.Tensor) -> torch.Tensor:
+        return self.complete(low) if self.group.size() > 1 else low
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
         """This rank's product with A, made whole over TP."""

@@ -41,6 +41,7 @@ class AdapterMatrices(torch.nn.Module):
 
     Attributes:
         parts: one per part of the layer; None where the adapter leaves it alone.
+        places, keys, scalings: of the parts that it adapts, in order: index in ``parts``, ``PartPlan.key``, scaling.
         dropout: probability, on the adapter's input.
         lora_A, lora_B: ``PartPlan.key`` -> matrix.
     """
@@ -48,6 +49,10 @@ class AdapterMatrices(torch.nn.Module):
     def __init__(self, parts: tuple[PartPlan | None, ...], dropout: float) -> None:
         super().__init__()
         self.parts, self.dropout = parts, dropout
+        adapted = [(place, part) for place, part in enumerate(parts) if part]
+        self.places = tuple(place for place, _ in adapted)
+        self.keys = tuple(part.key for _, part in adapted)
+        self.scalings = tuple(part.scaling for _, part in adapted)
         self.lora_A = torch.nn.ParameterDict()
         self.lora_B = torch.nn.ParameterDict()
 
@@ -68,7 +73,7 @@ class AdapterMatrices(torch.nn.Module):
 
     def matrix_a(self) -> torch.Tensor:
         """Every part's A, one below the other: ``[sum of ranks, I]``."""
-        matrices = [self.lora_A[part.key] for part in self.parts if part]
+        matrices = [self.lora_A[key] for key in self.keys]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:

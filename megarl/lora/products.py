@@ -7,6 +7,7 @@ output in place. Likewise the gradient through A is added to the base layer's ow
 Shapes: T tokens, O outputs of the fused layer on this rank, R sum of the parts' ranks, r a part's rank.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,52 +71,72 @@ class _ProjectThrough(torch.autograd.Function):
 class _AddWide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: tuple, *matrices: torch.Tensor) -> torch.Tensor:
+        scale, layout = _common_scale(layout)
         wide = _assemble(matrices, out.shape[-1], layout)
         ctx.save_for_backward(low, wide)
-        ctx.layout, ctx.ranks = layout, [matrix.shape[1] for matrix in matrices]
+        ctx.scale, ctx.layout, ctx.ranks = scale, layout, [matrix.shape[1] for matrix in matrices]
         # An alias: autograd refuses to change a view that another Function returned (Transformer Engine's do). The
         # version counter is shared, so a saved ``out`` is still noticed.
         total = out.detach()
-        _rows(total).addmm_(_rows(low), wide.t())
+        _rows(total).addmm_(_rows(low), wide.t(), alpha=scale)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         low, wide = ctx.saved_tensors
         rows = gradient.reshape(-1, gradient.shape[-1])
-        by_low = (rows @ wide).view(low.shape) if ctx.needs_input_grad[1] else None
+        by_low = _product(rows, wide, ctx.scale).view(low.shape) if ctx.needs_input_grad[1] else None
         if not any(ctx.needs_input_grad[3:]):
             return gradient, by_low, None, *(None for _ in ctx.ranks)
-        return gradient, by_low, None, *_take_apart(rows.t() @ _rows(low), ctx.ranks, ctx.layout)
+        by_wide = _product(rows.t(), _rows(low), ctx.scale)
+        return gradient, by_low, None, *_take_apart(by_wide, ctx.ranks, ctx.layout)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
+def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """``scale * left @ right``; the product itself scales, before it is rounded."""
+    return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
+
+
+def _common_scale(layout: tuple) -> tuple[float, tuple]:
+    """A scaling that all parts have, for the products to apply, and the layout with what is left for each part."""
+    places, scalings, fusion, heads = layout
+    if len(set(scalings)) > 1:
+        return 1.0, layout
+    return scalings[0], (places, None, fusion, heads)
+
+
 def _slots(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
     """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
     places, _, fusion, heads = layout
     parts = part_views(wide, fusion, heads)
-    starts = [sum(ranks[:index]) for index in range(len(ranks))]
-    return [parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=True)]
+    starts = accumulate(ranks, initial=0)
+    return [parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=False)]
 
 
 def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: tuple) -> torch.Tensor:
-    """``[O, R]``: each scaled B at its part's rows and its own columns, zero elsewhere."""
+    """``[O, R]``: each B at its part's rows and its own columns, times its scaling if they differ, zero elsewhere."""
     scalings = layout[1]
     if layout[2] == "single":
-        return matrices[0] * scalings[0]
+        return matrices[0]
     ranks = [matrix.shape[1] for matrix in matrices]
     wide = matrices[0].new_zeros(width, sum(ranks))
-    for slot, matrix, scaling in zip(_slots(wide, ranks, layout), matrices, scalings, strict=True):
-        torch.mul(matrix.view(slot.shape), scaling, out=slot)
+    for index, (slot, matrix) in enumerate(zip(_slots(wide, ranks, layout), matrices, strict=True)):
+        if scalings is None:
+            slot.copy_(matrix.view(slot.shape))
+        else:
+            torch.mul(matrix.view(slot.shape), scalings[index], out=slot)
     return wide
 
 
 def _take_apart(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
     """The gradient of each B from that of the assembled matrix."""
-    return [
-        (slot * scaling).reshape(-1, rank)
-        for slot, rank, scaling in zip(_slots(wide, ranks, layout), ranks, layout[1], strict=True)
-    ]
+    if layout[2] == "single":
+        return [wide]
+    slots, scalings = _slots(wide, ranks, layout), layout[1]
+    if scalings is not None:
+        slots = [slot * scaling for slot, scaling in zip(slots, scalings, strict=True)]
+    return [slot.reshape(-1, rank) for slot, rank in zip(slots, ranks, strict=True)]

@@ -57,8 +57,11 @@ def test_the_same_settings_on_attention_alone_are_allowed():
 
 def test_layers_without_experts():
     mixed = QWEN3_MOE | {"mlp_only_layers": [0]}
-    with pytest.raises(UnsupportedError, match=r"adapts the experts and 'model.layers.0.mlp.down_proj'"):
-        resolve(mixed, target_modules="all-linear")
+    chosen = resolve(mixed, target_modules="all-linear")
+    assert "model.layers.1.mlp.experts.0.down_proj" in chosen
+    assert "model.layers.0.mlp.down_proj" not in chosen  # PEFT takes the name for the experts'
+    with pytest.raises(UnsupportedError, match=r"has '0.mlp.down_proj', but PEFT cannot adapt 'model.layers.0.mlp.dow"):
+        resolve(mixed, target_modules=["0.mlp.down_proj"])
     assert len(resolve(mixed, target_modules=[*ATTENTION, "gate"])) == 2 * 4 + 1
     with pytest.raises(AdapterError, match="'w1', which the model lacks"):
         resolve(mixed, target_modules=["w1"])
