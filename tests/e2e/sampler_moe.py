@@ -29,6 +29,7 @@ class FileTrainer(PeftTrainer):
         self.family, self.folder, self.adapter = family, folder, folder / "adapter"
         self.edit: Callable[[list], list] = lambda named: named
         self.pool = ThreadPoolExecutor(1)
+        self.targets: list[str] | None = None  # what the exported config says, where that is not the truth
         self.new_base(0)
 
     def new_base(self, seed: int) -> None:
@@ -50,7 +51,8 @@ class FileTrainer(PeftTrainer):
         yield from self.edit(list(load_file(file).items()))
 
     def export_adapter_config(self) -> dict[str, Any]:
-        return config_dict(load_peft_config(self.adapter), self.names)
+        changed = {"target_modules": self.targets} if self.targets else {}
+        return config_dict(load_peft_config(self.adapter), self.names) | changed
 
     def without_adapter(self, nested: list) -> float:
         """Largest distance of nested completions' logprobs from the base model's."""
@@ -146,8 +148,12 @@ def qwen3_moe(folder: Path) -> dict[str, Any]:
     try:
         rig.manager.sync(0, "base")
         found = adapters(rig, "gate", ["gate_proj", "up_proj", "down_proj"])
-        trainer.randomise(8, ["gate_proj", "up_proj"])
-        found["faults"] = {"part_of_experts": refused(rig, lambda named: named, "adapter")}
+        trainer.randomise(8, ["gate_proj", "up_proj", "down_proj"])
+        trainer.targets = ["gate_proj", "up_proj"]
+        found["faults"] = {
+            "part_of_experts": refused(rig, lambda named: [p for p in named if "down_proj" not in p[0]], "adapter")
+        }
+        trainer.targets = None
         trainer.randomise(8)
         found["faults"] |= {name: refused(rig, edit, "adapter") for name, edit in FAULTS.items()}
         found["faults"] |= {name: refused(rig, edit, "base") for name, edit in BASE_FAULTS.items()}

@@ -178,12 +178,16 @@ def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(
 
 def test_killed_run_resumes_bitwise(finished, recipe, start):
     run = start()
-    run.wait_for("step 3 ", timeout=240)
+    run.wait_for("step 2 ", timeout=240)
     folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
+    deadline = time.monotonic() + 30
+    while not (folder / "checkpoints" / "step-000002").exists():  # it is written in the background
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     run.process.send_signal(signal.SIGKILL)
     run.finish(30)
-    # As if it had died between the second checkpoint and the third: the later ones are gone.
-    for checkpoint in sorted((folder / "checkpoints").iterdir())[2:]:
+    # As if it had died between the second checkpoint and the third: later ones are gone.
+    for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[2:]:
         shutil.rmtree(checkpoint)
     resumed = start(f"train.resume={folder}")
     resumed.wait_for(f"step {STEPS} ", timeout=240)

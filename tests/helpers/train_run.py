@@ -63,8 +63,14 @@ class TrainRun:
 
     def find(self, title: str) -> psutil.Process:
         """The process of the run whose command line holds a text."""
-        self.look()
-        return next(p for p in self.family if p.is_running() and title in " ".join(p.cmdline()))
+        deadline = time.monotonic() + 10
+        while True:
+            self.look()
+            lines = {p: " ".join(p.cmdline()) for p in self.family if p.is_running()}
+            if found := [p for p, line in lines.items() if title in line]:
+                return found[0]
+            assert time.monotonic() < deadline, f"no process {title!r} among {sorted(lines.values())}"
+            time.sleep(0.2)
 
     def finish(self, timeout: float) -> int:
         """Exit status; fails where the process or any process it started outlives the timeout (seconds)."""
