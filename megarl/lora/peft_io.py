@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+# PEFT's ``init_lora_weights`` that leave the base model as it is.
+HARMLESS_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
@@ -84,7 +86,8 @@ def write_directory(target: Path) -> Iterator[Path]:
 
 
 def load_peft_config(path: str | Path) -> LoraConfig:
-    """Read ``adapter_config.json``.
+    """Read ``adapter_config.json``. How the saved matrices once started no longer matters and is not kept, except where
+    that start also changed the base model (PiSSA, OLoRA, ...).
 
     Raises:
         AdapterError: missing, not JSON, not LoRA, or a field PEFT does not know.
@@ -108,6 +111,8 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         )
     config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
     check_supported(config)
+    if config.init_lora_weights in HARMLESS_STARTS:
+        config.init_lora_weights = True
     return config
 
 
