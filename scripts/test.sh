@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs and runs every check: format, lint, types, shell scripts, tests. Fails if any of them does.
+# Installs and runs every check: format, lint, types, shell scripts, tests. Fails if any of them does. Two files of tests
+# run at a time, since many tests wait for processes to start; `-n 0` runs one after the other.
 #
 #   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
@@ -19,7 +20,7 @@ check ruff check .
 check ruff format --check .
 check mypy megarl
 check shellcheck --external-sources scripts/*.sh scripts/slurm.sbatch .ci/run
-check python -m pytest "$@"
+check python -m pytest -n 2 --dist loadfile "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
   printf '\nfailed:\n'
