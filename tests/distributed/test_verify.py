@@ -66,6 +66,19 @@ def scale_one_adapter():
     apply.rank_and_scaling = scaled
 
 
+def forget_expert_scaling():
+    """Adapters of experts count as if alpha were r."""
+    from megarl.lora import apply
+
+    original = apply.rank_and_scaling
+
+    def unscaled(config, name):
+        rank, scaling = original(config, name)
+        return rank, 1.0 if ".experts." in name else scaling
+
+    apply.rank_and_scaling = unscaled
+
+
 def coarsen_norms():
     """Norms give eight-bit numbers."""
     import torch
@@ -77,9 +90,10 @@ def coarsen_norms():
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory):
-    """A tiny model, and its truth once it was computed."""
-    return make_case(tmp_path_factory.mktemp("verify"), "qwen3", family="qwen3", tied=False)
+def cases(tmp_path_factory):
+    """Tiny models, and their truths once they were computed."""
+    folder = tmp_path_factory.mktemp("verify")
+    return {family: make_case(folder, family, family=family, tied=False) for family in ("qwen3", "qwen3_moe")}
 
 
 def failed_rows(report):
@@ -87,9 +101,10 @@ def failed_rows(report):
 
 
 @pytest.mark.parametrize(
-    ("mutation", "layouts", "failed", "passed", "lines"),
+    ("family", "mutation", "layouts", "failed", "passed", "lines"),
     [
         (
+            "qwen3",
             drop_sequence_parallel_sum,
             {"TP2+SP": {"tensor": 2}},
             {GRADIENTS, GRADIENT_NORM, ADAPTER, UPDATE},
@@ -100,6 +115,7 @@ def failed_rows(report):
             ],
         ),
         (
+            "qwen3",
             drop_rope_restart,
             {"PP2": {"pipeline": 2}},
             {LOGPROBS, BASE_LOGPROBS, GRADIENTS},
@@ -110,17 +126,29 @@ def failed_rows(report):
             ],
         ),
         (
+            "qwen3",
             scale_one_adapter,
             {"TP2": {"tensor": 2, "sequence": False}},
             {LOGPROBS, GRADIENTS},
             {BASE_LOGPROBS},
             ["first difference: model.layers.2.self_attn.k_proj ", "first gradient, backwards: "],
         ),
+        (
+            "qwen3_moe",
+            forget_expert_scaling,
+            {"EP2xDP2": {"expert": 2, "data": 2}},
+            {LOGPROBS, GRADIENTS},
+            {BASE_LOGPROBS},
+            ["first difference: model.layers.0.mlp ", "first gradient, backwards: "],
+        ),
     ],
-    ids=["SP sum", "RoPE restart", "one scaling"],
+    ids=["SP sum", "RoPE restart", "one scaling", "expert scaling"],
 )
-def test_a_mutation_fails_the_row_that_it_breaks_and_is_located(case, mutation, layouts, failed, passed, lines):
-    [report] = verify_places([place(case, name, layout) for name, layout in layouts.items()], prepare=mutation)
+def test_a_mutation_fails_the_row_that_it_breaks_and_is_located(
+    cases, family, mutation, layouts, failed, passed, lines
+):
+    here = [place(cases[family], name, layout) for name, layout in layouts.items()]
+    [report] = verify_places(here, prepare=mutation)
     assert failed <= failed_rows(report)
     assert not passed & failed_rows(report)
     for line, expected in zip(report.differences, lines, strict=True):
