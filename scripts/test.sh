@@ -9,6 +9,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MEGARL_ROOT"
 
+# The ranks of a test share the cores with each other and with another test; more threads only wait for each other.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
 failed=()
 # Go on after a failure: one run shows all of them.
 check() {

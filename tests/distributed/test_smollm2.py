@@ -14,14 +14,14 @@ from megarl.verify.compare import (
 from megarl.verify.run import verify_places
 from tests.helpers.cases import make_config, place
 
-TWO = {"train": {"steps": 2}}
+ONE = {"train": {"steps": 1}}
 
 
 def test_smollm2_at_pp2_equals_peft(tmp_path):
     model = prepare_smollm2()
     adapter = make_adapter(model, tmp_path / "adapter")
-    case = Case("smollm2", make_config(model, TWO), adapter, tmp_path / "work")
-    [report] = verify_places([place(case, "PP2", {"pipeline": 2} | TWO)])
+    case = Case("smollm2", make_config(model, ONE), adapter, tmp_path / "work")
+    [report] = verify_places([place(case, "PP2", {"pipeline": 2} | ONE)])
     for row in report.rows:
         print(f"{row.name:26s} {row.error:.1e} of {row.bound:.1e} {row.worst}")
     assert report.passed, report.differences
