@@ -183,10 +183,7 @@ def compare_adapters(adapter: Mapping[str, torch.Tensor], truth: Outcome, rule: 
     elements = rule.measure(ADAPTER, _within(adapter, truth), truth.adapter)
     if not math.isfinite(elements.error):
         return [elements, Finding(UPDATE, elements.worst, elements.error)]
-    errors = {
-        n: _norm(adapter[n].double() - t.double()) / max(_norm(moved[n]), 1e-30) for n, t in truth.adapter.items()
-    }
-    return [elements, _worst(UPDATE, errors)]
+    return [elements, _by_norm(UPDATE, adapter, truth.adapter, moved)]
 
 
 def _within(adapter: Mapping[str, torch.Tensor], truth: Outcome) -> dict[str, torch.Tensor]:
