@@ -43,6 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xPP2xEP2": {"tensor": 2, "pipeline": 2, "expert": 2},
     "TP2xCP2xEP2xETP2": {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 2},
 }
+# V3 has the most that a layout could get wrong and meets all of them.
+ONLY = {"v2-lite": ("PP2xVPP2", "DP2xEP2", "CP2+selective"), "v2": ("TP2+SP", "TP2xPP2xEP2")}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,8 @@ def cases(tmp_path_factory):
     ids=str,
 )
 def test_logprobs_gradients_and_updates_equal_peft(cases, layouts):
-    check(verify_places([place(case, layout, LAYOUTS[layout]) for layout in layouts for case in cases.values()]))
+    met = [(layout, name) for layout in layouts for name in cases if layout in ONLY.get(name, LAYOUTS)]
+    check(verify_places([place(cases[name], layout, LAYOUTS[layout]) for layout, name in met]))
 
 
 MUTATIONS = ("the rotary key's sum", "the bias on the choice")

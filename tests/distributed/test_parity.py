@@ -70,8 +70,8 @@ LAUNCHES = [
 # These have between them every kind of layer and of embedding, and meet every layout that fits them; the others meet
 # those that split what is special in them. `megarl verify --matrix` runs all products.
 EVERYWHERE = ("qwen3", "llama-tied", "qwen3-moe")
-ELSEWHERE = ("TP1", "TP2+SP", "PP2")
-ONLY = dict.fromkeys(("llama3", "qwen2-yarn", "mistral"), ("TP2+SP", "PP2"))
+ELSEWHERE = ("TP2+SP", "PP2")
+ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",), "mistral": ("TP2+SP",)}
 ONLY["qwen3-tied-vocabulary"] = (*ELSEWHERE, "TP2xPP2")
 # lm_head's adapter is used outside its layer's forward pass, and the embedding's before any recomputed layer.
 ONLY["llama-vocabulary"] = (*ELSEWHERE, "TP2", "CP2", "DP2", "DP2+overlap", "PP2+full")
