@@ -165,9 +165,14 @@ def current_groups(device: torch.device | None = None) -> Groups:
 
 
 def leave_layout() -> None:
-    """Leave mcore's groups but not the default one, so that ``init_groups`` can build another layout."""
+    """Leave mcore's groups but not the default one, so that ``init_groups`` can build another layout. Collective."""
     if mpu.model_parallel_is_initialized():
+        made = mpu._global_process_group_list
         mpu.destroy_model_parallel()
+        # mcore only forgets them: their threads and sockets would stay until the process ends.
+        for group in made or ():
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def destroy_groups() -> None:

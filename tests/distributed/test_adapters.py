@@ -40,17 +40,16 @@ def build(folder: Path, groups: Any, attach: Any, layout: dict[str, Any]) -> Any
 
 def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """On each rank: two adapters trained in turn beside a frozen one, at every layout."""
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from megarl.config import ParallelConfig
     from megarl.errors import MegarlError
     from megarl.lora import apply_lora, load_peft_config
     from megarl.parallel.device import pick_device
-    from megarl.parallel.groups import init_groups
+    from megarl.parallel.groups import init_groups, leave_layout
 
     root, results = Path(folder), []
     for layout in layouts:
-        destroy_model_parallel()
+        leave_layout()
         groups = init_groups(ParallelConfig(**layout), pick_device("auto"))
 
         def attach(chunks: list, hf: Any, groups: Any) -> list:
@@ -177,18 +176,17 @@ def test_the_start_does_not_depend_on_the_layout(tmp_path):
 
 def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
     """What the adapters' dropout kept in one pass, call by call, with and without SP."""
-    from megatron.core.parallel_state import destroy_model_parallel
     from peft import LoraConfig
 
     from megarl.config import ParallelConfig
     from megarl.lora import apply_lora, layers
     from megarl.parallel.device import pick_device
-    from megarl.parallel.groups import init_groups
+    from megarl.parallel.groups import init_groups, leave_layout
 
     dropout, found = torch.nn.functional.dropout, {}
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "lm_head"], lora_dropout=0.5)
     for sequence in (False, True):
-        destroy_model_parallel()
+        leave_layout()
         layout = {"tensor": 2, "sequence": sequence}
         groups = init_groups(ParallelConfig(**layout), pick_device("auto"), seed=3)
         model = build(Path(folder), groups, lambda c, hf, g: apply_lora(c, config, hf, groups=g), layout)

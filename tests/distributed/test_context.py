@@ -200,16 +200,15 @@ def test_metrics_do_not_depend_on_cp_and_ranks_without_response_tokens_take_part
 
 def draw_masks(layouts: list[dict[str, int]]) -> list[Any]:
     """On each rank: its coordinates, and random numbers of the default state and of mcore's tracker."""
-    from megatron.core.parallel_state import destroy_model_parallel
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megarl.config import ParallelConfig
     from megarl.parallel.device import pick_device
-    from megarl.parallel.groups import init_groups
+    from megarl.parallel.groups import init_groups, leave_layout
 
     device, found = pick_device("auto"), []
     for layout in layouts:
-        destroy_model_parallel()
+        leave_layout()
         groups = init_groups(ParallelConfig(**layout), device, seed=3)
         with get_cuda_rng_tracker().fork():
             tracked = torch.rand(4).tolist()
@@ -236,10 +235,10 @@ def save_both(folder: str) -> dict[str, dict]:
 
 def resume_both(folder: str) -> dict[str, dict]:
     """Go on with the first in the same layout, with the second at TP2."""
-    from megatron.core.parallel_state import destroy_model_parallel
+    from megarl.parallel.groups import leave_layout
 
     same = resume(f"{folder}/bfloat16", {"context": 2}, "bfloat16")
-    destroy_model_parallel()
+    leave_layout()
     return {"bfloat16": same, "float32": resume(f"{folder}/float32", {"tensor": 2}, "float32")}
 
 

@@ -94,14 +94,13 @@ def round_trip_one_rank() -> None:
 
 
 def round_trip_two_ranks(folders: list[str]) -> list[dict[str, torch.Tensor]]:
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from megarl.parallel.device import pick_device
-    from megarl.parallel.groups import init_groups
+    from megarl.parallel.groups import init_groups, leave_layout
 
     found = []
     for layout in ({"tensor": 2}, {"pipeline": 2}):
-        destroy_model_parallel()
+        leave_layout()
         parallel = ParallelConfig(**layout)
         groups = init_groups(parallel, pick_device("auto"))
         found += [exported(Path(folder), parallel, groups) for folder in folders]

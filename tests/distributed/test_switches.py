@@ -37,11 +37,11 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 
 def run_cases(folder: str) -> dict[int, dict[str, dict[str, torch.Tensor]]]:
     """Case -> settings -> everything computed on this rank."""
-    from megatron.core.parallel_state import destroy_model_parallel
+    from megarl.parallel.groups import leave_layout
 
     results = {}
     for index, (model, layout, variants) in enumerate(CASES):
-        destroy_model_parallel()
+        leave_layout()
         results[index] = {str(train): compute(Path(folder), layout, train, model) for train in [{}, *variants]}
     return results
 
