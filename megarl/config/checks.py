@@ -194,11 +194,11 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
         return
     if not GRAPHS_PROVEN:
         raise UnsupportedError("train.cuda_graphs is true, which is not proven yet; supported is false")
-    experts = next((key for key in EXPERT_COUNTS if shape.get(key)), None)
+    experts, _ = _expert_keys(shape)
     refused = {
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
-        f"{experts} = {shape.get(experts or '')} in the model's config.json": experts is not None,
+        f"{experts} = {shape.get(experts)} in the model's config.json": bool(shape.get(experts)),
         f"lora.lora_dropout = {config.lora.lora_dropout}": config.lora.lora_dropout > 0,
         f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
         "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,

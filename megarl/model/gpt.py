@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -12,21 +11,12 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 from megatron.core.transformer import (
-    MLATransformerConfig,
-    ModuleSpec,
     TransformerConfig,
-    TransformerLayer,
-    TransformerLayerSubmodules,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
-from megarl.model.experts import local_expert_spec, stage_layers
-from megarl.model.latent_attention import LatentAttention
+from megarl.model.block import Parts, block_of
 from megarl.model.pointwise import SwiGLU, rms_norm
 
 
@@ -46,47 +36,8 @@ class RMSNorm(torch.nn.Module):
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Transformer block of mcore's own linears, our norm and our packed attention."""
-    attention = _attention_spec(config)
-    dense = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
-    )
-    layers = [
-        _layer_spec(attention, local_expert_spec(config) if sparse else dense)
-        for sparse in stage_layers(config, vp_stage)
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _attention_spec(config: TransformerConfig) -> ModuleSpec:
-    if isinstance(config, MLATransformerConfig):
-        return ModuleSpec(module=LatentAttention, params={"norm": RMSNorm})
-    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
-    return ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-
-
-def _layer_spec(attention: ModuleSpec, mlp: ModuleSpec) -> ModuleSpec:
-    return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    parts = Parts(RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, SwiGLU)
+    return block_of(parts, config, vp_stage)
 
 
 class PackedGPTModel(GPTModel):

@@ -189,11 +189,6 @@ def graphed(chunks: list[Any], device: torch.device) -> RunChunk:
     return lambda _, item: run(item)
 
 
-def round_up(count: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is at least ``count``."""
-    return -(-count // unit) * unit
-
-
 def token_unit(budget: int, multiple: int) -> int:
     """What T is padded to a multiple of, so that packs within a budget have at most ``SIZES`` sizes.
 
@@ -201,7 +196,8 @@ def token_unit(budget: int, multiple: int) -> int:
         budget: ``train.micro_batch_tokens``.
         multiple: T must be a multiple of it anyway.
     """
-    return round_up(-(-budget // SIZES), multiple * ALIGNED)
+    step = multiple * ALIGNED
+    return -(-budget // (SIZES * step)) * step
 
 
 def _sequences(packed: PackedSequences) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import RunConfig
+from megarl.config.checks import read_model_shape
 from megarl.errors import ConfigError, UnsupportedError
 
 # vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
@@ -88,9 +89,10 @@ def check_sampled(config: RunConfig) -> None:
     """Refuse what the sampler has not been shown to compute, before anything is started.
 
     Raises:
+        ConfigError: a folder without a readable config.json.
         UnsupportedError: the model's family, or an adapter of the embedding or lm_head.
     """
-    family = _read_json(Path(config.model.path).expanduser() / "config.json", "model.path").get("model_type")
+    family = read_model_shape(config.model.path).get("model_type")
     if family not in FAMILIES:
         raise UnsupportedError(
             f"model.path: the sampler does not support model_type '{family}'; supported are {', '.join(FAMILIES)}"

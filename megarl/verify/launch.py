@@ -1,5 +1,6 @@
 """Run a function on several ranks: processes forked from one that has done the imports, or one process per GPU."""
 
+import gc
 import os
 import pickle
 import socket
@@ -79,6 +80,13 @@ def say(text: str) -> None:
     """Tell whoever started the ranks what rank 0 is doing."""
     if _said is not None and os.environ["RANK"] == "0":
         _said.put(text)
+
+
+def free_memory() -> None:
+    """Give back what models that are no longer used held; they refer to themselves, so nothing else does."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _read(said: Any, report: Callable[[str], None]) -> None:

@@ -1,6 +1,5 @@
 """megarl's side, on every rank: train at a layout and compare with the truth."""
 
-import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from megarl.verify.compare import (
     compare,
     compare_adapters,
 )
-from megarl.verify.launch import say
+from megarl.verify.launch import free_memory, say
 from megarl.verify.loss import SurrogateLoss
 
 
@@ -71,9 +70,7 @@ def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
             groups = init_groups(config.parallel, device, seed=config.train.seed)
             here = config.parallel
         yield stage, groups
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
     destroy_groups()
 
 

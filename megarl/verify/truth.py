@@ -1,6 +1,5 @@
 """The reference's side, in its own processes: the truth, the yardstick, and reading what megarl saved."""
 
-import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from megarl.model.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD, Finding, Rule, compare, compare_logprobs
-from megarl.verify.launch import run_ranks, say
+from megarl.verify.launch import free_memory, run_ranks, say
 from megarl.verify.reference import all_logprobs, first_gradients, load_reference, run_reference
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -45,9 +44,7 @@ def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
     results = []
     for item in items[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         results.append(function(item))
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
     return results
 
 
@@ -87,6 +84,7 @@ def make_truth(case: Case) -> str:
     rounded = None
     if case.dtype == "float32":
         rounded = first_gradients(_rounding(case, dtype).to(device), *case.samples())
+        free_memory()  # ``choose`` made room for one model
     model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
     case.write("truth", run_reference(model, *case.samples(), case.config.train, rounded))
     case.write("truth-is", (dtype, device))

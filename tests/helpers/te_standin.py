@@ -4,17 +4,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig, TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PackedAttention
-from megarl.model.experts import local_expert_spec, stage_layers
+from megarl.model.block import Parts, block_of
 from megarl.model.gpt import RMSNorm
 from megarl.model.pointwise import SwiGLU
 
@@ -48,31 +43,5 @@ class NormColumnStandIn(ColumnParallelLinear):
 
 def standin_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The ``te`` back end's block, of stand-ins."""
-    head_norm: Any = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=NormColumnStandIn,
-            core_attention=PackedAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=NormColumnStandIn, linear_fc2=RowParallelLinear, activation_func=SwiGLU),
-    )
-    common: dict[str, Any] = {
-        "self_attention": attention,
-        "self_attn_bda": get_bias_dropout_add,
-        "mlp_bda": get_bias_dropout_add,
-    }
-    dense = TransformerLayerSubmodules(**common, mlp=mlp)
-    sparse = TransformerLayerSubmodules(**common, pre_mlp_layernorm=RMSNorm, mlp=local_expert_spec(config))
-    layers = [
-        ModuleSpec(module=TransformerLayer, submodules=sparse if has_experts else dense)
-        for has_experts in stage_layers(config, vp_stage)
-    ]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    parts = Parts(RMSNorm, NormColumnStandIn, RowParallelLinear, PackedAttention, SwiGLU, fused_norm=True)
+    return block_of(parts, config, vp_stage)

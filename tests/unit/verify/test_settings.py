@@ -9,18 +9,9 @@ import pytest
 from megarl.cli.main import main
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.verify.settings import verify_config
+from tests.helpers.models import SHAPE as SIZES
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-}
+SHAPE = {"model_type": "llama", **SIZES}
 
 
 @pytest.fixture
