@@ -42,7 +42,7 @@ def cross_check(config: "RunConfig") -> None:
     check_sampling(config.sampler)
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
-    check_backend(config.model, config.parallel, shape)
+    check_backend(config.model, shape)
     check_graphs(config, shape)
     check_engine_fits_model(config.sampler.tensor, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
@@ -160,23 +160,16 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides(axis, stages, "num_hidden_layers", shape)
 
 
-def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+def check_backend(model: "ModelConfig", shape: dict[str, Any]) -> None:
     """Refuse what the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
-        UnsupportedError: a mixture of experts or context parallelism with ``te``.
+        UnsupportedError: multi-latent attention with ``te``.
     """
-    if model.backend != "te":
-        return
-    if any(shape.get(key) for key in EXPERT_COUNTS):
+    if model.backend == "te" and shape.get("kv_lora_rank"):
         raise UnsupportedError(
-            "model.backend is 'te', but the model is a mixture of experts; supported with 'te' are dense models, with "
-            "'local' both"
-        )
-    if parallel.context > 1:
-        raise UnsupportedError(
-            f"model.backend is 'te' with parallel.context = {parallel.context}; use model.backend=local or "
-            "parallel.context=1"
+            f"model.backend is 'te', but the model has multi-latent attention (kv_lora_rank = {shape['kv_lora_rank']} "
+            "in its config.json); supported is 'local'"
         )
 
 

@@ -18,10 +18,10 @@ from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.vocabulary import plan_vocabulary
-from megarl.model.base_tensors import find_linear, head_layout, layers_of, owner_of, unwrap
+from megarl.model.base_tensors import find_linear, layers_of, owner_of, unwrap
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
-from megarl.model.fusion import part_rows
+from megarl.model.fusion import head_layout, part_rows
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 

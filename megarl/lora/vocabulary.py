@@ -23,7 +23,8 @@ from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, mark_parameter
 from megarl.lora.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.targets import BASE_WEIGHT, EMBED_MODULE, OUTPUT_MODULE, PREFIX, rank_and_scaling
-from megarl.model.base_tensors import head_layout, unwrap
+from megarl.model.base_tensors import unwrap
+from megarl.model.fusion import head_layout
 from megarl.parallel.groups import Groups
 
 

@@ -11,8 +11,6 @@ The forward keeps two numbers per token (logsumexp and entropy). The backward co
 costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +20,7 @@ import torch.distributed as dist
 
 from megarl.errors import LossInputError
 from megarl.loss.input_checks import check_delta, check_inputs
+from megarl.loss.kernels import has_triton
 
 # Bytes of one chunk's float32 logits. CPU: from 32 MiB on glibc maps fresh pages for every chunk, and much smaller
 # chunks read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in
@@ -103,14 +102,9 @@ def token_logprobs(
     return _TokenLogprobs.apply(labels_T, shard, hidden_TH, weight_VH, *(tensor for pair in deltas for tensor in pair))
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _has_kernels(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels can take this tensor."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
+    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
 
 
 def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:

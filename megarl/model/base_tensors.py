@@ -11,20 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from megarl.errors import ModelError
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, MCORE_LAYER, OUTPUT, LinearMap, VectorMap
-from megarl.model.fusion import HeadLayout, part_rows, part_views
+from megarl.model.fusion import head_layout, part_rows, part_views
 from megarl.model.hf_folder import WeightFolder
 from megarl.model.sharding import ShardedTensor, parameter_view, placed
 from megarl.parallel.groups import Axis, Groups, current_groups
-
-
-def head_layout(config: Any) -> HeadLayout:
-    """Heads on this rank, from a ``TransformerConfig``."""
-    groups = config.num_query_groups or config.num_attention_heads
-    return HeadLayout(
-        groups=groups // config.tensor_model_parallel_size,
-        queries=config.num_attention_heads // groups,
-        head_dim=config.kv_channels,
-    )
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:

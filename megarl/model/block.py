@@ -11,7 +11,7 @@ from megatron.core.transformer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.experts import local_expert_spec, stage_layers
 from megarl.model.latent_attention import LatentAttention
+from megarl.model.self_attention import PackedSelfAttention
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _attention(parts: Parts, config: TransformerConfig) -> ModuleSpec:
         return ModuleSpec(module=LatentAttention, params={"norm": parts.norm})
     head_norm = parts.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=PackedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column,

@@ -1,6 +1,7 @@
 """How the parts of a fused linear lie in its weight and in its output; the only place that knows the interleaving."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,16 @@ class HeadLayout:
     groups: int
     queries: int
     head_dim: int
+
+
+def head_layout(config: Any) -> HeadLayout:
+    """Heads on this rank, from a ``TransformerConfig``."""
+    groups = config.num_query_groups or config.num_attention_heads
+    return HeadLayout(
+        groups=groups // config.tensor_model_parallel_size,
+        queries=config.num_attention_heads // groups,
+        head_dim=config.kv_channels,
+    )
 
 
 def part_views(fused: torch.Tensor, fusion: Fusion, heads: HeadLayout) -> tuple[torch.Tensor, ...]:
@@ -38,3 +49,9 @@ def part_rows(total_rows: int, fusion: Fusion, heads: HeadLayout) -> tuple[int, 
         return (total_rows // 2, total_rows // 2)
     kv = heads.groups * heads.head_dim
     return (kv * heads.queries, kv, kv)
+
+
+def split_heads(fused: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values ``[T, 1, heads, head_dim]`` in the output ``[T, 1, out]`` of a fused "qkv" linear."""
+    grouped = fused.view(*fused.shape[:-1], heads.groups, heads.queries + 2, heads.head_dim)
+    return grouped[..., : heads.queries, :].flatten(-3, -2), grouped[..., -2, :], grouped[..., -1, :]

@@ -46,6 +46,10 @@ class PackedGPTModel(GPTModel):
     ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final
     hidden states ``[T, 1, hidden]`` on the last stage (``[T / TP, 1, hidden]`` under SP). Logits are the business of
     ``megarl.loss.logprobs``, which never holds all of them. T are this rank's tokens under context parallelism.
+
+    Attributes:
+        rope_table: ``[longest, 1, 1, rotated]`` float32 radians per position, of the last forward pass; None without
+            RoPE.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -57,6 +61,7 @@ class PackedGPTModel(GPTModel):
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
         """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""
         outputs = super()._preprocess(*args, **kwargs)
+        self.rope_table = outputs[1]
         if kwargs["packed_seq_params"].qkv_format != PACKED_FORMAT or outputs[1] is None:
             return outputs
         angles = outputs[1].index_select(0, kwargs["position_ids"].view(-1))
@@ -86,3 +91,10 @@ class PackedGPTModel(GPTModel):
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
         return copy_to_tensor_model_parallel_region(hidden, group=group)
+
+
+def inner_model(chunk: Any) -> PackedGPTModel:
+    """The model in a chunk that may be wrapped in DDP."""
+    while not isinstance(chunk, PackedGPTModel):
+        chunk = chunk.module
+    return chunk

@@ -6,20 +6,25 @@ sequences by empty ones at the end, and the longest sequence, which attention ta
 float32, where attention runs sequence by sequence, every packing is a shape of its own; that is for comparisons, not
 for speed.
 
-The captured backward pass adds to mcore's gradient buffers itself. Captured once more without gradients, the forward
+The captured backward pass is of aliases of the trained parameters, and adds to mcore's gradient buffers itself: the
+nodes that accumulate the parameters' own gradients belong to the stream on which DDP was built, which a capture may not
+touch. Captured once more without gradients, the forward
 pass also serves logprobs.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from torch.func import functional_call
 
 from megarl.errors import UnsupportedError
 from megarl.model.attention import PackedSequences
+from megarl.model.gpt import inner_model
 from megarl.model.packing import MicroBatch
 from megarl.model.step import RunChunk
 
@@ -42,6 +47,7 @@ class Captured:
         hidden: ``[T, 1, hidden]``, what the forward pass gives.
         by_hidden: its gradient, copied into before the backward pass.
         where: addresses of the trained parameters, which the graphs read.
+        kept: other memory that the graphs use and their pool does not hold.
     """
 
     tokens: torch.Tensor
@@ -52,6 +58,7 @@ class Captured:
     hidden: torch.Tensor
     by_hidden: torch.Tensor | None
     where: tuple[int, ...]
+    kept: list[torch.Tensor]
 
     def fill(self, item: MicroBatch) -> None:
         """Copy a micro-batch into the inputs."""
@@ -71,8 +78,9 @@ class GraphedChunk:
     """
 
     def __init__(self, chunk: Any) -> None:
-        self.chunk = chunk
-        self._trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+        self._model = inner_model(chunk)
+        self._trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        self._adapted = [module for module in self._model.modules() if "adapters" in module._modules]
         self._captured: dict[Hashable, Captured] = {}
         self._pool: Any = None
 
@@ -80,7 +88,7 @@ class GraphedChunk:
         """The chunk's output ``[T, 1, hidden]``, valid until the next call."""
         key = self._key(item)
         captured = self._captured.get(key)
-        where = tuple(parameter.data_ptr() for parameter in self._trained)
+        where = tuple(parameter.data_ptr() for parameter in self._trained.values())
         if captured is None or captured.where != where:
             captured = self._captured[key] = self._capture(item, where)
         captured.fill(item)
@@ -91,15 +99,14 @@ class GraphedChunk:
 
     @property
     def _exact(self) -> bool:
-        return self.chunk.config.params_dtype is torch.float32
+        return self._model.config.params_dtype is torch.float32
 
     def _key(self, item: MicroBatch) -> Hashable:
         """What a graph has fixed: shape, whether there are gradients, the adapter that each layer computes with."""
         shape: Hashable = item.packed.lengths
         if not self._exact:
             shape = len(item.tokens_T), _sequences(item.packed), _longest(item.packed)
-        adapters = tuple(module.active for module in self.chunk.modules() if "adapters" in module._modules)
-        return torch.is_grad_enabled(), adapters, shape
+        return torch.is_grad_enabled(), tuple(module.active for module in self._adapted), shape
 
     def _capture(self, item: MicroBatch, where: tuple[int, ...]) -> Captured:
         packed = item.packed
@@ -107,41 +114,48 @@ class GraphedChunk:
             packed = packed.with_room(_sequences(packed), _longest(packed))
         tokens, positions = item.tokens_T[None].clone(), item.positions_T[None].clone()
 
-        def run() -> torch.Tensor:
-            return self.chunk(input_ids=tokens, position_ids=positions, attention_mask=None, packed_seq_params=packed)
+        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
+            leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._trained.items()}
+            feed = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": packed}
+            return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
 
         by_hidden = self._warm_up(run)
         forward, backward = torch.cuda.CUDAGraph(), None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with _without_randomness():
             with torch.cuda.graph(forward, pool=self._pool):
-                hidden = run()
+                hidden, leaves = run()
             if by_hidden is not None:
                 backward = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(backward, pool=self._pool):
-                    self._add_gradients(hidden, by_hidden)
-        assert packed.cu_seqlens_q is not None
-        return Captured(tokens, positions, packed.cu_seqlens_q, forward, backward, hidden.detach(), by_hidden, where)
+                    self._add_gradients(torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True))
+        bounds = packed.cu_seqlens_q
+        assert bounds is not None
+        kept = self._outside_the_pool()
+        return Captured(tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, where, kept)
 
-    def _warm_up(self, run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    def _outside_the_pool(self) -> list[torch.Tensor]:
+        """What the warm-up left in mcore's caches, which let go of it when they grow: RoPE's table and buffers."""
+        return [self._model.rope_table, *get_global_memory_buffer().buffer.values()]
+
+    def _warm_up(self, run: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]) -> torch.Tensor | None:
         """Run on a stream of its own, as captures do; zeros like the output where there are gradients."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         by_hidden = None
         with torch.cuda.stream(stream), _without_randomness():
             for _ in range(WARM_UP):
-                hidden = run()
+                hidden, leaves = run()
                 if torch.is_grad_enabled():
                     by_hidden = torch.zeros_like(hidden)
-                    torch.autograd.grad(hidden, self._trained, by_hidden, allow_unused=True)
-                del hidden
+                    torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True)
+                del hidden, leaves
         torch.cuda.current_stream().wait_stream(stream)
         return by_hidden
 
-    def _add_gradients(self, hidden: torch.Tensor, by_hidden: torch.Tensor) -> None:
+    def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """What mcore's hooks on the parameters do in a backward pass that is not captured."""
-        gradients = torch.autograd.grad(hidden, self._trained, by_hidden, allow_unused=True)
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
+        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
             if gradient is not None:
                 parameter.main_grad.add_(gradient)
 

@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.loss.logprobs import token_logprobs
-from megarl.model.gpt import PackedGPTModel
+from megarl.model.gpt import PackedGPTModel, inner_model
 from megarl.model.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
 from megarl.parallel.groups import Groups
 
@@ -158,10 +158,4 @@ def _forward_step(
 ) -> tuple:
     """mcore's forward step: the chunk's output and what makes a loss of it."""
     item = next(iterator)
-    return run(model, item), partial(loss_function, model=_inner(model), item=item)
-
-
-def _inner(model: Any) -> PackedGPTModel:
-    while not isinstance(model, PackedGPTModel):
-        model = model.module
-    return model
+    return run(model, item), partial(loss_function, model=inner_model(model), item=item)

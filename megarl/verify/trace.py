@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.model.base_tensors import head_layout, layers_of
+from megarl.model.base_tensors import layers_of
 from megarl.model.families import WeightMap
 from megarl.model.families.base import HF_LAYER, LinearMap
-from megarl.model.fusion import part_views
+from megarl.model.fusion import head_layout, part_views
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.groups import Groups, gather_full
 from megarl.types import Sample

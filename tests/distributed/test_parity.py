@@ -1,5 +1,6 @@
 """Promise 1: logprobs, LoRA gradients and the updated adapter equal one process of Hugging Face + PEFT, in fp32."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
     "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
-TE = {"TE": {"backend": "te"}, "TE+TP2+SP": {"backend": "te", "tensor": 2}, "TE+PP2": {"backend": "te", "pipeline": 2}}
-LAYOUTS |= TE
+TE = {
+    "TE": {},
+    "TE+TP2+SP": {"tensor": 2},
+    "TE+PP2": {"pipeline": 2},
+    "TE+CP2": {"context": 2},
+    "TE+EP2xDP2": {"expert": 2, "data": 2},
+    "TE+TP2+SPxCP2": {"tensor": 2, "context": 2},
+    "TE+TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
+}
+LAYOUTS |= {name: layout | {"backend": "te"} for name, layout in TE.items()}
 LAUNCHES = [
     ["TP1"],
     ["TP2+SP", "TP2", "PP2", "PP2xVPP2"],
@@ -87,20 +96,24 @@ def models_at(name: str) -> list[str]:
     if "expert" in layout or "expert_tensor" in layout:
         return list(WITH_EXPERTS)
     met = [model for model in MODELS if model in EVERYWHERE or name in ONLY.get(model, ELSEWHERE) or name in TE]
-    dense = "backend" in layout or layout.get("sequence") is False
-    return [model for model in met if not (dense and model in WITH_EXPERTS)]
+    return [model for model in met if not (layout.get("sequence") is False and model in WITH_EXPERTS)]
 
 
-def make_cases(folder: Path) -> dict[str, Case]:
+def make_cases(folder: Path, names: Iterable[str] = MODELS) -> dict[str, Case]:
     """Models, adapters and what Hugging Face + PEFT computes with them."""
-    cases = {name: make_case(folder, name, adapter=ADAPTERS.get(name), **model) for name, model in MODELS.items()}
+    cases = {name: make_case(folder, name, adapter=ADAPTERS.get(name), **MODELS[name]) for name in names}
     run_shared(make_truth, list(cases.values()))
     return cases
 
 
 def places_at(cases: dict[str, Case], layouts: list[str]) -> list[Place]:
-    """Every model at every layout that it runs at."""
-    return [place(cases[model], layout, LAYOUTS[layout]) for layout in layouts for model in models_at(layout)]
+    """Every model of the cases at every layout that it runs at."""
+    return [
+        place(cases[model], layout, LAYOUTS[layout])
+        for layout in layouts
+        for model in models_at(layout)
+        if model in cases
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ def main() -> None:
     from megarl.parallel.groups import destroy_groups
 
     print(
-        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}, "
+        f"torch {torch.__version__}, {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, "
         f"te {transformer_engine.__version__}, mcore {megatron.core.__version__}"
     )
     settings = parse_settings("tiny", ["sequences=3", "length=200"])

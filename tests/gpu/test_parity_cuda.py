@@ -7,6 +7,8 @@ from megarl.verify.run import verify_places
 from tests.distributed.test_parity import LAYOUTS, make_cases, places_at
 from tests.helpers.cases import make_case, place
 
+# Between them: norms of queries and keys, biases, tied embeddings, both kinds of mixtures of experts.
+COVERED = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "mixtral")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -26,14 +28,15 @@ def report_all(places):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    return make_cases(tmp_path_factory.mktemp("parity"))
+    return make_cases(tmp_path_factory.mktemp("parity"), COVERED)
 
 
 @pytest.mark.parametrize(
     "layouts",
     [
         ["TE", "TP1"],  # and so a checkpoint of one back end goes on in the other
-        ["TE+TP2+SP", "TE+PP2"],
+        ["TE+TP2+SP", "TE+PP2", "TE+CP2", "TE+EP2xDP2"],
+        ["TE+TP2+SPxCP2", "TE+TP2+SPxEP2xETP2xDP2"],
         ["TP2+SP", "TP2", "PP2", "DP2", "CP2", "EP2xDP2"],
         ["TP2xPP2", "PP2xDP2", "TP2+SPxCP2", "PP2xCP2", "CP2xDP2", "TP2+SPxEP2xETP2xDP2"],
     ],
@@ -45,7 +48,16 @@ def test_fp32_equals_peft(cases, layouts):
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("llama", "TP1"), ("qwen3", "TP1"), ("llama", "TE"), ("qwen3", "TE"), ("qwen3_moe", "TP1"), ("qwen3", "CP2")],
+    [
+        ("llama", "TP1"),
+        ("qwen3", "TP1"),
+        ("llama", "TE"),
+        ("qwen3", "TE"),
+        ("qwen3_moe", "TP1"),
+        ("qwen3_moe", "TE"),
+        ("qwen3", "CP2"),
+        ("qwen3", "TE+CP2"),
+    ],
     ids=str,
 )
 def test_bf16_is_no_further_from_the_truth_than_hugging_face(tmp_path, family, layout):

@@ -1,0 +1,77 @@
+"""Self-attention for packed tokens on the linears of either back end."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+
+from megarl.loss.kernels import has_triton
+from megarl.model.attention import PackedSequences
+from megarl.model.fusion import head_layout, split_heads
+from megarl.model.pointwise import wants_compilation
+
+
+class PackedSelfAttention(SelfAttention):
+    """mcore's layer, whose forward pass is only what training on packed tokens needs of it.
+
+    On CUDA in 16 bits everything between the projection and attention is one kernel, unless the norms of queries and
+    keys are trained.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend within each packed sequence.
+
+        Args:
+            hidden_states: ``[T, 1, hidden]``, under SP ``[T / TP, 1, hidden]``.
+            attention_mask: not used.
+            rotary_pos_emb: ``[T, 1, 1, head_dim]``, radians.
+            packed_seq_params: the sequences' bounds.
+            kwargs: what else mcore's layer passes; not used.
+
+        Returns:
+            The output, shaped like ``hidden_states``, and its bias.
+        """
+        fused, _ = self.linear_qkv(hidden_states)
+        split = self._split_by_kernel if self._has_kernel(fused) else self._split
+        query, key, value = split(fused, rotary_pos_emb)
+        attend = self._checkpointed_attention_forward if self._recomputed else self.core_attention
+        out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
+        return self.linear_proj(out)
+
+    @property
+    def _recomputed(self) -> bool:
+        return self.checkpoint_core_attention and self.training
+
+    def _norms(self) -> tuple[torch.Tensor, ...]:
+        """Weights of the norms of queries and keys, if the model has them."""
+        weights = (getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm))
+        return tuple(weight for weight in weights if weight is not None)
+
+    def _has_kernel(self, fused: torch.Tensor) -> bool:
+        frozen = not any(weight.requires_grad for weight in self._norms())
+        return wants_compilation(fused) and has_triton() and frozen
+
+    def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from megarl.model.kernels.heads import prepare_heads
+
+        return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, head_layout(self.config))
+
+    def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``[T, 1, heads, head_dim]`` of queries, keys and values."""
+        query, key, value = split_heads(fused, head_layout(self.config))
+        if self._norms():
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = (
+            apply_rotary_pos_emb(states, angles, config=self.config, cp_group=self.pg_collection.cp)
+            for states in (query, key)
+        )
+        return query, key, value

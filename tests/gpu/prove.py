@@ -1,0 +1,99 @@
+"""What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
+
+Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops
+the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz. Stages:
+
+    smoke, kernels, graphs, parity      tests of this folder; `parity:TE` runs those of the name
+    bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
+    models                              writes the models of the next two
+    matrix:FAMILY:BACKEND:DTYPE         `megarl verify --matrix --ranks 4`
+    verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,...]
+"""
+
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+MODELS = Path("/tmp/megarl-models")
+MEGARL = [sys.executable, "-m", "megarl.cli.main"]
+PYTEST = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
+TESTS = {
+    "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py"],
+    "graphs": ["test_graphs.py"],
+    "parity": ["test_parity_cuda.py"],
+}
+# Lines to show of a test's, a verification's, any other log.
+TESTED, VERIFIED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"NO|[eE]rror", r"^[^{]"
+LIMIT, SHOWN = 570, 30
+
+
+def command_of(stage: str, out: Path) -> tuple[list[str], str]:
+    """A stage's command and the pattern of the lines to show; tables go to ``out``."""
+    kind, *rest = stage.split(":")
+    page = ["--out", str(out / f"{file_name(stage)}.md")]
+    match kind, rest:
+        case "smoke", []:
+            return [sys.executable, "-m", "tests.gpu.te_smoke"], "^(te|torch|attention|smoke)"
+        case "models", []:
+            return [sys.executable, "-m", "tests.gpu.models", str(MODELS)], OTHER
+        case "bench", [shape, *settings]:
+            options = [option for setting in settings for option in re.split(r",(?=\w+=)", setting)]
+            folder = ["--profile", "--out", str(out / file_name(stage))]
+            return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
+        case "matrix", [family, backend, dtype]:
+            options = ["lora.r=4", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", "4"]
+            return [*MEGARL, "verify", str(MODELS / family), *options, *page], VERIFIED
+        case "verify", [model, backend, dtype, *layout]:
+            axes = [f"parallel.{axis}" for axis in layout[0].split(",")] if layout else []
+            options = [f"model.backend={backend}", f"model.dtype={dtype}", *axes]
+            return [*MEGARL, "verify", str(MODELS / model), *options, *page], VERIFIED
+        case _ if kind in TESTS:
+            only = ["-k", rest[0].replace("~", "not ")] if rest else []
+            return [*PYTEST, *(f"tests/gpu/{file}" for file in TESTS[kind]), *only], TESTED
+    raise SystemExit(f"unknown stage '{stage}'\n\n{__doc__}")
+
+
+def file_name(stage: str) -> str:
+    """The stage's name for files."""
+    return re.sub(r"[^\w.]+", "-", stage).strip("-")
+
+
+def run(stage: str, out: Path, results: dict[str, tuple[int, float]]) -> None:
+    """Run a stage, print what matters, keep ``(status, seconds)``."""
+    command, shown = command_of(stage, out)
+    log, start = out / f"{file_name(stage)}.log", time.monotonic()
+    with log.open("w") as handle:
+        status = subprocess.call(
+            ["timeout", "--kill-after=10", str(LIMIT), *command], stdout=handle, stderr=subprocess.STDOUT
+        )
+    results[stage] = status, time.monotonic() - start
+    lines = log.read_text(errors="replace").splitlines()
+    matter = [line for line in lines if re.search(shown, line)][-SHOWN:] + (lines[-12:] if status else [])
+    print("\n".join([f"== {stage}: status {status}", *(line[:240] for line in matter)]), flush=True)
+
+
+def main(out_folder: str, *groups: str) -> int:
+    """Run the groups of stages one after the other; 0 if every stage succeeded."""
+    out, work = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-"))
+    for stage in [stage for group in groups for stage in group.split("+")]:
+        command_of(stage, work)
+    results: dict[str, tuple[int, float]] = {}
+    for group in groups:
+        threads = [threading.Thread(target=run, args=(stage, work, results)) for stage in group.split("+")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+            archive.add(work, "logs")
+    print("\n".join(f"{stage:<48} {status:>4} {seconds:6.0f} s" for stage, (status, seconds) in results.items()))
+    return int(any(status for status, _ in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
