@@ -38,7 +38,7 @@ def _row(result: dict[str, Any]) -> tuple[str, ...]:
         f"{result['step_ms']:.1f}",
         *shown,
         f"{result['logprob_pass_ms']:.1f}",
-        f"{result['peak_gib']:.1f}",
+        f"{result['reserved_gib']:.1f}",
         _share(result.get("gemm_share"), "{:.0%}"),
         _share(result.get("over_peft"), "{:.2f}x"),
         _share(result.get("memory_over_peft"), "{:.2f}x"),

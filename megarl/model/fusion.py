@@ -54,4 +54,6 @@ def part_rows(total_rows: int, fusion: Fusion, heads: HeadLayout) -> tuple[int, 
 def split_heads(fused: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values ``[T, 1, heads, head_dim]`` in the output ``[T, 1, out]`` of a fused "qkv" linear."""
     grouped = fused.view(*fused.shape[:-1], heads.groups, heads.queries + 2, heads.head_dim)
-    return grouped[..., : heads.queries, :].flatten(-3, -2), grouped[..., -2, :], grouped[..., -1, :]
+    # Not by indices: the backward pass of a split is one concatenation, that of each slice a tensor of zeros.
+    query, key, value = grouped.split((heads.queries, 1, 1), dim=-2)
+    return query.flatten(-3, -2), key.squeeze(-2), value.squeeze(-2)

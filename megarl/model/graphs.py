@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.tensor_parallel import random
 from torch.func import functional_call
 
 from megarl.errors import UnsupportedError
@@ -120,6 +120,8 @@ class GraphedChunk:
             return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
 
         by_hidden = self._warm_up(run)
+        # The graphs' pool cannot use what the warm-up leaves in torch's cache.
+        torch.cuda.empty_cache()
         forward, backward = torch.cuda.CUDAGraph(), None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with _without_randomness():
@@ -178,12 +180,14 @@ class _Replay(torch.autograd.Function):
 @contextlib.contextmanager
 def _without_randomness() -> Iterator[None]:
     """mcore switches random states around what might draw numbers, which a capture cannot; nothing here draws any."""
-    original = CudaRNGStatesTracker.fork
-    CudaRNGStatesTracker.fork = lambda *args, **kwargs: contextlib.nullcontext()
+    kept = {name: getattr(random, name) for name in ("_get_cuda_rng_state", "_set_cuda_rng_state")}
+    for name in kept:
+        setattr(random, name, lambda *args, **kwargs: None)
     try:
         yield
     finally:
-        CudaRNGStatesTracker.fork = original
+        for name, function in kept.items():
+            setattr(random, name, function)
 
 
 def graphed(chunks: list[Any], device: torch.device) -> RunChunk:

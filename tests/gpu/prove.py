@@ -6,10 +6,13 @@ the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz
     smoke, kernels, graphs, parity      tests of this folder; `parity:TE` runs those of the name
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     models                              writes the models of the next two
-    matrix:FAMILY:BACKEND:DTYPE         `megarl verify --matrix --ranks 4`
+    matrix:FAMILY:BACKEND:DTYPE:RANKS   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,...]
+
+`0@STAGE` shows the stage the first GPU only.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -34,7 +37,7 @@ LIMIT, SHOWN = 570, 30
 
 def command_of(stage: str, out: Path) -> tuple[list[str], str]:
     """A stage's command and the pattern of the lines to show; tables go to ``out``."""
-    kind, *rest = stage.split(":")
+    kind, *rest = stage.rpartition("@")[2].split(":")
     page = ["--out", str(out / f"{file_name(stage)}.md")]
     match kind, rest:
         case "smoke", []:
@@ -45,8 +48,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             options = [option for setting in settings for option in re.split(r",(?=\w+=)", setting)]
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
-        case "matrix", [family, backend, dtype]:
-            options = ["lora.r=4", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", "4"]
+        case "matrix", [family, backend, dtype, ranks]:
+            options = ["lora.r=4", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", ranks]
             return [*MEGARL, "verify", str(MODELS / family), *options, *page], VERIFIED
         case "verify", [model, backend, dtype, *layout]:
             axes = [f"parallel.{axis}" for axis in layout[0].split(",")] if layout else []
@@ -66,10 +69,15 @@ def file_name(stage: str) -> str:
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]]) -> None:
     """Run a stage, print what matters, keep ``(status, seconds)``."""
     command, shown = command_of(stage, out)
+    gpus, at, _ = stage.rpartition("@")
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
     log, start = out / f"{file_name(stage)}.log", time.monotonic()
     with log.open("w") as handle:
         status = subprocess.call(
-            ["timeout", "--kill-after=10", str(LIMIT), *command], stdout=handle, stderr=subprocess.STDOUT
+            ["timeout", "--kill-after=10", str(LIMIT), *command],
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env=environment,
         )
     results[stage] = status, time.monotonic() - start
     lines = log.read_text(errors="replace").splitlines()

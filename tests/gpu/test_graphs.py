@@ -63,7 +63,7 @@ def test_graphs_change_nothing(tmp_path, dtype, backend, world):
         pytest.importorskip("transformer_engine")
     make_model(tmp_path / "model", "qwen3", tied=True, dtype=dtype, hidden_size=256, head_dim=64)
     make_adapter(tmp_path / "model", tmp_path / "adapter")
-    bound = 1e-5 if dtype == "float32" else 2e-2
+    bound = 1e-4 if dtype == "float32" else 2e-2
     for found in run_ranks(train, world, str(tmp_path), dtype, backend, world):
         errors = [relative_error(ours, theirs) for ours, theirs in zip(found[True], found[False], strict=True)]
         print(f"\n{dtype} {backend} TP{world}: {len(errors)} comparisons, worst {max(errors):.1e}")
