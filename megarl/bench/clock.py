@@ -3,8 +3,6 @@
 import resource
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -45,17 +43,17 @@ class Clock:
         """Forget all steps (the warm-up's) and their peak of memory."""
         self.steps = []
         if self.device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def peak_gib(self) -> dict[str, float]:
-        """Peak since ``clear``: of tensors, and of what torch holds. On a CPU: the process's, since its start."""
+    def peak_gib(self) -> float:
+        """Most memory that torch held since ``clear``; on a CPU the process, since its start.
+
+        Not what tensors took of it: the memory of CUDA graphs counts as free while they wait for their replay.
+        """
         if self.device.type == "cpu":
-            used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-            return {"peak_gib": used, "reserved_gib": used}
-        return {
-            "peak_gib": torch.cuda.max_memory_allocated(self.device) / GIB,
-            "reserved_gib": torch.cuda.max_memory_reserved(self.device) / GIB,
-        }
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        return torch.cuda.max_memory_reserved(self.device) / GIB
 
     def _now(self) -> Any:
         if self.device.type == "cpu":
@@ -70,27 +68,3 @@ class Clock:
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def write_profile(step: Callable[[], None], device: torch.device, file: Path) -> float:
-    """Profile one step and write the table of its most expensive operations.
-
-    Returns:
-        Milliseconds that the device was busy in it.
-    """
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.type == "cuda" else [])
-    guard: AbstractContextManager = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-    with guard, profile(activities=activities) as record:
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    averages = record.key_averages()
-    order = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    file.write_text(averages.table(sort_by=order, row_limit=60, max_name_column_width=100))
-    if device.type == "cpu":
-        return sum(row.self_cpu_time_total for row in averages) / 1e3
-    # Rows of operations on the host repeat the time of the kernels that they launched.
-    return sum(row.self_device_time_total for row in averages if row.device_type == DeviceType.CUDA) / 1e3

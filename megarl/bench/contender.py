@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.bench.clock import Clock, write_profile
+from megarl.bench.clock import Clock
+from megarl.bench.profile import write_profile
 from megarl.bench.settings import BenchSettings, Contender
 
 GEMM = "gemm"
@@ -51,7 +52,7 @@ def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: 
     """Warm up, time, and profile where asked.
 
     Returns:
-        ``tokens_per_second`` of whole steps, ``phases`` in milliseconds, ``peak_gib``, ``reserved_gib`` and more.
+        ``tokens_per_second`` of whole steps, ``phases`` in milliseconds, ``peak_gib`` and more.
     """
     began = time.perf_counter()
     contender = build(name, settings)
@@ -73,14 +74,14 @@ def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: 
         "step_ms": total,
         "phases": phases,
         "logprob_pass_ms": passes.medians()["total"],
-        **peak,
+        "peak_gib": peak,
         **contender.info,
         "seconds_until_ready": ready,
         "torch": torch.__version__,
     }
     if profile:
-        busy = write_profile(lambda: contender.step(clock), contender.device, folder / f"profile-{name}.txt")
-        result["busy_ms"] = busy
+        file = folder / f"profile-{name}.txt"
+        result["device_ms"] = write_profile(lambda: contender.step(clock), contender.device, file)
     return result
 
 

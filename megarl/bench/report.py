@@ -1,5 +1,6 @@
 """The table of `megarl bench train`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 COLUMNS = (
@@ -12,11 +13,28 @@ PHASES = ("forward", "logprobs", "backward", "optimizer")
 
 def table(report: dict[str, Any]) -> str:
     """The comparison as text: one row per contender, times in milliseconds."""
-    rows = [COLUMNS, *(_row(result) for result in report["contenders"] if "error" not in result)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    done = [result for result in report["contenders"] if "error" not in result]
+    lines = _aligned([COLUMNS, *(_row(result) for result in done)])
     lines += [f"{r['name']} failed: {r['error']}" for r in report["contenders"] if "error" in r]
-    return "\n".join([_head(report), "", *lines, "", *_notes(report)])
+    profiled = [result for result in done if "device_ms" in result]
+    return "\n".join([_head(report), "", *lines, "", *_notes(report), *_profiles(profiled)])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _profiles(results: list[dict[str, Any]]) -> list[str]:
+    """The device's time in a profiled step, by kind of work; what is left of a step that was not profiled is idle."""
+    if not results:
+        return []
+    rows = [("milliseconds of a step", *(_name(result) for result in results))]
+    for kind in results[0]["device_ms"]:
+        rows.append((kind, *(f"{result['device_ms'][kind]:.1f}" for result in results)))
+    idle = (max(0.0, result["step_ms"] - sum(result["device_ms"].values())) for result in results)
+    rows.append(("idle", *(f"{time:.1f}" for time in idle)))
+    return ["", *_aligned(rows)]
 
 
 def _head(report: dict[str, Any]) -> str:
@@ -33,17 +51,21 @@ def _row(result: dict[str, Any]) -> tuple[str, ...]:
     phases = result["phases"]
     shown = [f"{phases[name]:.1f}" if name in phases else "-" for name in PHASES]
     return (
-        result["name"] if result["name"] == result["backend"] else f"{result['name']} ({result['backend']})",
+        _name(result),
         f"{result['tokens_per_second']:,.0f}",
         f"{result['step_ms']:.1f}",
         *shown,
         f"{result['logprob_pass_ms']:.1f}",
-        f"{result['reserved_gib']:.1f}",
+        f"{result['peak_gib']:.1f}",
         _share(result.get("gemm_share"), "{:.0%}"),
         _share(result.get("over_peft"), "{:.2f}x"),
         _share(result.get("memory_over_peft"), "{:.2f}x"),
         _share(result.get("lora_over_full"), "{:.2f}x"),
     )
+
+
+def _name(result: dict[str, Any]) -> str:
+    return result["name"] if result["name"] == result["backend"] else f"{result['name']} ({result['backend']})"
 
 
 def _share(value: float | None, form: str) -> str:
@@ -54,8 +76,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
     """What a reader must know to read the numbers."""
     notes = ["peft: forward includes logits and loss. GEMM share: needed operations (no recomputed ones) per second."]
     for result in report["contenders"]:
-        if "busy_ms" in result:
-            notes.append(f"{result['name']}: the device was busy for {result['busy_ms']:.1f} ms of a profiled step")
         if result["name"] == "full" and result.get("optimizer") is False:
             notes.append(
                 "full: forward and backward only, its optimizer state does not fit; LoRA / full leaves LoRA's "

@@ -74,7 +74,7 @@ def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[di
         )
         if "peft" in found and name != "peft":
             result["over_peft"] = result["tokens_per_second"] / found["peft"]["tokens_per_second"]
-            result["memory_over_peft"] = result["reserved_gib"] / found["peft"]["reserved_gib"]
+            result["memory_over_peft"] = result["peak_gib"] / found["peft"]["peak_gib"]
         full = found.get("full")
         if full is not None and name in LORA and result["backend"] == full["backend"]:
             result["lora_over_full"] = _ratio(result, full)

@@ -42,7 +42,7 @@ def cross_check(config: "RunConfig") -> None:
     check_sampling(config.sampler)
     shape = read_model_shape(config.model.path)
     check_layout_fits_model(config.parallel, shape)
-    check_backend(config.model, shape)
+    check_backend(config.model, config.parallel, shape)
     check_graphs(config, shape)
     check_engine_fits_model(config.sampler.tensor, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
@@ -160,21 +160,24 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides(axis, stages, "num_hidden_layers", shape)
 
 
-def check_backend(model: "ModelConfig", shape: dict[str, Any]) -> None:
+def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
     """Refuse what the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
-        UnsupportedError: multi-latent attention with ``te``.
+        UnsupportedError: multi-latent attention or context parallelism with ``te``.
     """
-    if model.backend == "te" and shape.get("kv_lora_rank"):
+    if model.backend != "te":
+        return
+    if shape.get("kv_lora_rank"):
         raise UnsupportedError(
             f"model.backend is 'te', but the model has multi-latent attention (kv_lora_rank = {shape['kv_lora_rank']} "
             "in its config.json); supported is 'local'"
         )
-
-
-# Whether CUDA graphs have been shown to compute what runs without them compute (tests/gpu/test_graphs.py).
-GRAPHS_PROVEN = False
+    if parallel.context > 1:
+        raise UnsupportedError(
+            f"model.backend is 'te' with parallel.context = {parallel.context}; use model.backend=local or "
+            "parallel.context=1"
+        )
 
 
 def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
@@ -185,10 +188,11 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
     """
     if not config.train.cuda_graphs:
         return
-    if not GRAPHS_PROVEN:
-        raise UnsupportedError("train.cuda_graphs is true, which is not proven yet; supported is false")
     experts, _ = _expert_keys(shape)
     refused = {
+        # Not shown yet: tests/gpu/test_graphs.py has passed with the local back end on one GPU.
+        f"model.backend = '{config.model.backend}'": config.model.backend != "local",
+        f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
         f"{experts} = {shape.get(experts)} in the model's config.json": bool(shape.get(experts)),
@@ -199,8 +203,9 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
     for setting, found in refused.items():
         if found:
             raise UnsupportedError(
-                f"train.cuda_graphs is true with {setting}; supported are dense models without pipeline or context "
-                "parallelism, dropout, recompute and overlapped reduction, or train.cuda_graphs=false"
+                f"train.cuda_graphs is true with {setting}; supported are dense models with model.backend=local, "
+                "without tensor, pipeline or context parallelism, dropout, recompute and overlapped reduction, or "
+                "train.cuda_graphs=false"
             )
 
 

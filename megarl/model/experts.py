@@ -66,12 +66,24 @@ class GroupLimitedRouter(LocalRouter):
         return grouped.masked_fill(left[..., None], -torch.inf).flatten(-2)
 
 
+class LocalMoELayer(MoELayer):
+    """mcore's layer, which can be freed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """mcore's forward pass."""
+        output = super().forward(*args, **kwargs)
+        # Kept on the dispatcher, the tensor would tie the model to the graph that leads back to it: through autograd's
+        # nodes and DDP's hooks on them, where the garbage collector does not see the circle.
+        self.token_dispatcher.probs = None
+        return output
+
+
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     """A mixture of experts in place of an MLP."""
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        module=MoELayer,
+        module=LocalMoELayer,
         submodules=MoESubmodules(
             router=GroupLimitedRouter if grouped else LocalRouter,
             experts=ModuleSpec(module=SequentialMLP, submodules=linears),

@@ -52,7 +52,7 @@ class _SplitHeads(torch.autograd.Function):
         query, key, value = (fused.new_empty(tokens, 1, count, heads.head_dim) for count in counts)
         ctx.save_for_backward(fused, angles, *(weights or ()))
         ctx.eps, ctx.heads = eps, heads
-        _launch(_forward, (query, key, value), fused, angles, weights, eps, heads)
+        _launch(_heads_forward, (query, key, value), fused, angles, weights, eps, heads)
         return query, key, value
 
     @staticmethod
@@ -60,7 +60,7 @@ class _SplitHeads(torch.autograd.Function):
         fused, angles, *weights = ctx.saved_tensors
         by_fused = torch.empty_like(fused)
         parts = (*(gradient.contiguous() for gradient in gradients), by_fused)
-        _launch(_backward, parts, fused, angles, weights, ctx.eps, ctx.heads)
+        _launch(_heads_backward, parts, fused, angles, weights, ctx.eps, ctx.heads)
         return by_fused, None, None, None, None
 
 
@@ -87,7 +87,7 @@ def _launch(
 
 
 @triton.jit
-def _forward(
+def _heads_forward(
     fused, angles, query_weight, key_weight, query, key, value, eps,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -119,7 +119,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _heads_backward(
     fused, angles, query_weight, key_weight, by_query, by_key, by_value, by_fused, eps,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,

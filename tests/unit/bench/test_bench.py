@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.bench.batch import make_samples
 from megarl.bench.flops import work_per_token
+from megarl.bench.profile import by_kind
 from megarl.bench.settings import model_config, parse_settings
 from megarl.cli.main import main
 from megarl.errors import ConfigError
@@ -71,6 +72,31 @@ def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
     assert found["local"]["logprob"] == pytest.approx(found["peft"]["logprob"], abs=1e-3)
     assert any(line.strip().startswith("local") for line in printed)
     assert "aten::" in (tmp_path / "out" / "profile-local.txt").read_text()
+    assert found["local"]["device_ms"]["matrix products"] > 0
+    assert any(
+        line.split() == ["milliseconds", "of", "a", "step", "local", "full", "(local)", "peft", "(sdpa)"]
+        for line in printed
+    )
+
+
+def test_kernels_are_counted_by_kind() -> None:
+    names = {
+        "nvjet_sm90_tst_128x256_64x4_2x1_v_badd_coopA_TNN": "matrix products",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>": "matrix products",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16": "attention",
+        "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*)": "attention",
+        "void transformer_engine::dgated_act_kernel<16, true, float>": "norms, RoPE, activations",
+        "_heads_backward": "norms, RoPE, activations",
+        "_slope": "softmax of logits",
+        "void multi_tensor_apply_kernel<TensorListMetadata<4, false>>": "optimizer",
+        "void at::native::vectorized_elementwise_kernel<8, CUDAFunctor_add<c10::BFloat16>>": "copies, sums, zeros",
+        "Memset (Device)": "copies, sums, zeros",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
+        "something_new": "other",
+    }
+    found = by_kind((name, 1.0) for name in names)
+    assert found == {kind: float(list(names.values()).count(kind)) for kind in found}
+    assert sum(found.values()) == len(names)
 
 
 def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) -> None:

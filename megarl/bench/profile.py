@@ -1,0 +1,55 @@
+"""What the device does in a step: a table of operations in a file, and their time by kind."""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+
+# Kind of work -> pattern of the names of kernels (on a CPU: of operations). The first that matches counts.
+KINDS = {
+    "attention": r"sdpa|flash|fmha|fused_attn|dot_do_o|convert_dq|qkv_tma",
+    "communication": r"nccl|c10d",
+    "matrix products": r"nvjet|gemm|cutlass|splitK|xmma|aten::(add|b|)mm",
+    "softmax of logits": r"^_(sums|slope)$|log_softmax",
+    "norms, RoPE, activations": r"rmsnorm|rms_norm|layer_norm|rope|act_kernel|^_heads_|triton_|silu",
+    "optimizer": r"multi_tensor|adam",
+    "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
+}
+OTHER = "other"
+
+
+def write_profile(step: Callable[[], None], device: torch.device, file: Path) -> dict[str, float]:
+    """Profile one step and write the table of its most expensive operations.
+
+    Returns:
+        Kind of work -> milliseconds of the device's time; every kind of ``KINDS`` and ``OTHER``.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_cuda else [])
+    guard: AbstractContextManager = torch.cuda.device(device) if on_cuda else nullcontext()
+    with guard, profile(activities=activities) as record:
+        step()
+        if on_cuda:
+            torch.cuda.synchronize(device)
+    averages = record.key_averages()
+    order = "self_cuda_time_total" if on_cuda else "self_cpu_time_total"
+    file.write_text(averages.table(sort_by=order, row_limit=60, max_name_column_width=100))
+    if not on_cuda:
+        return by_kind((row.key, row.self_cpu_time_total / 1e3) for row in averages)
+    # Rows of operations on the host repeat the time of the kernels that they launched.
+    kernels = (row for row in averages if row.device_type == DeviceType.CUDA)
+    return by_kind((row.key, row.self_device_time_total / 1e3) for row in kernels)
+
+
+def by_kind(times: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Add up ``(name, milliseconds)`` by kind of work."""
+    found = dict.fromkeys([*KINDS, OTHER], 0.0)
+    for name, milliseconds in times:
+        kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), OTHER)
+        found[kind] += milliseconds
+    return found

@@ -1,0 +1,39 @@
+"""A model that is dropped is freed, and with it the groups that it held."""
+
+import gc
+import weakref
+
+import pytest
+
+from megarl.verify.cases import Place
+from tests.helpers.cases import make_case, place
+from tests.helpers.ranks import run_ranks
+
+
+def train_and_drop(here: Place) -> bool:
+    """On each rank: whether nothing of the model is left after a step."""
+    from megarl.parallel.device import pick_device
+    from megarl.parallel.groups import destroy_groups, init_groups
+    from megarl.verify.loss import SurrogateLoss
+    from megarl.verify.ranks import build
+
+    groups = init_groups(here.config.parallel, pick_device("cpu"))
+    model = build(here, groups)
+    model.load_adapter(here.case.adapter)
+    batch = model.pack(*here.case.samples())
+    model.forward(batch)
+    model.forward_backward(batch, SurrogateLoss())
+    model.optim_step(1e-3)
+    left = [weakref.ref(parameter) for chunk in model.chunks for parameter in chunk.parameters()]
+    assert left and all(reference() is not None for reference in left)
+    del model
+    gc.collect()
+    destroy_groups()
+    return all(reference() is None for reference in left)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_nothing_is_left_of_a_model(tmp_path, family):
+    case = make_case(tmp_path, family, family=family, tied=False)
+    here = place(case, "TP2+SP", {"tensor": 2})
+    assert run_ranks(train_and_drop, 2, here) == [True, True]
