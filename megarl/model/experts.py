@@ -66,30 +66,33 @@ class GroupLimitedRouter(LocalRouter):
         return grouped.masked_fill(left[..., None], -torch.inf).flatten(-2)
 
 
-class LocalMoELayer(MoELayer):
-    """mcore's layer, which can be freed."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """mcore's forward pass."""
-        output = super().forward(*args, **kwargs)
-        # Kept on the dispatcher, the tensor would tie the model to the graph that leads back to it: through autograd's
-        # nodes and DDP's hooks on them, where the garbage collector does not see the circle.
-        self.token_dispatcher.probs = None
-        return output
-
-
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     """A mixture of experts in place of an MLP."""
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        module=LocalMoELayer,
+        module=MoELayer,
         submodules=MoESubmodules(
             router=GroupLimitedRouter if grouped else LocalRouter,
             experts=ModuleSpec(module=SequentialMLP, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )
+
+
+def let_go_of_graphs(model: torch.nn.Module) -> None:
+    """Let a model with experts be freed once it has run.
+
+    mcore's dispatchers keep the routing's weights, and with them the graph that leads back to the model: through
+    autograd's nodes and DDP's hooks on them, where the garbage collector does not see the circle.
+    """
+
+    def forget(layer: MoELayer, inputs: Any, output: Any) -> None:
+        layer.token_dispatcher.probs = None
+
+    for module in model.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(forget)
 
 
 def sparse_layers(config: TransformerConfig) -> list[bool]:

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.block import Parts, block_of
+from megarl.model.experts import let_go_of_graphs
 from megarl.model.pointwise import SwiGLU, rms_norm
 
 
@@ -57,6 +58,7 @@ class PackedGPTModel(GPTModel):
         if hasattr(self, "rotary_pos_emb"):
             # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.
             self.rotary_pos_emb.cp_group = None
+        let_go_of_graphs(self)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
         """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""
