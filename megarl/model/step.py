@@ -127,26 +127,34 @@ class Stepper:
 
     def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
         """Combine metrics over micro-batches, DP and CP ranks, and tell every pipeline stage."""
-        names: list[Any] = [sorted({name for output in outputs for name in output})]
-        if self.groups.last_stage:
-            everyone: list[Any] = [None] * self.groups.data_context.size()
-            dist.all_gather_object(everyone, names[0], group=self.groups.data_context)
-            names = [sorted(set().union(*everyone))]
-        dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=self.groups.pipeline)
-        values = torch.zeros(len(names[0]), dtype=torch.float64, device=self.groups.device)
-        largest = torch.tensor([name.endswith("_max") for name in names[0]], device=self.groups.device)
-        values[largest] = -torch.inf
+        names = self._metric_names(outputs)
+        if not names:
+            return {}
+        highest = torch.tensor([name.endswith("_max") for name in names]).to(self.groups.device, non_blocking=True)
+        neutral = torch.where(highest, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=highest.device))
+        found = [neutral]
         for output in outputs:
-            for index, name in enumerate(names[0]):
-                if name in output:
-                    value = output[name].double()
-                    values[index] = torch.maximum(values[index], value) if largest[index] else values[index] + value
-        peak = values.clone()
-        dist.all_reduce(values, group=self.groups.data_context)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=self.groups.data_context)
-        values[largest] = peak[largest]
-        dist.broadcast(values, self.groups.last_stage_rank(), group=self.groups.pipeline)
-        return dict(zip(names[0], values.tolist(), strict=True))
+            values = [output[name].double() if name in output else neutral[i] for i, name in enumerate(names)]
+            found.append(torch.stack(values))
+        rows = torch.stack(found)
+        totals, peaks = rows.sum(dim=0), rows.amax(dim=0)
+        dist.all_reduce(totals, group=self.groups.data_context)
+        dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.groups.data_context)
+        reduced = torch.where(highest, peaks, totals)
+        dist.broadcast(reduced, self.groups.last_stage_rank(), group=self.groups.pipeline)
+        return dict(zip(names, reduced.tolist(), strict=True))
+
+    def _metric_names(self, outputs: list[dict[str, torch.Tensor]]) -> list[str]:
+        """Names of all metrics of any rank; objects travel slowly, so only where there is anyone to tell."""
+        names: list[Any] = [sorted({name for output in outputs for name in output})]
+        everyone, stages = self.groups.data_context, self.groups.pipeline
+        if self.groups.last_stage and everyone.size() > 1:
+            gathered: list[Any] = [None] * everyone.size()
+            dist.all_gather_object(gathered, names[0], group=everyone)
+            names = [sorted(set().union(*gathered))]
+        if stages.size() > 1:
+            dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=stages)
+        return names[0]
 
 
 def _forward_step(
