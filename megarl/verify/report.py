@@ -40,15 +40,20 @@ def _cells(report: "Report") -> list[tuple[list[str], bool]]:
 
 
 def matrix_markdown(reports: Sequence["Report"], refused: Mapping[str, Sequence[str]]) -> str:
-    """One line per layout: the row nearest to its bound; the refused layouts and their reasons below."""
+    """One line per layout: the error of every row; the refused layouts and their reasons below.
+
+    A row's bound stands above it where it is the same at every layout.
+    """
     case = reports[0].place.case
     family = f"{read_model_shape(case.config.model.path)['model_type']}, {case.dtype}; truth in {reports[0].truth}"
-    cells = []
+    names = [row.name for row in reports[0].rows]
+    limits = [{report.rows[index].bound for report in reports} for index in range(len(names))]
+    cells = [["bound", *(f"{limit.pop():.1e}" if len(limit) == 1 else "varies" for limit in limits), "", ""]]
     for report in reports:
-        row = report.worst
-        verdict = _verdict(report.passed)
-        cells.append([report.place.layout, row.name, f"{row.error:.1e}", f"{row.bound:.1e}", verdict])
-    lines = _markdown(("layout", "worst row", "error", "bound", "pass"), cells)
+        errors = [f"{row.error:.1e}" for row in report.rows]
+        nearest = f"{report.worst.name}, {report.worst.severity:.0%}" if math.isfinite(report.worst.severity) else ""
+        cells.append([report.place.layout, *errors, nearest, _verdict(report.passed)])
+    lines = _markdown(("layout", *names, "nearest to its bound", "pass"), cells)
     below = [f"{report.place.layout}: {line}" for report in reports for line in report.differences]
     below += [f"Refused: {line}" for line in describe_refused(refused)]
     return "\n".join([f"Tiny random {family}; {len(reports)} layouts.", "", *lines, *_below(below)]) + "\n"

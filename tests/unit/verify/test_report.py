@@ -73,11 +73,14 @@ def test_markdown_ends_with_what_differs_first(config):
 
 
 def test_the_matrix_has_a_line_per_layout_with_its_worst_row(config):
-    reports = [report_of(config, GOOD, "TP1"), report_of(config, BAD, "TP2+SP", [LINE])]
+    good = [BAD[0], Row("gradients", "model.layers.0.q_proj.lora_A", 1e-6, 1e-4)]
+    reports = [report_of(config, good, "TP1"), report_of(config, BAD, "TP2+SP", [LINE])]
     lines = matrix_markdown(reports, {"needs pipeline": ["VPP2", "VPP2xDP2"]}).splitlines()
     assert lines[0] == "Tiny random llama, float32; truth in float64; 2 layouts."
-    assert "| TP1 | logprobs | 1.5e-07 | 1.0e-05 | yes |" in lines
-    assert "| TP2+SP | gradients | 2.0e-02 | 1.0e-04 | NO |" in lines
+    assert lines[2] == "| layout | logprobs | gradients | nearest to its bound | pass |"
+    assert lines[4] == "| bound | 1.0e-05 | 1.0e-04 |  |  |"
+    assert lines[5] == "| TP1 | 1.5e-07 | 1.0e-06 | logprobs, 2% | yes |"
+    assert lines[6] == "| TP2+SP | 1.5e-07 | 2.0e-02 | gradients, 20000% | NO |"
     assert lines[-3:] == [f"TP2+SP: {LINE}", "", "Refused: VPP2, VPP2xDP2: needs pipeline"]
 
 
