@@ -84,7 +84,7 @@ class OurStep:
         else:
             self._optimizer.step(self._lr)
             clock.mark("optimizer")
-        self.info["entropy"] = metrics["entropy"]
+        self.info["entropy"] = metrics["entropy"]  # waits for the device
 
     def logprobs(self) -> None:
         """A pass without gradient, as for the old policy's logprobs; keeps their mean."""

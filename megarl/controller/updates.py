@@ -45,7 +45,9 @@ def run_updates(
         counts = np.array([int(sample.response_mask.sum()) for sample in part])
         weights = sequence_weights(counts, config.loss.aggregation, config.sampler.max_response_tokens)
         metrics = model.forward_backward(model.pack(part, weights), loss)
-        collected.append(metrics | model.optim_step(rate))
+        update = model.optim_step(rate)
+        # Read only now: it waits for the device.
+        collected.append({**metrics, **update})
     return combine(collected)
 
 

@@ -27,7 +27,7 @@ from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
-from megarl.model.step import Stepper, run_chunk
+from megarl.model.step import Metrics, Stepper, run_chunk
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
@@ -148,7 +148,7 @@ class MegatronModel:
             step_tokens=step_tokens,
         )
 
-    def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> dict[str, float]:
+    def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> Metrics:
         """Add the gradient of the batch's loss; call again to accumulate, then ``optim_step``.
 
         Args:
@@ -158,7 +158,7 @@ class MegatronModel:
                 sums gradients over ranks during the last backward pass.
 
         Returns:
-            The loss's metrics over all ranks.
+            The loss's metrics over all ranks; reading the first of them waits for the device.
 
         Raises:
             MegarlError: the adapter is frozen; another adapter's gradient waits for its ``optim_step``; or the gradient

@@ -1,7 +1,7 @@
 """Forward and backward passes of a packed batch on mcore's own pipeline schedules."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,26 @@ def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
     )
 
 
+class Metrics(Mapping[str, float]):
+    """Metrics by name. The first one read waits for the device; until then the host goes on giving it work."""
+
+    def __init__(self, names: list[str], values: torch.Tensor) -> None:
+        self._names, self._values = names, values
+
+    @cached_property
+    def _read(self) -> dict[str, float]:
+        return dict(zip(self._names, self._values.tolist(), strict=True))
+
+    def __getitem__(self, name: str) -> float:
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 class Stepper:
     """Runs batches through this rank's model chunks."""
 
@@ -55,7 +75,7 @@ class Stepper:
         self.chunks, self.groups, self.run = chunks, groups, run
         self.vocab_size, self.temperature = vocab_size, temperature
 
-    def forward_backward(self, batch: PackedBatch, loss: Loss) -> dict[str, float]:
+    def forward_backward(self, batch: PackedBatch, loss: Loss) -> Metrics:
         """Add the gradient of the batch's loss to the gradient buffers; metrics over all ranks, on every rank."""
         outputs = self._run(batch, partial(self._loss, loss=loss), forward_only=False)
         return self._reduce_metrics(outputs)
@@ -125,11 +145,11 @@ class Stepper:
         record = {"logprobs": logprobs.float(), "places": item.places_R}
         return hidden_states.new_zeros(()), torch.tensor(0, dtype=torch.int, device=hidden_states.device), record
 
-    def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> Metrics:
         """Combine metrics over micro-batches, DP and CP ranks, and tell every pipeline stage."""
         names = self._metric_names(outputs)
         if not names:
-            return {}
+            return Metrics([], torch.zeros(0))
         highest = torch.tensor([name.endswith("_max") for name in names]).to(self.groups.device, non_blocking=True)
         neutral = torch.where(highest, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=highest.device))
         found = [neutral]
@@ -142,7 +162,7 @@ class Stepper:
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.groups.data_context)
         reduced = torch.where(highest, peaks, totals)
         dist.broadcast(reduced, self.groups.last_stage_rank(), group=self.groups.pipeline)
-        return dict(zip(names, reduced.tolist(), strict=True))
+        return Metrics(names, reduced)
 
     def _metric_names(self, outputs: list[dict[str, torch.Tensor]]) -> list[str]:
         """Names of all metrics of any rank; objects travel slowly, so only where there is anyone to tell."""
