@@ -57,7 +57,13 @@ class OurStep:
         steps = not full or _fits(trained, self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
         self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
-        self._stepper = Stepper(self._wrapped, groups, vocab_size=hf_config["vocab_size"], temperature=1.0)
+        self._stepper = Stepper(
+            self._wrapped,
+            groups,
+            vocab_size=hf_config["vocab_size"],
+            temperature=1.0,
+            keep_logits_gib=train.keep_logits_gib,
+        )
         samples = make_samples(settings, hf_config["vocab_size"])
         weights = np.full(len(samples), 1.0 / settings.response_tokens)
         self._batch = pack(samples, weights, max_tokens=settings.tokens)

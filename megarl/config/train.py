@@ -46,6 +46,9 @@ class TrainConfig(Section):
     cuda_graphs: bool = False
     """Run forward and backward passes by CUDA graphs, captured for a few sizes that micro-batches are padded to. Pays
     for small models, whose kernels finish faster than they can be launched; activations then keep their memory."""
+    keep_logits_gib: float = Field(6.0, ge=0.0)
+    """On a GPU: logits of a micro-batch's response tokens that take no more than this on a rank are kept for the
+    backward pass; more are computed again, chunk by chunk."""
     micro_batch_tokens: int = Field(8192, ge=2)
     """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
     seed: int = 0

@@ -8,19 +8,21 @@ With logits ``l = hidden @ weight.T / temperature``, ``p = softmax(l)`` and ``S 
                                              d S / d l_j       = -p_j (log p_j + S)
 
 The forward keeps two numbers per token (logsumexp and entropy). The backward computes a chunk's logits again, which
-costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k.
+costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k. Where the caller has
+room for them, the forward's logits are kept instead, in the weight's dtype, and overwritten by their gradient.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megarl.errors import LossInputError
+from megarl.loss import chunks
 from megarl.loss.input_checks import check_delta, check_inputs
-from megarl.loss.kernels import has_triton
 
 # Bytes of one chunk's float32 logits. CPU: from 32 MiB on glibc maps fresh pages for every chunk, and much smaller
 # chunks read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in
@@ -44,6 +46,7 @@ class _Shard:
     start: int
     rows: int  # without padding
     chunk: int
+    keep: bool  # the logits for the backward pass
 
 
 def token_logprobs(
@@ -57,6 +60,7 @@ def token_logprobs(
     vocab_start: int = 0,
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
+    keep_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability of ``labels_T`` under ``softmax(hidden_TH @ weight_VH.T / temperature)``, and the entropy.
 
@@ -80,6 +84,7 @@ def token_logprobs(
         vocab_start: global id of ``weight_VH[0]``.
         vocab_size: ids from it on are padding and have probability 0. Default (without ``group``): no padding.
         chunk_tokens: tokens per chunk; by default as many as fit ``CHUNK_BYTES``.
+        keep_bytes: where a gradient is wanted and all logits of the shard take no more than this, they are kept for it.
 
     Returns:
         logprobs ``[T]`` and entropy ``[T]`` in nats, both float32 (float64 if the weight is).
@@ -98,17 +103,16 @@ def token_logprobs(
         chunk_tokens = _chunk_tokens(hidden_TH, max(rows, 1))
     if chunk_tokens < 1:
         raise LossInputError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
-    shard = _Shard(temperature, group, vocab_start, min(max(vocab_size - vocab_start, 0), rows), chunk_tokens)
-    return _TokenLogprobs.apply(labels_T, shard, hidden_TH, weight_VH, *(tensor for pair in deltas for tensor in pair))
-
-
-def _has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels can take this tensor."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
+    real = min(max(vocab_size - vocab_start, 0), rows)
+    factors = [hidden_TH, weight_VH, *(tensor for pair in deltas for tensor in pair)]
+    wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in factors)
+    keep = wanted and len(hidden_TH) * real * hidden_TH.element_size() <= keep_bytes
+    shard = _Shard(temperature, group, vocab_start, real, chunk_tokens, keep)
+    return _TokenLogprobs.apply(labels_T, shard, *factors)
 
 
 def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
-    if not _has_kernels(hidden):
+    if not chunks.has_kernels(hidden):
         return max(16, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * rows))
     tokens = KERNEL_CHUNK_BYTES // (hidden.element_size() * rows)
     return max(16, tokens - tokens % KERNEL_CHUNK_MULTIPLE or tokens)
@@ -120,7 +124,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, labels: torch.Tensor, shard: _Shard, *factors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        local = _local_sums(_real_rows(_pairs(factors), shard), labels, shard)
+        ctx.kept = [] if shard.keep else None
+        local = _local_sums(_real_rows(_pairs(factors), shard), labels, shard, ctx.kept)
         label_logit, logsumexp, entropy = _combine(local, shard.group)
         ctx.save_for_backward(labels, logsumexp, entropy, *factors)
         ctx.shard = shard
@@ -143,10 +148,12 @@ class _TokenLogprobs(torch.autograd.Function):
             for (inputs, weight), (for_inputs, for_weight) in zip(_pairs(factors), needed, strict=True)
         ]
         pairs = _real_rows(_pairs(factors), ctx.shard)
-        for part in torch.arange(len(active), device=active.device).split(ctx.shard.chunk) if ctx.shard.rows else ():
+        # Written over, so not for a second backward pass.
+        found_logits, ctx.kept = ctx.kept, None
+        for part, logits in _active_logits(pairs, active, ctx.shard, found_logits):
             index = active[part]
-            slope = _logits_gradient(
-                _logits(pairs, index),
+            slope = chunks.logits_gradient(
+                logits,
                 _local_labels(labels[index], ctx.shard),
                 logsumexp[index],
                 entropy[index],
@@ -183,10 +190,31 @@ def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice) -> torch.Tenso
     return logits
 
 
-def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits over temperature in float32 (or float64): memory that the caller may write into."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _active_logits(
+    pairs: Sequence[_Pair], active: torch.Tensor, shard: _Shard, kept: list[torch.Tensor] | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Chunk by chunk ``(which of the active tokens, their logits)``; the logits may be written over.
+
+    Args:
+        pairs: the products.
+        active: int64, ascending.
+        shard: this rank's.
+        kept: the logits of every chunk of all tokens; emptied. None: they are computed again.
+    """
+    if kept is None:
+        for start in range(0, len(active) if shard.rows else 0, shard.chunk):
+            part = slice(start, min(start + shard.chunk, len(active)))
+            yield part, _logits(pairs, active[part])
+        return
+    edges = torch.arange(len(kept) + 1, device=active.device) * shard.chunk
+    bounds = torch.searchsorted(active, edges).tolist()
+    kept.reverse()
+    for chunk, (begin, end) in enumerate(pairwise(bounds)):
+        logits = kept.pop()
+        if end - begin < len(logits):
+            logits = logits[active[begin:end] - chunk * shard.chunk]
+        if end > begin:
+            yield slice(begin, end), logits
 
 
 def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
@@ -195,8 +223,13 @@ def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
     return torch.where((row >= 0) & (row < shard.rows), row, -1)
 
 
-def _local_sums(pairs: Sequence[_Pair], labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """``[4, T]``: the shard's largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m)."""
+def _local_sums(
+    pairs: Sequence[_Pair], labels: torch.Tensor, shard: _Shard, kept: list[torch.Tensor] | None
+) -> torch.Tensor:
+    """``[4, T]``: the shard's largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
+
+    Adds each chunk's logits to ``kept``.
+    """
     dtype = torch.promote_types(pairs[0][0].dtype, torch.float32)
     sums = torch.zeros(4, len(labels), dtype=dtype, device=labels.device)
     # Stays where the shard holds padding only: finite, so that 0 * (m - M) is 0.
@@ -205,23 +238,13 @@ def _local_sums(pairs: Sequence[_Pair], labels: torch.Tensor, shard: _Shard) -> 
         return sums
     for start in range(0, len(labels), shard.chunk):
         part = slice(start, start + shard.chunk)
-        sums[:, part] = _chunk_sums(_logits(pairs, part), _local_labels(labels[part], shard), shard.temperature)
+        logits = _logits(pairs, part)
+        if kept is not None:
+            kept.append(logits)
+            # Only the kernels leave the logits as they are.
+            logits = logits if chunks.has_kernels(logits) else logits.clone()
+        sums[:, part] = chunks.chunk_sums(logits, _local_labels(labels[part], shard), shard.temperature)
     return sums
-
-
-def _chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``_local_sums`` of one chunk's ``[C, V]`` logits."""
-    if _has_kernels(logits):
-        from megarl.loss.kernels.softmax import softmax_sums
-
-        return softmax_sums(logits, labels, temperature)
-    logits = _divided(logits, temperature)
-    label_logit = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels >= 0)
-    largest = logits.amax(1)
-    logits.sub_(largest[:, None])
-    exps = logits.exp()
-    # vecdot is a batched dot product: no third [C, V] array.
-    return torch.stack([largest, label_logit, exps.sum(1), torch.linalg.vecdot(exps, logits)])
 
 
 def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -237,33 +260,3 @@ def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torc
         label_logit, total, moment = sums.unbind()
     log_total = total.log()
     return label_logit, largest + log_total, log_total - moment / total
-
-
-def _logits_gradient(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    logsumexp: torch.Tensor,
-    entropy: torch.Tensor,
-    temperature: float,
-    by_logprob: torch.Tensor | None,
-    by_entropy: torch.Tensor | None,
-) -> torch.Tensor:
-    """``[C, V]`` gradient of the divided logits (see the module's docstring), in their dtype, written over them."""
-    if _has_kernels(logits):
-        from megarl.loss.kernels.softmax import softmax_slope_
-
-        return softmax_slope_(logits, labels, logsumexp, entropy, temperature, by_logprob, by_entropy)
-    dtype, logits = logits.dtype, _divided(logits, temperature)
-    logits.sub_(logsumexp[:, None])
-    if by_entropy is None:
-        assert by_logprob is not None  # backward leaves early when both are
-        slope = logits.exp_().mul_(-by_logprob[:, None])
-    else:
-        probabilities = logits.exp()
-        slope = logits.add_(entropy[:, None]).mul_(by_entropy[:, None])
-        if by_logprob is not None:
-            slope.add_(by_logprob[:, None])
-        slope.mul_(probabilities).neg_()
-    if by_logprob is not None:
-        slope.scatter_add_(1, labels.clamp(min=0)[:, None], (by_logprob * (labels >= 0))[:, None])
-    return slope.to(dtype)

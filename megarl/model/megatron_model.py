@@ -78,6 +78,7 @@ class MegatronModel:
             vocab_size=self.hf_config["vocab_size"],
             temperature=config.sampler.temperature,
             run=graphed(self._wrapped, groups.device) if config.train.cuda_graphs else run_chunk,
+            keep_logits_gib=config.train.keep_logits_gib,
         )
         self._writer = BackgroundWriter()
         self._versions = dict.fromkeys(self.adapters, 0)

@@ -62,6 +62,7 @@ class Stepper:
         vocab_size: int,
         temperature: float,
         run: RunChunk = run_chunk,
+        keep_logits_gib: float = 0.0,
     ) -> None:
         """Keep what every pass needs.
 
@@ -71,9 +72,12 @@ class Stepper:
             vocab_size: without padding.
             temperature: the policy is softmax(logits / temperature).
             run: runs one of the chunks, as ``run_chunk`` does.
+            keep_logits_gib: as ``train.keep_logits_gib``.
         """
         self.chunks, self.groups, self.run = chunks, groups, run
         self.vocab_size, self.temperature = vocab_size, temperature
+        # On a CPU a chunk that stays in its caches is worth more than a product saved.
+        self.keep_bytes = int(keep_logits_gib * 2**30) if groups.device.type == "cuda" else 0
 
     def forward_backward(self, batch: PackedBatch, loss: Loss) -> Metrics:
         """Add the gradient of the batch's loss to the gradient buffers; metrics over all ranks, on every rank."""
@@ -129,6 +133,7 @@ class Stepper:
             group=self.groups.tensor if self.groups.topology.tensor > 1 else None,
             vocab_start=self.groups.tensor_rank * weight.shape[0],
             vocab_size=self.vocab_size,
+            keep_bytes=self.keep_bytes,
         )
 
     def _loss(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch, *, loss: Loss) -> tuple:

@@ -1,11 +1,9 @@
 """The Triton kernels, run by Triton's interpreter on the CPU, against torch's own functions in float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+
+from tests.helpers.interpreter import run_interpreted
 
 pytest.importorskip("triton")
 
@@ -13,30 +11,23 @@ TOKENS, HIDDEN, VOCAB, TEMPERATURE = 7, 8, 9001, 1.3
 
 
 def test_kernels_equal_torch() -> None:
-    """Triton decides on import whether it interprets: hence another process."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    run_interpreted("-m", "tests.unit.loss.test_kernels")
 
 
 def compare(dtype: torch.dtype, bound: float) -> None:
     """Values and gradients of a chunked vocabulary shard by kernels, against full logits."""
-    from megarl.loss import logprobs
+    from megarl.loss import chunks, logprobs
 
-    logprobs._has_kernels = lambda tensor: True
+    chunks.has_kernels = lambda tensor: True
     generator = torch.Generator().manual_seed(0)
     hidden = (2 * torch.randn(TOKENS, HIDDEN, generator=generator)).to(dtype)
     weight = torch.randn(VOCAB + 5, HIDDEN, generator=generator).to(dtype)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
     labels[0] = VOCAB - 1
-    for use in ((1.0, 0.0), (0.0, 1.0), (1.0, -0.5)):
+    options = {"temperature": TEMPERATURE, "vocab_size": VOCAB, "chunk_tokens": 3}
+    for use, keep in (((1.0, 0.0), 0), ((0.0, 1.0), 0), ((1.0, -0.5), 0), ((1.0, -0.5), 2**30)):
         leaf = hidden.clone().requires_grad_()
-        ours = logprobs.token_logprobs(leaf, weight, labels, temperature=TEMPERATURE, vocab_size=VOCAB, chunk_tokens=3)
+        ours = logprobs.token_logprobs(leaf, weight, labels, **options, keep_bytes=keep)
         truth_leaf = hidden.double().requires_grad_()
         # A chunk's logits are rounded to the weight's dtype, with a gradient as if they were not.
         exact = truth_leaf @ weight[:VOCAB].double().T

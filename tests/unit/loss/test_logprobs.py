@@ -36,14 +36,30 @@ def gradients(results: tuple[torch.Tensor, ...], leaves: tuple[torch.Tensor, ...
 
 @pytest.mark.parametrize("chunk", [1, 5, TOKENS, 1000, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_values_and_gradients_equal_full_logits(temperature: float, chunk: int | None) -> None:
+@pytest.mark.parametrize("keep", [0, 2**20])
+def test_values_and_gradients_equal_full_logits(temperature: float, chunk: int | None, keep: int) -> None:
     hidden, weight, labels = make_inputs()
-    ours = token_logprobs(hidden, weight, labels, temperature=temperature, vocab_size=VOCAB, chunk_tokens=chunk)
+    options = {"temperature": temperature, "vocab_size": VOCAB, "chunk_tokens": chunk, "keep_bytes": keep}
+    ours = token_logprobs(hidden, weight, labels, **options)
     truth = reference(hidden, weight, labels, temperature)
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(
         gradients(ours, (hidden, weight)), gradients(truth, (hidden, weight)), rtol=1e-11, atol=1e-12
     )
+
+
+def test_logits_are_kept_for_one_backward_pass_only() -> None:
+    hidden, weight, labels = make_inputs()
+    products = []
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        for keep in (0, 2**20):
+            before = counter.get_total_flops()
+            logprobs, _ = token_logprobs(hidden, weight, labels, vocab_size=VOCAB, chunk_tokens=5, keep_bytes=keep)
+            first = torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0]
+            products.append(counter.get_total_flops() - before)
+            assert torch.equal(first, torch.autograd.grad(logprobs.sum(), hidden)[0])
+    forward = 2 * TOKENS * VOCAB * hidden.shape[1]
+    assert products[0] - products[1] == forward
 
 
 @pytest.mark.parametrize("chunk", [5, None])

@@ -1,0 +1,17 @@
+"""Programs whose Triton kernels Triton interprets on the CPU."""
+
+import os
+import subprocess
+import sys
+
+
+def run_interpreted(*program: str) -> None:
+    """Run `python *program`; Triton decides on import whether it interprets, hence another process."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", *program],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
