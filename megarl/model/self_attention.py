@@ -28,18 +28,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within each packed sequence.
-
-        Args:
-            hidden_states: ``[T, 1, hidden]``, under SP ``[T / TP, 1, hidden]``.
-            attention_mask: not used.
-            rotary_pos_emb: ``[T, 1, 1, head_dim]``, radians.
-            packed_seq_params: the sequences' bounds.
-            kwargs: what else mcore's layer passes; not used.
-
-        Returns:
-            The output, shaped like ``hidden_states``, and its bias.
-        """
+        """As ``LatentAttention.forward``; ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
         fused, _ = self.linear_qkv(hidden_states)
         split = self._split_by_kernel if self._has_kernel(fused) else self._split
         query, key, value = split(fused, rotary_pos_emb)
