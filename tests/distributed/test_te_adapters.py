@@ -34,7 +34,7 @@ def cases(tmp_path_factory):
 def test_adapters_behind_a_fused_norm_equal_peft(cases):
     places = [
         place(case, name, LAYOUTS[name])
-        for name in ("TP2+SP", "TP2", "PP2")
+        for name in ("TP2+SP", "TP2", "PP2", "CP2")
         for case in cases
         if not (name == "TP2" and case.name == "qwen3-moe")  # which needs SP
     ]
