@@ -40,7 +40,7 @@ class Clock:
         return {name: median(step[name] for step in self.steps) for name in self.steps[0]}
 
     def clear(self) -> None:
-        """Forget all steps (the warm-up's) and their peak of memory."""
+        """Forget all steps (the warm-up's) and their peak of memory, with what torch keeps of it for later."""
         self.steps = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

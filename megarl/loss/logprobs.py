@@ -124,8 +124,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, labels: torch.Tensor, shard: _Shard, *factors: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.kept = [] if shard.keep else None
-        local = _local_sums(_real_rows(_pairs(factors), shard), labels, shard, ctx.kept)
+        ctx.logits = [] if shard.keep else None
+        local = _local_sums(_real_rows(_pairs(factors), shard), labels, shard, ctx.logits)
         label_logit, logsumexp, entropy = _combine(local, shard.group)
         ctx.save_for_backward(labels, logsumexp, entropy, *factors)
         ctx.shard = shard
@@ -149,8 +149,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ]
         pairs = _real_rows(_pairs(factors), ctx.shard)
         # Written over, so not for a second backward pass.
-        found_logits, ctx.kept = ctx.kept, None
-        for part, logits in _active_logits(pairs, active, ctx.shard, found_logits):
+        chunk_logits, ctx.logits = ctx.logits, None
+        for part, logits in _active_logits(pairs, active, ctx.shard, chunk_logits):
             index = active[part]
             slope = chunks.logits_gradient(
                 logits,

@@ -10,9 +10,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import (
-    TransformerConfig,
-)
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.attention import PACKED_FORMAT, PackedAttention

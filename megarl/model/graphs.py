@@ -8,8 +8,7 @@ for speed.
 
 The captured backward pass is of aliases of the trained parameters, and adds to mcore's gradient buffers itself: the
 nodes that accumulate the parameters' own gradients belong to the stream on which DDP was built, which a capture may not
-touch. Captured once more without gradients, the forward
-pass also serves logprobs.
+touch. Captured once more without gradients, the forward pass also serves logprobs.
 """
 
 import contextlib

@@ -15,8 +15,6 @@ from megarl.model import shards
 from megarl.parallel.device import cuda_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# mcore scales gradients by max_norm / (norm + CLIP_EPS) where that is below 1.
-CLIP_EPS = 1e-6
 
 
 class GradientError(MegarlError, FloatingPointError):
@@ -135,8 +133,7 @@ class AdapterOptimizer:
             norm = float(self.optimizer.get_grad_norm())
             if not math.isfinite(norm):
                 raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
-            # mcore's own condition; its function gathers all gradients before it asks.
-            if 0 < self.max_norm < norm + CLIP_EPS:
+            if self.max_norm > 0:
                 for part in shards.parts_of(self.optimizer):
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_norm, norm)
             self.optimizer.step_with_ready_grads()

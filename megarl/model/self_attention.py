@@ -1,5 +1,6 @@
 """Self-attention for packed tokens on the linears of either back end."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from megarl.loss.kernels import has_triton
 from megarl.model.attention import PackedSequences
-from megarl.model.fusion import head_layout, split_heads
+from megarl.model.fusion import HeadLayout, head_layout, split_heads
 from megarl.model.pointwise import wants_compilation
 
 
@@ -32,13 +33,14 @@ class PackedSelfAttention(SelfAttention):
         fused, _ = self.linear_qkv(hidden_states)
         split = self._split_by_kernel if self._has_kernel(fused) else self._split
         query, key, value = split(fused, rotary_pos_emb)
-        attend = self._checkpointed_attention_forward if self._recomputed else self.core_attention
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         return self.linear_proj(out)
 
-    @property
-    def _recomputed(self) -> bool:
-        return self.checkpoint_core_attention and self.training
+    @cached_property
+    def _heads(self) -> HeadLayout:
+        return head_layout(self.config)
 
     def _norms(self) -> tuple[torch.Tensor, ...]:
         """Weights of the norms of queries and keys, if the model has them."""
@@ -52,11 +54,11 @@ class PackedSelfAttention(SelfAttention):
     def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from megarl.model.kernels.heads import prepare_heads
 
-        return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, head_layout(self.config))
+        return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, self._heads)
 
     def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``[T, 1, heads, head_dim]`` of queries, keys and values."""
-        query, key, value = split_heads(fused, head_layout(self.config))
+        query, key, value = split_heads(fused, self._heads)
         if self._norms():
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key = (

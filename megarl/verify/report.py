@@ -48,7 +48,7 @@ def matrix_markdown(reports: Sequence["Report"], refused: Mapping[str, Sequence[
     family = f"{read_model_shape(case.config.model.path)['model_type']}, {case.dtype}; truth in {reports[0].truth}"
     names = [row.name for row in reports[0].rows]
     limits = [{report.rows[index].bound for report in reports} for index in range(len(names))]
-    cells = [["bound", *(f"{limit.pop():.1e}" if len(limit) == 1 else "varies" for limit in limits), "", ""]]
+    cells = [["bound", *("varies" if len(limit) > 1 else f"{min(limit):.1e}" for limit in limits), "", ""]]
     for report in reports:
         errors = [f"{row.error:.1e}" for row in report.rows]
         nearest = f"{report.worst.name}, {report.worst.severity:.0%}" if math.isfinite(report.worst.severity) else ""
