@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megarl.config import TrainConfig
 from megarl.errors import MegarlError, UnsupportedError
 from megarl.model import shards
+from megarl.model.update import global_norm, update, use_fused_adamw
 from megarl.parallel.device import cuda_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,7 +55,7 @@ def make_optimizers(
 
 
 class AdapterOptimizer:
-    """AdamW on fp32 main weights, through mcore.
+    """AdamW on fp32 main weights, sharded by mcore.
 
     Attributes:
         reduced: the buffers hold sums over ranks.
@@ -98,6 +98,8 @@ class AdapterOptimizer:
         )
         with cuda_names():
             self.optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+        self._parts = shards.parts_of(self.optimizer)
+        use_fused_adamw(self._parts)
         self._shards = shards.shards_of(self.optimizer)
 
     def zero_grad(self) -> None:
@@ -116,6 +118,8 @@ class AdapterOptimizer:
     def step(self, lr: float) -> float:
         """Reduce gradients over ranks, clip, update, clear.
 
+        The host waits for the device once, when it has nothing left to launch: for the norm.
+
         Args:
             lr: learning rate of this update.
 
@@ -123,23 +127,20 @@ class AdapterOptimizer:
             The gradient's global norm before clipping.
 
         Raises:
-            GradientError: the norm is not finite; nothing was updated.
+            GradientError: the norm is not finite; nothing was updated, the gradient is cleared.
         """
         self.reduce_gradients()
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         with cuda_names(), torch.no_grad():
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())
-            if not math.isfinite(norm):
-                raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
-            if self.max_norm > 0:
-                for part in shards.parts_of(self.optimizer):
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.max_norm, norm)
-            self.optimizer.step_with_ready_grads()
-        self._steps += 1
+            norm = global_norm(self._parts, next(self.chunks[0].parameters()).device)
+            for part in self._parts:
+                update(part, norm, lr, self.max_norm)
         self.zero_grad()
-        return norm
+        value = float(norm)
+        if not math.isfinite(value):
+            raise GradientError(f"the gradient norm is {value}; the adapter was not updated")
+        self._steps += 1
+        return value
 
     def finish_param_gather(self) -> None:
         """Wait until the model holds the last update, where ``train.overlap_param_gather`` left that to the next

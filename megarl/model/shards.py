@@ -43,14 +43,9 @@ class Shard:
 
     def set_state(self, steps: int, moments: dict[str, torch.Tensor]) -> None:
         """Replace the moments and the number of updates."""
-        state: dict[str, Any] = dict(moments)
-        if isinstance(self.owner, torch.optim.AdamW):
-            # One tensor per parameter: a shared one would count every parameter's step and bend Adam silently.
-            state["step"] = torch.tensor(float(steps))
-        else:  # FusedAdam of Transformer Engine or Apex
-            for group in self.owner.param_groups:
-                group["step"] = steps
-        self.owner.state[self.main] = state
+        # One tensor per parameter: a shared one would count every parameter's step and bend Adam silently.
+        step = torch.tensor(float(steps), device=self.main.device)
+        self.owner.state[self.main] = {"step": step, **moments}
 
 
 def parts_of(optimizer: Any) -> list[Any]:

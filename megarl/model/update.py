@@ -1,0 +1,83 @@
+"""One AdamW update (Loshchilov and Hutter, arXiv:1711.05101) that the host launches without waiting for the device.
+
+mcore reads the gradient's norm before it clips, and only then begins to launch the update; the GPU idles for the 10 to
+20 ms that the host needs for hundreds of small matrices. Here the norm stays on the device: torch's fused AdamW divides
+by a clipping factor and leaves everything as it was where the norm is not finite, both read from device memory.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+# mcore's: keeps a zero gradient finite when it is clipped.
+CLIP_EPS = 1e-6
+
+
+def use_fused_adamw(parts: list[Any]) -> None:
+    """Give mcore's optimizers torch's fused AdamW in place of what mcore found (Transformer Engine's, Apex's, torch's).
+
+    Args:
+        parts: before their first update.
+    """
+    for part in parts:
+        if part.optimizer is None:
+            continue
+        groups = part.optimizer.param_groups
+        # With placeholders: the constructor refuses float32 shards, which are views of parameters.
+        part.optimizer = torch.optim.AdamW([torch.zeros(1)], fused=True)
+        for group in groups:
+            group.update(fused=True, foreach=False)
+            for key, value in part.optimizer.defaults.items():
+                group.setdefault(key, value)
+        part.optimizer.param_groups = groups
+
+
+def global_norm(parts: list[Any], device: torch.device) -> torch.Tensor:
+    """Norm of the gradient over all ranks, a float32 scalar on the device; mcore's ``get_grad_norm``. Collective.
+
+    Args:
+        parts: mcore's optimizers, their gradients prepared.
+        device: of the model, also where this rank trains nothing.
+    """
+    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    for part in parts:
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+    total = torch.zeros((), device=device)
+    for group, gradients in by_group.items():
+        squares = torch.zeros((), device=device)
+        if gradients:
+            squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
+        dist.all_reduce(squares, group=group)
+        total += squares
+    return total.sqrt()
+
+
+def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
+    """Clip and update; does nothing to weights, moments and step counters if the norm is not finite.
+
+    Args:
+        part: one of mcore's optimizers, its gradients prepared.
+        norm: from ``global_norm``.
+        lr: learning rate.
+        max_norm: ``train.max_grad_norm``, 0 for none.
+    """
+    if part.optimizer is None:
+        return
+    adamw = part.optimizer
+    adamw.found_inf = (~norm.isfinite()).float()
+    adamw.grad_scale = ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
+    for group in adamw.param_groups:
+        group["lr"] = lr
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        adamw.step()
+        _round(part)
+    else:
+        part.step_with_ready_grads()
+
+
+def _round(part: Any) -> None:
+    """The model's bf16 weights from the main weights, in few launches; mcore launches a copy for each."""
+    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        torch._foreach_copy_(models, [main.data for main in mains])
