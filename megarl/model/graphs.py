@@ -33,6 +33,8 @@ WARM_UP = 2
 FEWEST_SEQUENCES = 16
 # Sizes that T may have within a token budget, and what fast kernels ask of it.
 SIZES, ALIGNED = 8, 16
+# Elements of a gradient that is added together with others.
+SMALL = 2**20
 
 
 @dataclass
@@ -155,10 +157,23 @@ class GraphedChunk:
         return by_hidden
 
     def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """What mcore's hooks on the parameters do in a backward pass that is not captured."""
+        """What mcore's hooks on the parameters do in a backward pass that is not captured.
+
+        The small ones in few kernels: those of an adapter are hundreds, and each takes longer to start than to run.
+        """
+        sums, small = [], []
         for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
-            if gradient is not None:
+            if gradient is None:
+                continue
+            if gradient.numel() > SMALL:
                 parameter.main_grad.add_(gradient)
+                continue
+            sums.append(parameter.main_grad)
+            small.append(gradient.contiguous())
+        if small:
+            widened = [torch.empty_like(total) for total in sums]
+            torch._foreach_copy_(widened, small)
+            torch._foreach_add_(sums, widened)
 
 
 class _Replay(torch.autograd.Function):
@@ -180,6 +195,8 @@ class _Replay(torch.autograd.Function):
 def _without_randomness() -> Iterator[None]:
     """mcore switches random states around what might draw numbers, which a capture cannot; nothing here draws any."""
     kept = {name: getattr(random, name) for name in ("_get_cuda_rng_state", "_set_cuda_rng_state")}
+    tracker = random.get_cuda_rng_tracker()
+    states = tracker.get_states()
     for name in kept:
         setattr(random, name, lambda *args, **kwargs: None)
     try:
@@ -187,6 +204,8 @@ def _without_randomness() -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(random, name, function)
+        # Around each switch the tracker kept what it was given for the state: nothing.
+        tracker.set_states(states)
 
 
 def graphed(chunks: list[Any], device: torch.device) -> RunChunk:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 
 from megarl.errors import UnsupportedError
 from megarl.model.attention import PackedSequences
-from megarl.model.graphs import SIZES, graphed, token_unit
+from megarl.model.graphs import SIZES, _without_randomness, graphed, token_unit
 
 
 @pytest.mark.parametrize(("budget", "multiple"), [(8192, 1), (8192, 2), (1000, 4), (17, 8), (2, 1)])
@@ -30,3 +31,15 @@ def test_room_is_made_by_empty_sequences():
 def test_a_cpu_has_no_graphs():
     with pytest.raises(UnsupportedError, match="needs a GPU"):
         graphed([], torch.device("cpu"))
+
+
+def test_a_capture_leaves_the_random_states_of_the_tracker(monkeypatch):
+    tracker = random.CudaRNGStatesTracker()
+    tracker.set_states({"model-parallel-rng": torch.arange(16, dtype=torch.uint8)})
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
+    given = random._get_cuda_rng_state
+    with _without_randomness(), random.get_cuda_rng_tracker().fork():
+        pass
+    assert tracker.get_states()["model-parallel-rng"].tolist() == list(range(16))
+    assert random._get_cuda_rng_state is given
