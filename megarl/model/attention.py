@@ -205,10 +205,11 @@ def _attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    width = value.shape[-1]
-    if width < query.shape[-1]:
-        # The kernel wants one head_dim for all three; zeros in the value stay zeros in the output.
-        value = F.pad(value, (0, query.shape[-1] - width))
+    # The kernel wants one head_dim for all three, a multiple of 8. Zeros in queries and keys add nothing to the logits,
+    # zeros in the value stay zeros in the output.
+    width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
+    head_dim = -(-query.shape[-1] // 8) * 8
+    query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
@@ -228,3 +229,8 @@ def _attend_varlen(
         **options,
     )
     return (result[0] if isinstance(result, tuple) else result)[..., :width]
+
+
+def _pad_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros at the end of the last dimension."""
+    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))
