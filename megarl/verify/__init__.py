@@ -12,9 +12,9 @@ In float32 the fixed bounds are those of promise 1 (``compare.BOUNDS``), and the
 far below them. A large one may not, and neither does Hugging Face; the slack is 4, because the largest of very many
 roundings is a matter of chance. The adapter after AdamW steps is different: Adam divides each element by its own size,
 so an element whose gradient is rounding noise moves by up to the learning rate either way. From each element's second
-moment follows how far the rounding of its tensor's gradient, as Hugging Face in float32 has it, may move it
-(``reference.sensitivity``): that much is not counted. How far the adapter moved as a whole has a row of its own, by
-norm over all tensors, where nothing is excused.
+moment follows how far it may move if its tensor's gradient is off by the slack times what Hugging Face's in float32 is
+off in that update (``reference.sensitivity``): that much is not counted. How far the adapter moved as a whole has a row
+of its own, by norm over all tensors, where nothing is excused.
 
 In bfloat16 there are no fixed bounds and the slack is 1.1: megarl may be no further from the truth than Hugging Face
 is. With routers it is 2: a token whose experts tie within rounding goes to another expert, one such token outweighs all

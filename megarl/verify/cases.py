@@ -14,6 +14,9 @@ from megarl.types import Sample
 from megarl.verify.compare import Rule
 from megarl.verify.samples import COUNT, make_samples, weights_of
 
+# Which of the samples are used, where some are not.
+KEPT = "kept"
+
 
 @dataclass(frozen=True)
 class Case:
@@ -53,8 +56,17 @@ class Case:
 
     def samples(self) -> tuple[list[Sample], np.ndarray]:
         """The batch of every update and its loss weights."""
-        samples = make_samples(COUNT[self.dtype], self.vocab_size, seed=self.config.train.seed)
+        drawn = make_samples(COUNT[self.dtype], self.vocab_size, seed=self.config.train.seed)
+        samples = [drawn[index] for index in self._used()]
         return samples, weights_of(samples)
+
+    def keep_samples(self, kept: list[int]) -> None:
+        """Verify with these of ``samples()`` alone, from now on and in every process."""
+        used = self._used()
+        self.write(KEPT, [used[index] for index in kept])
+
+    def _used(self) -> list[int]:
+        return self.read(KEPT) if self.has(KEPT) else list(range(COUNT[self.dtype]))
 
     def write(self, name: str, value: Any) -> None:
         """Keep a result for the other processes."""

@@ -30,6 +30,8 @@ BOUNDS = {
     BASE_WEIGHTS: 0.0,
     CHECKPOINT: 1e-4,
 }
+# How many times Hugging Face's own error is allowed in float32.
+SLACK = 4.0
 # Rows of one number each, or about single elements: in bfloat16 chance decides whose is closer.
 FLOAT32_ONLY = {ENTROPY, GRADIENT_NORM, ADAPTER}
 
@@ -108,7 +110,7 @@ class Rule:
     def of(cls, dtype: str, *, routers: bool) -> "Rule":
         """For ``model.dtype``, of a model with or without routers."""
         if dtype == "float32":
-            return cls(BOUNDS, 4.0, by_norm=False)
+            return cls(BOUNDS, SLACK, by_norm=False)
         slack = 2.0 if routers else 1.1
         return cls({row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY}, slack, by_norm=True)
 

@@ -1,5 +1,6 @@
-"""Run a function on several ranks: processes forked from one that has done the imports, or one process per GPU."""
+"""Run a function on several ranks: processes forked from one that has done the imports."""
 
+import functools
 import gc
 import os
 import pickle
@@ -64,16 +65,29 @@ def run_ranks(
 
 def warm_up() -> None:
     """Begin with the imports of later ranks, in the background."""
-    if _start_method() == "forkserver":
-        forkserver.ensure_running()
+    forkserver.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
 
 
 def _start_method() -> str:
-    # A process forked after CUDA was looked at cannot use it.
-    if torch.cuda.is_available():
-        return "spawn"
-    forkserver.set_forkserver_preload(PRELOAD)
-    return "forkserver"
+    warm_up()
+    return "forkserver" if not torch.cuda.is_available() or _forks_have_gpus() else "spawn"
+
+
+@functools.cache
+def _forks_have_gpus() -> bool:
+    """Whether a forked process can use CUDA: not if one of the server's imports has started it there."""
+    process = mp.get_context("forkserver").Process(target=_try_gpu)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _try_gpu() -> None:
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError:
+        raise SystemExit(1) from None
 
 
 def say(text: str) -> None:

@@ -1,6 +1,6 @@
 """The truth: one process of Hugging Face + PEFT, sequence by sequence, no packing, no padding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config import TrainConfig
 from megarl.model.families import names_of
 from megarl.types import Sample
-from megarl.verify.compare import Outcome, relative_error
+from megarl.verify.compare import SLACK, Outcome, relative_error
 from megarl.verify.experts import hold_zeros, unstack
 
 # Least rounding of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
@@ -66,7 +66,7 @@ def run_reference(
     samples: Sequence[Sample],
     weights_S: np.ndarray,
     train: TrainConfig,
-    rounded: Mapping[str, torch.Tensor] | None = None,
+    rounded: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Outcome:
     """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
 
@@ -75,9 +75,40 @@ def run_reference(
         samples: their gradients are added up in this order.
         weights_S: loss weight of each sample's tokens.
         train: ``steps``, ``learning_rate``, AdamW's settings and ``max_grad_norm`` are used.
-        rounded: ``first_gradients`` in the dtype under test; what they are off is the rounding that ``leeway`` is for.
+        rounded: each update's gradient in the dtype under test; ``leeway`` is for ``SLACK`` times what it is off. In
+            later updates that is more than rounding: it follows from what Adam made of the rounding before.
     """
     names = names_of(model.config.to_dict())
+    trainable = _trainable(model)
+    logprobs, entropy = all_logprobs(model, samples), entropy_of(model, samples)
+    with model.disable_adapter():
+        base_logprobs = all_logprobs(model, samples)
+    start = unstack(adapter_tensors(model), names)
+    gradients: dict[str, torch.Tensor] = {}
+    leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
+    norms = []
+    for step, (found, norm, optimizer) in enumerate(each_update(model, samples, weights_S, train)):
+        norms.append(norm)
+        if step == 0:
+            gradients = unstack({_in_file(name): gradient.cpu() for name, gradient in found.items()}, names)
+        theirs = rounded[step] if rounded else {}
+        for name, parameter in trainable.items():
+            off = relative_error(theirs[name].to(parameter.device), found[name]) if name in theirs else 0.0
+            leeway[name] += sensitivity(parameter, max(ROUNDING, SLACK * off), optimizer, step + 1)
+    adapter = unstack(adapter_tensors(model), names)
+    leeway = unstack({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, names)
+    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
+
+
+def each_update(
+    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, train: TrainConfig
+) -> Iterator[tuple[dict[str, torch.Tensor], float, torch.optim.AdamW]]:
+    """Train in place as ``run_reference`` does.
+
+    Yields:
+        After each update: its gradient before clipping (copies, by parameter), that gradient's global norm, and the
+        optimizer; the parameters still hold the clipped gradient.
+    """
     trainable = _trainable(model)
     optimizer = torch.optim.AdamW(
         trainable.values(),
@@ -86,31 +117,15 @@ def run_reference(
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
     )
-    logprobs, entropy = all_logprobs(model, samples), entropy_of(model, samples)
-    with model.disable_adapter():
-        base_logprobs = all_logprobs(model, samples)
-    start = unstack(adapter_tensors(model), names)
-    gradients: dict[str, torch.Tensor] = {}
-    leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
-    norms = []
-    roundings = dict.fromkeys(trainable, ROUNDING)
-    for step in range(train.steps):
-        found = first_gradients(model, samples, weights_S)
-        if step == 0:
-            gradients = unstack({_in_file(name): gradient.cpu() for name, gradient in found.items()}, names)
-            for name, gradient in (rounded or {}).items():
-                roundings[name] = max(ROUNDING, relative_error(gradient.to(found[name].device), found[name]))
+    for _ in range(train.steps):
+        found = summed_gradients(model, samples, weights_S)
         limit = train.max_grad_norm or float("inf")
-        norms.append(float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit)))
+        norm = float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit))
         optimizer.step()
-        for name, parameter in trainable.items():
-            leeway[name] += sensitivity(parameter, roundings[name], optimizer, step + 1)
-    adapter = unstack(adapter_tensors(model), names)
-    leeway = unstack({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, names)
-    return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
+        yield found, norm, optimizer
 
 
-def first_gradients(
+def summed_gradients(
     model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray
 ) -> dict[str, torch.Tensor]:
     """Copies of the gradients of ``run_reference``'s loss by parameter; they are also left in ``grad``."""
