@@ -164,7 +164,7 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
     """Refuse what the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
-        UnsupportedError: multi-latent attention or context parallelism with ``te``.
+        UnsupportedError: multi-latent attention with ``te``.
     """
     if model.backend != "te":
         return
@@ -172,11 +172,6 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
         raise UnsupportedError(
             f"model.backend is 'te', but the model has multi-latent attention (kv_lora_rank = {shape['kv_lora_rank']} "
             "in its config.json); supported is 'local'"
-        )
-    if parallel.context > 1:
-        raise UnsupportedError(
-            f"model.backend is 'te' with parallel.context = {parallel.context}; use model.backend=local or "
-            "parallel.context=1"
         )
 
 
@@ -190,8 +185,7 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
         return
     experts, _ = _expert_keys(shape)
     refused = {
-        # Not shown yet: tests/gpu/test_graphs.py has passed with the local back end on one GPU.
-        f"model.backend = '{config.model.backend}'": config.model.backend != "local",
+        # Not shown yet: tests/gpu/test_graphs.py has passed on one GPU.
         f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
@@ -203,8 +197,8 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
     for setting, found in refused.items():
         if found:
             raise UnsupportedError(
-                f"train.cuda_graphs is true with {setting}; supported are dense models with model.backend=local, "
-                "without tensor, pipeline or context parallelism, dropout, recompute and overlapped reduction, or "
+                f"train.cuda_graphs is true with {setting}; supported are dense models without tensor, "
+                "pipeline or context parallelism, dropout, recompute and overlapped reduction, or "
                 "train.cuda_graphs=false"
             )
 

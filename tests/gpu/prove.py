@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 MODELS = Path("/tmp/megarl-models")
@@ -94,13 +94,12 @@ def main(out_folder: str, *groups: str) -> int:
         command_of(stage, work)
     results: dict[str, tuple[int, float]] = {}
     for group in groups:
-        threads = [threading.Thread(target=run, args=(stage, work, results)) for stage in group.split("+")]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
-            archive.add(work, "logs")
+        stages = group.split("+")
+        with ThreadPoolExecutor(len(stages)) as pool:
+            # After each stage: the whole may be cut off.
+            for _ in as_completed([pool.submit(run, stage, work, results) for stage in stages]):
+                with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
+                    archive.add(work, "logs")
     print("\n".join(f"{stage:<48} {status:>4} {seconds:6.0f} s" for stage, (status, seconds) in results.items()))
     return int(any(status for status, _ in results.values()))
 

@@ -254,7 +254,6 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["model.backend=te"], "model.backend = 'te'"),
         (["parallel.tensor=3"], "parallel.tensor = 3"),
         (["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (["parallel.context=2"], "parallel.context = 2"),
