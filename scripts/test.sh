@@ -23,7 +23,7 @@ check ruff check .
 check ruff format --check .
 check mypy megarl
 check shellcheck --external-sources scripts/*.sh scripts/slurm.sbatch .ci/run
-check python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
+check python -m pytest -n 2 --dist loadfile "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
   printf '\nfailed:\n'
