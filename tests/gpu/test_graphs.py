@@ -19,14 +19,13 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-# Largest relative error of any logprobs or gradient of the same weights, and of how far updates moved the adapter, by
-# norm: padded packs are rounded otherwise, which AdamW magnifies.
-BOUNDS = {"float32": (1e-4, 2e-3), "bfloat16": (2e-2, 1e-1)}
+# In float32 what AdamW makes of rounding in the gradients; in bf16 rounding itself.
+BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 BATCHES, LR = (5, 12, 26), 1e-3
 
 
-def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tuple[str, str], tuple[float, float]]:
-    """On each rank: for each ``(dtype, back end)`` the differences that graphs make, as for ``BOUNDS``."""
+def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tuple[str, str], float]:
+    """On each rank: for each ``(dtype, back end)`` the largest difference that graphs make."""
     from megarl.config import checks
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import destroy_groups, init_groups
@@ -37,16 +36,14 @@ def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tu
     for dtype, backend in kinds:
         config = make_config(Path(folder) / dtype / "model", layout | {"backend": backend}, dtype)
         groups = groups or init_groups(config.parallel, pick_device("auto"))
-        adapter = Path(folder) / dtype / "adapter"
-        (plain, plain_update), (graphed, update) = (train(config, adapter, groups, graphs) for graphs in (False, True))
-        largest = max(relative_error(ours, theirs) for ours, theirs in zip(graphed, plain, strict=True))
-        worst[dtype, backend] = largest, float((update - plain_update).norm() / plain_update.norm())
+        plain, graphed = (train(config, Path(folder) / dtype / "adapter", groups, graphs) for graphs in (False, True))
+        worst[dtype, backend] = max(relative_error(ours, theirs) for ours, theirs in zip(graphed, plain, strict=True))
     destroy_groups()
     return worst
 
 
-def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Everything that a few steps on batches of different sizes give, and how far the adapter moved."""
+def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.Tensor]:
+    """Everything that a few steps on batches of different sizes give."""
     from megarl.config import parse_config
     from megarl.lora import apply_lora, load_peft_config
     from megarl.model.megatron_model import MegatronModel
@@ -57,22 +54,15 @@ def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> tuple[list[t
     model = MegatronModel(parse_config(tree), groups, attach)
     model.load_adapter(adapter)
     results: list[Any] = []
-    start = whole_adapter(model)
-    for step, count in enumerate(BATCHES + BATCHES):
+    for step, count in enumerate(BATCHES):
         samples = make_samples(count, SHAPE["vocab_size"], seed=step)
         batch = model.pack(samples, np.full(len(samples), 0.05))
-        if step < len(BATCHES):
-            results += [*model.forward(batch), *model.forward(batch, adapter=False)]
+        results += [*model.forward(batch), *model.forward(batch, adapter=False)]
         model.forward_backward(batch, SurrogateLoss())
-        if step < len(BATCHES):
-            results += [tensor.cpu().clone() for tensor in model.gradients().values()]
-        model.optim_step(LR if step >= len(BATCHES) else 0.0)
-    return [torch.as_tensor(result) for result in results], whole_adapter(model) - start
-
-
-def whole_adapter(model: Any) -> torch.Tensor:
-    """Every element of the adapter, flat."""
-    return torch.cat([tensor.cpu().double().flatten() for _, tensor in model.export_weights(adapter_only=True)])
+        results += [tensor.cpu().clone() for tensor in model.gradients().values()]
+        results.append(model.optim_step(LR)["grad_norm"])
+    results += [tensor.cpu().clone() for _, tensor in model.export_weights(adapter_only=True)]
+    return [torch.as_tensor(result) for result in results]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -85,8 +75,7 @@ def test_graphs_change_nothing(tmp_path, world):
         make_adapter(model, tmp_path / dtype / "adapter")
     kinds = list(product(BOUNDS, backends))
     for worst in run_ranks(train_each, world, str(tmp_path), kinds, world):
-        for (dtype, backend), errors in worst.items():
-            found = [f"{error:.1e} of {bound:.0e}" for error, bound in zip(errors, BOUNDS[dtype], strict=True)]
-            print(f"\n{dtype} {backend} TP{world}: worst {found[0]}, update {found[1]}")
-            assert all(error <= bound for error, bound in zip(errors, BOUNDS[dtype], strict=True))
+        for (dtype, backend), error in worst.items():
+            print(f"\n{dtype} {backend} TP{world}: worst {error:.1e} of {BOUNDS[dtype]:.0e}")
+            assert error <= BOUNDS[dtype]
         assert set(worst) == set(kinds)
