@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from megarl.verify.cases import Case
 from megarl.verify.reference import load_reference, logprobs_of
 from megarl.verify.run import verify_places
-from megarl.verify.ties import NEAREST, Gaps
+from megarl.verify.ties import NEAREST, Gaps, _routes
 from megarl.verify.truth import make_truth
 from tests.helpers.cases import check, make_case, place
 
@@ -19,7 +19,7 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 def routed(case: Case, sample: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
     """The first layer's router, its input and its logits ``[T, experts]`` for one sample, in float64."""
     model, seen = load_reference(case.model, case.adapter, torch.float64), []
-    router = next(module for module in model.modules() if type(module).__name__.endswith("TopKRouter"))
+    router = next(module for module in model.modules() if _routes(module))
     hook = router.register_forward_hook(
         lambda module, args, output: seen.append((args[0].detach(), output[0].detach()))
     )
