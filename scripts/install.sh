@@ -80,7 +80,10 @@ install() {
   local certificates
   certificates=$(pip_setting cert)
   [ -z "$certificates" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificates}"
-  UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} "$venv/bin/uv" pip install --python "$venv/bin/python" "${sources[@]}" \
+  # Compiled now: left to the first import, it is lost where PYTHONDONTWRITEBYTECODE is set, and each process of a run
+  # then spends 10 s more on its imports.
+  UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} "$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" \
+    "${sources[@]}" \
     --requirement "$requirements" --requirement requirements/dev.txt --override "$overrides" --editable . ||
     die "could not install $requirements; $hint"
   fingerprint >"$stamp"

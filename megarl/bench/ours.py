@@ -25,7 +25,7 @@ from megarl.model.gpt import PackedGPTModel
 from megarl.model.graphs import graphed
 from megarl.model.optim import AdapterOptimizer
 from megarl.model.packing import MicroBatch, pack
-from megarl.model.step import Stepper, run_chunk
+from megarl.model.step import Stepper, run_chunk, set_training
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 
@@ -74,8 +74,7 @@ class OurStep:
 
     def step(self, clock: Clock) -> None:
         """Forward, logprobs, backward, and the optimizer where there is one."""
-        for chunk in self._chunks:
-            chunk.train()
+        set_training(self._chunks, True)
 
         def run(chunk: Any, item: MicroBatch) -> torch.Tensor:
             hidden = self._run(chunk, item)
@@ -94,8 +93,7 @@ class OurStep:
 
     def logprobs(self) -> None:
         """A pass without gradient, as for the old policy's logprobs; keeps their mean."""
-        for chunk in self._chunks:
-            chunk.eval()
+        set_training(self._chunks, False)
         self._stepper.run = self._run
         self.info["logprob"] = float(np.concatenate(self._stepper.logprobs(self._batch)).mean())
 

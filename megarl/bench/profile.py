@@ -13,7 +13,7 @@ KINDS = {
     "communication": r"nccl|c10d",
     "matrix products": r"nvjet|gemm|cutlass|splitK|xmma|aten::(add|b|)mm",
     "softmax of logits": r"^_(sums|slope)$|log_softmax",
-    "norms, RoPE, activations": r"rmsnorm|rms_norm|layer_norm|rope|act_kernel|^_heads_|triton_|silu",
+    "norms, RoPE, activations": r"rmsnorm|rms_norm|layer_norm|rope|act_kernel|^_(heads|swiglu|norm)_|triton_|silu",
     "optimizer": r"multi_tensor|adam",
     "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
 }

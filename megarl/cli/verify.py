@@ -4,10 +4,12 @@ import argparse
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.verify import report as output
@@ -86,10 +88,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """On standard error: one line that changes on a terminal, else line by line."""
-    console = Console(stderr=True)
+    """On standard error, with the seconds since the start: one line that changes on a terminal, else line by line."""
+    console, start = Console(stderr=True), time.monotonic()
+
+    def timed(text: str) -> str:
+        return f"{time.monotonic() - start:4.0f} s  {text}"
+
     if not console.is_terminal:
-        yield lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+        yield lambda text: console.print(timed(text), markup=False, highlight=False, soft_wrap=True)
         return
     with console.status("starting") as status:
-        yield status.update
+        yield lambda text: status.update(escape(timed(text)))

@@ -22,11 +22,15 @@ from megarl.model.base_tensors import find_linear, layers_of, owner_of, unwrap
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import head_layout, part_rows
+from megarl.model.gpt import RMSNorm
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 
 # The mcore class that each kind of linear must be; outside experts it may also be one of TE_BASES.
 BASES = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": TopKRouter}
+
+# Linear -> the norm whose output it alone reads.
+NORM_BEFORE = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
 
 
 def apply_lora(
@@ -43,6 +47,9 @@ def apply_lora(
 
     Works on every ``GPTModel``, built by megarl or by a user's own script, before it is wrapped in DDP. A and B start
     as PEFT's (Kaiming uniform and zero), drawn per module from ``seed`` and its name: the same at every layout.
+
+    On CUDA in 16 bits, without tensor parallelism, the weights of adapted linears move to other memory in the first
+    forward pass (``megarl.lora.room``): move or cast the model before that, not after.
 
     Call it again with another ``name`` for a further adapter of the same model. The first one is active; see
     ``LoraAdapter.activate``. Only an active adapter computes and gets gradients.
@@ -186,6 +193,9 @@ def _wrap(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: G
     path = next(name for name, module in layer.named_modules() if module is base)
     parent, _, attribute = path.rpartition(".")
     setattr(layer.get_submodule(parent), attribute, wrapped)
+    norm = getattr(layer, NORM_BEFORE.get(path, ""), None)
+    if isinstance(norm, RMSNorm):
+        norm.reader = (wrapped,)
     return wrapped
 
 

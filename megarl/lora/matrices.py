@@ -41,7 +41,8 @@ class AdapterMatrices(torch.nn.Module):
 
     Attributes:
         parts: one per part of the layer; None where the adapter leaves it alone.
-        places, keys, scalings: of the parts that it adapts, in order: index in ``parts``, ``PartPlan.key``, scaling.
+        places, keys, ranks, scalings: of the parts that it adapts, in order; a place is an index in ``parts``, a key
+            ``PartPlan.key``.
         dropout: probability, on the adapter's input.
         lora_A, lora_B: ``PartPlan.key`` -> matrix.
     """
@@ -52,6 +53,7 @@ class AdapterMatrices(torch.nn.Module):
         adapted = [(place, part) for place, part in enumerate(parts) if part]
         self.places = tuple(place for place, _ in adapted)
         self.keys = tuple(part.key for _, part in adapted)
+        self.ranks = tuple(part.rank for _, part in adapted)
         self.scalings = tuple(part.scaling for _, part in adapted)
         self.lora_A = torch.nn.ParameterDict()
         self.lora_B = torch.nn.ParameterDict()
@@ -75,6 +77,10 @@ class AdapterMatrices(torch.nn.Module):
         """Every part's A, one below the other: ``[sum of ranks, I]``."""
         matrices = [self.lora_A[key] for key in self.keys]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+    def matrices_b(self) -> list[torch.Tensor]:
+        """Every part's B."""
+        return [self.lora_B[key] for key in self.keys]
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
         """``[..., r]`` -> ``[..., O]``: the scaled B of a layer that has one part."""

@@ -7,6 +7,8 @@ output in place. Likewise the gradient through A is added to the base layer's ow
 Shapes: T tokens, O outputs of the fused layer on this rank, R sum of the parts' ranks, r a part's rank.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -16,14 +18,34 @@ from megarl.model.families.base import Fusion
 from megarl.model.fusion import HeadLayout, part_views
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of an update lie.
+
+    Attributes:
+        places: each adapted part's index among the parts of the layer.
+        ranks, scalings: each adapted part's.
+        fusion: how the layer's parts interleave.
+        heads: on this rank.
+    """
+
+    places: tuple[int, ...]
+    ranks: tuple[int, ...]
+    scalings: tuple[float, ...]
+    fusion: Fusion
+    heads: HeadLayout
+
+    @property
+    def columns(self) -> int:
+        """R."""
+        return sum(self.ranks)
+
+
 def add_wide(
     out: torch.Tensor,
     low: torch.Tensor,
-    matrices: list[torch.Tensor],
-    places: tuple[int, ...],
-    scalings: tuple[float, ...],
-    fusion: Fusion,
-    heads: HeadLayout,
+    matrices: Sequence[torch.Tensor],
+    layout: Layout,
 ) -> torch.Tensor:
     """``out`` plus, for each part i, ``scaling_i * low_i @ B_i.T`` at the part's columns.
 
@@ -31,15 +53,12 @@ def add_wide(
         out: ``[..., O]``, written over: a linear does not need its own output again. Autograd raises where it does.
         low: ``[..., R]``, the parts' activations one after the other.
         matrices: each adapted part's B, ``[rows, r]``.
-        places: each matrix's index among the parts of the layer.
-        scalings: each part's.
-        fusion: how the layer's parts interleave.
-        heads: on this rank.
+        layout: of the parts.
 
     Returns:
         ``[..., O]``, in the memory of ``out``.
     """
-    return _AddWide.apply(out, low, (places, scalings, fusion, heads), *matrices)
+    return _AddWide.apply(out, low, layout, *matrices)
 
 
 def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,26 +89,63 @@ class _ProjectThrough(torch.autograd.Function):
 
 class _AddWide(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: tuple, *matrices: torch.Tensor) -> torch.Tensor:
-        scale, layout = _common_scale(layout)
+    def forward(
+        ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: Layout, *matrices: torch.Tensor
+    ) -> torch.Tensor:
+        """``out [..., O]`` plus the update of ``low [..., R]``, in its memory."""
         wide = _assemble(matrices, out.shape[-1], layout)
         ctx.save_for_backward(low, wide)
-        ctx.scale, ctx.layout, ctx.ranks = scale, layout, [matrix.shape[1] for matrix in matrices]
+        ctx.layout = layout
         # An alias: autograd refuses to change a view that another Function returned (Transformer Engine's do). The
         # version counter is shared, so a saved ``out`` is still noticed.
         total = out.detach()
-        _rows(total).addmm_(_rows(low), wide.t(), alpha=scale)
+        _rows(total).addmm_(_rows(low), wide.t(), alpha=_factor(layout))
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         low, wide = ctx.saved_tensors
-        rows = gradient.reshape(-1, gradient.shape[-1])
-        by_low = _product(rows, wide, ctx.scale).view(low.shape) if ctx.needs_input_grad[1] else None
-        if not any(ctx.needs_input_grad[3:]):
-            return gradient, by_low, None, *(None for _ in ctx.ranks)
-        by_wide = _product(rows.t(), _rows(low), ctx.scale)
-        return gradient, by_low, None, *_take_apart(by_wide, ctx.ranks, ctx.layout)
+        rows, scale = gradient.reshape(-1, gradient.shape[-1]), _factor(ctx.layout)
+        by_low = _product(rows, wide, scale).view(low.shape) if ctx.needs_input_grad[1] else None
+        needed = any(ctx.needs_input_grad[3:])
+        by_matrices = wide_gradients(rows, _rows(low), ctx.layout) if needed else [None] * len(ctx.layout.ranks)
+        return gradient, by_low, None, *by_matrices
+
+
+def wide_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The gradient of each part's B.
+
+    Args:
+        rows: ``[T, O]``, the output's.
+        low: ``[T, R]``.
+        layout: of the parts.
+    """
+    wide = _product(rows.t(), low, _factor(layout))
+    if layout.fusion == "single":
+        return [wide]
+    found = _slots(wide, layout)
+    if _differ(layout):
+        found = [slot * scaling for slot, scaling in zip(found, layout.scalings, strict=True)]
+    return [slot.reshape(-1, rank) for slot, rank in zip(found, layout.ranks, strict=True)]
+
+
+def fill_slots(wide: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout, *, scaled: bool) -> None:
+    """Write each part's B ``[rows, r]`` into its slot of ``wide [O, R]``, times its scaling if ``scaled``."""
+    for slot, matrix, scaling in zip(_slots(wide, layout), matrices, layout.scalings, strict=True):
+        if scaled:
+            torch.mul(matrix.view(slot.shape), scaling, out=slot)
+        else:
+            slot.copy_(matrix.view(slot.shape))
+
+
+def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
+    parts = part_views(wide, layout.fusion, layout.heads)
+    starts = accumulate(layout.ranks, initial=0)
+    return [
+        parts[place][..., start : start + rank]
+        for place, start, rank in zip(layout.places, starts, layout.ranks, strict=False)
+    ]
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -101,42 +157,20 @@ def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Ten
     return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
 
 
-def _common_scale(layout: tuple) -> tuple[float, tuple]:
-    """A scaling that all parts have, for the products to apply, and the layout with what is left for each part."""
-    places, scalings, fusion, heads = layout
-    if len(set(scalings)) > 1:
-        return 1.0, layout
-    return scalings[0], (places, None, fusion, heads)
+def _differ(layout: Layout) -> bool:
+    """Whether the parts have several scalings, which then go into each part's B."""
+    return len(set(layout.scalings)) > 1
 
 
-def _slots(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
-    """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
-    places, _, fusion, heads = layout
-    parts = part_views(wide, fusion, heads)
-    starts = accumulate(ranks, initial=0)
-    return [parts[place][..., start : start + rank] for place, start, rank in zip(places, starts, ranks, strict=False)]
+def _factor(layout: Layout) -> float:
+    """What the products are to apply: the parts' common scaling."""
+    return 1.0 if _differ(layout) else layout.scalings[0]
 
 
-def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: tuple) -> torch.Tensor:
+def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) -> torch.Tensor:
     """``[O, R]``: each B at its part's rows and its own columns, times its scaling if they differ, zero elsewhere."""
-    scalings = layout[1]
-    if layout[2] == "single":
+    if layout.fusion == "single":
         return matrices[0]
-    ranks = [matrix.shape[1] for matrix in matrices]
-    wide = matrices[0].new_zeros(width, sum(ranks))
-    for index, (slot, matrix) in enumerate(zip(_slots(wide, ranks, layout), matrices, strict=True)):
-        if scalings is None:
-            slot.copy_(matrix.view(slot.shape))
-        else:
-            torch.mul(matrix.view(slot.shape), scalings[index], out=slot)
+    wide = matrices[0].new_zeros(width, layout.columns)
+    fill_slots(wide, matrices, layout, scaled=_differ(layout))
     return wide
-
-
-def _take_apart(wide: torch.Tensor, ranks: list[int], layout: tuple) -> list[torch.Tensor]:
-    """The gradient of each B from that of the assembled matrix."""
-    if layout[2] == "single":
-        return [wide]
-    slots, scalings = _slots(wide, ranks, layout), layout[1]
-    if scalings is not None:
-        slots = [slot * scaling for slot, scaling in zip(slots, scalings, strict=True)]
-    return [slot.reshape(-1, rank) for slot, rank in zip(slots, ranks, strict=True)]

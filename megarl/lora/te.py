@@ -8,6 +8,7 @@ import torch
 from megatron.core.extensions import transformer_engine as extension
 
 from megarl.lora.layers import ColumnParallelLora
+from megarl.lora.products import Layout
 
 # Base classes by how the linear is split. Without Transformer Engine mcore's names for them are not classes.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -34,13 +35,16 @@ class NormColumnLora(ColumnParallelLora):
     """
 
     def __init__(self, base: torch.nn.Module, *args: object) -> None:
-        super().__init__(base, *args)  # type: ignore[arg-type]
+        super().__init__(base, *args)
         base.return_layernorm_output = True
 
     def forward(
         self, hidden: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Base output plus the active adapter's part; the bias passes through."""
+        columns = self.wanted_columns(hidden)
+        if self.room is not None:
+            return self._with_room(self.room, self._normed(hidden, columns), columns), None
         returned = self.base_layer(hidden, *args, **kwargs)
         if self.base_layer.te_return_bias:
             out, bias, normed = returned
@@ -48,3 +52,15 @@ class NormColumnLora(ColumnParallelLora):
             # mcore's wrapper takes whatever TE returned for the output and pairs it with an absent bias.
             (out, normed), bias = returned
         return self.adapt(self.current(), out, normed) if self.active else out, bias
+
+    def _can_make_room(self, layout: Layout) -> bool:
+        base = self.base_layer
+        if not super()._can_make_room(layout) or base.layer_norm_weight.requires_grad:
+            return False
+        return base.normalization == "RMSNorm" and not base.zero_centered_gamma
+
+    def _normed(self, hidden: torch.Tensor, columns: int) -> torch.Tensor:
+        """What the base layer's norm makes of its input, with free columns behind each row."""
+        from megarl.model.kernels.norm import rms_norm
+
+        return rms_norm(hidden, self.base_layer.layer_norm_weight, self.base_layer.eps, columns)

@@ -14,11 +14,12 @@ from megatron.core.transformer import (
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.experts import local_expert_spec, stage_layers
 from megarl.model.latent_attention import LatentAttention
+from megarl.model.mlp import PackedMLP
 from megarl.model.self_attention import PackedSelfAttention
 
 
@@ -49,7 +50,7 @@ def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> T
     """
     attention = _attention(parts, config)
     dense = ModuleSpec(
-        module=MLP,
+        module=PackedMLP,
         submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=parts.activation),
     )
     layers = [

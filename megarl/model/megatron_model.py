@@ -27,7 +27,7 @@ from megarl.model.hf_folder import read_config
 from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
-from megarl.model.step import Metrics, Stepper, run_chunk
+from megarl.model.step import Metrics, Stepper, run_chunk, set_training
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
@@ -175,7 +175,7 @@ class MegatronModel:
                 "reduced; pass last=False while more batches follow, or call optim_step first"
             )
         self._pending = self.adapter.name
-        self._train(True)
+        set_training(self.chunks, True)
         self.optimizer.reducing = last and self.config.train.overlap_grad_reduce
         with contextlib.nullcontext() if last else without_reduction(self._wrapped):
             return self._stepper.forward_backward(batch, loss)
@@ -206,7 +206,7 @@ class MegatronModel:
         Returns:
             One float32 array ``[R]`` per sample, in the batch's order.
         """
-        self._train(False)
+        set_training(self.chunks, False)
         if adapter:
             return self._stepper.logprobs(batch)
         with self.adapter.disabled():
@@ -290,7 +290,3 @@ class MegatronModel:
         self.optimizer.reduce_gradients()
         tensors = self.adapter.tensors(self.optimizer.gradients())
         return {name: tensor.cpu().clone() for name, tensor in stream_full(tensors, self.groups)}
-
-    def _train(self, training: bool) -> None:
-        for chunk in self.chunks:
-            chunk.train(training)

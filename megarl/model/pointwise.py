@@ -1,4 +1,4 @@
-"""Pointwise parts of a layer for the ``local`` back end, each compiled into one kernel on CUDA.
+"""Pointwise parts of a layer for the ``local`` back end, compiled into one kernel on CUDA where none is written.
 
 As separate torch operations they are most of a small model's time on a GPU: every one reads and writes a whole
 activation. On a CPU, in float32 and where torch.compile does not work they run as written.
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from megarl.loss.kernels import has_triton
 
 
 def one_kernel(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -45,13 +47,17 @@ def wants_compilation(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.element_size() == 2
 
 
+def wants_kernels(tensor: torch.Tensor) -> bool:
+    """Whether a function of this tensor is for a Triton kernel of our own."""
+    return wants_compilation(tensor) and has_triton()
+
+
 @one_kernel
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
     return F.rms_norm(hidden, weight.shape, weight, eps)
 
 
-@one_kernel
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     """``[..., 2 I] -> [..., I]``: silu of the first half times the second (Shazeer, arXiv:2002.05202)."""
     gate, up = gate_and_up.chunk(2, dim=-1)

@@ -7,10 +7,9 @@ import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 
-from megarl.loss.kernels import has_triton
 from megarl.model.attention import PackedSequences
 from megarl.model.fusion import HeadLayout, head_layout, split_heads
-from megarl.model.pointwise import wants_compilation
+from megarl.model.pointwise import wants_kernels
 
 
 class PackedSelfAttention(SelfAttention):
@@ -49,7 +48,7 @@ class PackedSelfAttention(SelfAttention):
 
     def _has_kernel(self, fused: torch.Tensor) -> bool:
         frozen = not any(weight.requires_grad for weight in self._norms())
-        return wants_compilation(fused) and has_triton() and frozen
+        return wants_kernels(fused) and frozen
 
     def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from megarl.model.kernels.heads import prepare_heads

@@ -31,6 +31,14 @@ def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
     )
 
 
+def set_training(chunks: list[Any], training: bool) -> None:
+    """Switch chunks between training and evaluation; only where they are not there yet, since it visits every module,
+    for milliseconds in which the device waits."""
+    for chunk in chunks:
+        if chunk.training is not training:
+            chunk.train(training)
+
+
 class Metrics(Mapping[str, float]):
     """Metrics by name. The first one read waits for the device; until then the host goes on giving it work."""
 
@@ -137,7 +145,8 @@ class Stepper:
         )
 
     def _loss(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch, *, loss: Loss) -> tuple:
-        count = torch.tensor(len(item.labels_R), dtype=torch.int, device=hidden_states.device)
+        # Filled on the device: a copy to it would wait for all that it has to do.
+        count = torch.full((), len(item.labels_R), dtype=torch.int, device=hidden_states.device)
         if not len(item.labels_R):
             return hidden_states.sum() * 0.0, count, {}
         logprobs, entropy = self._logprobs(model, item, hidden_states)
@@ -148,7 +157,7 @@ class Stepper:
     def _collect(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch) -> tuple:
         logprobs = self._logprobs(model, item, hidden_states)[0] if len(item.labels_R) else hidden_states.new_zeros(0)
         record = {"logprobs": logprobs.float(), "places": item.places_R}
-        return hidden_states.new_zeros(()), torch.tensor(0, dtype=torch.int, device=hidden_states.device), record
+        return hidden_states.new_zeros(()), torch.zeros((), dtype=torch.int, device=hidden_states.device), record
 
     def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> Metrics:
         """Combine metrics over micro-batches, DP and CP ranks, and tell every pipeline stage."""

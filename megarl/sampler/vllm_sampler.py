@@ -22,6 +22,7 @@ from megarl.config import RunConfig
 from megarl.errors import DataError, MegarlError, WeightSyncError, WorkerError
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.settings import engine_arguments, sampling_arguments, stop_tokens
+from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
 
@@ -102,7 +103,7 @@ class VllmSampler:
                 for i, prompt in enumerate(prompts)
             ]
             try:
-                return await asyncio.gather(*tasks)
+                return await self._answer(asyncio.gather(*tasks))
             finally:
                 for task in tasks:
                     task.cancel()
@@ -247,10 +248,14 @@ class VllmSampler:
         """Call the extension in every worker."""
         return await self._call(self._alive().collective_rpc(method, args=args))
 
+    async def _answer(self, awaitable: Any, timeout: float | None = None) -> Any:
+        """Await vLLM as long as the engine lives."""
+        return await answer_of(awaitable, self._alive(), f"sampler {self._index}", timeout)
+
     async def _call(self, awaitable: Any) -> Any:
         """Await vLLM; its errors become ``WorkerError`` (dead) or ``WeightSyncError`` (what a worker raised)."""
         try:
-            return await asyncio.wait_for(awaitable, self._config.checkpoint_engine.timeout_seconds)
+            return await self._answer(awaitable, self._config.checkpoint_engine.timeout_seconds)
         except TimeoutError as error:
             raise WeightSyncError(f"sampler {self._index} did not answer in time") from error
         except Exception as error:

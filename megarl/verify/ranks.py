@@ -29,6 +29,7 @@ from megarl.verify.compare import (
     compare_adapters,
 )
 from megarl.verify.launch import free_memory, say
+from megarl.verify.layouts import label
 from megarl.verify.loss import SurrogateLoss
 
 
@@ -92,6 +93,7 @@ def train(place: Place, groups: Groups) -> list[Finding]:
     after = model.forward(batch)
     if groups.rank == 0:
         case.write(f"{place.layout}/after", after)
+    say(f"{place.key}: compared, saves for Hugging Face + PEFT")
     model.save_adapter(place.folder / "adapter")
     write_merged(model.export_merged(), case.model, place.folder / "merged")
     findings.append(compare_base(model, case.model))
@@ -113,6 +115,7 @@ def run_updates(model: MegatronModel, batch: PackedBatch, checkpoint: Path) -> O
         if step == 0:
             gradients, entropy = model.gradients(), metrics["entropy"]
         norms.append(model.optim_step(config.learning_rate)["grad_norm"])
+        say(f"{label(model.config.parallel)}: update {step + 1} of {config.steps} done")
     model.finish_checkpoint()
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, exported_adapter(model))
 

@@ -13,6 +13,7 @@ from megarl.model.families import names_of
 from megarl.types import Sample
 from megarl.verify.compare import SLACK, Outcome, relative_error
 from megarl.verify.experts import hold_zeros, unstack
+from megarl.verify.launch import say
 
 # Least rounding of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
 ROUNDING = 1e-6
@@ -88,6 +89,7 @@ def run_reference(
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
     for step, (found, norm, optimizer) in enumerate(each_update(model, samples, weights_S, train)):
+        say(f"Hugging Face + PEFT: update {step + 1} of {train.steps} done")
         norms.append(norm)
         if step == 0:
             gradients = unstack({_in_file(name): gradient.cpu() for name, gradient in found.items()}, names)

@@ -16,6 +16,7 @@ from tests.helpers.tiny_run import build, everything
 DATA = {"data": 2}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("float32", DATA),
+    ("bfloat16", DATA),
     ("bfloat16", DATA | {"train": {"distributed_optimizer": True}}),
     ("experts", DATA | {"expert": 2}),
 ]

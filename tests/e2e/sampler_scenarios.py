@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
 
 
 def qwen2(folder: Path) -> dict[str, Any]:
-    """Qwen2 (attention bias): the base comes by the weight path, in many small buckets' worth of tensors."""
+    """Qwen2 (attention bias): the base comes by the weight path, in many small buckets' worth of tensors; death."""
     make_model("qwen2", folder)
     trainer = PeftTrainer(folder, LORA)
     rig = Rig(run_config(folder), trainer)
@@ -98,7 +98,7 @@ def qwen2(folder: Path) -> dict[str, Any]:
         rig.manager.sync(0, "base")
         trainer.randomise(1)
         rig.manager.sync(1, "adapter")
-        return {"error": rig.error(rig.generate(prompts(4), 1))}
+        return {"error": rig.error(rig.generate(prompts(4), 1)), "death_in_sync": death_in_sync(rig)}
     finally:
         rig.call(rig.sampler.close())
 
@@ -262,6 +262,19 @@ def death(rig: Rig) -> dict[str, Any]:
         "sync": raised(lambda: rig.manager.sync(61, "adapter")),
         "seconds": time.monotonic() - started,
     }
+
+
+def death_in_sync(rig: Rig) -> dict[str, Any]:
+    """An engine process that is killed while it owes an answer to a sync."""
+    engine = psutil.Process(engine_pid())
+    engine.suspend()
+    pool = ThreadPoolExecutor(1)
+    running = pool.submit(lambda: raised(lambda: rig.manager.sync(2, "adapter")))
+    time.sleep(0.5)
+    assert not running.done()
+    engine.kill()
+    started = time.monotonic()
+    return {"error": running.result(), "seconds": time.monotonic() - started}
 
 
 def engine_pid() -> int:

@@ -162,6 +162,12 @@ def test_a_killed_engine_is_an_error_at_once(llama: dict) -> None:
     assert llama["death"]["seconds"] < 10
 
 
+def test_an_engine_killed_in_a_sync_is_an_error_at_once(scenarios: Scenarios) -> None:
+    death = scenarios["qwen2"]["death_in_sync"]
+    assert "sampler 0, transfer: the engine process of sampler 0 died" in death["error"]
+    assert death["seconds"] < 10  # the timeout is 60
+
+
 def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict) -> None:
     assert qwen3["error"] < 1e-4
     assert qwen3["error_at_temperature_1"] > 1e-2

@@ -4,7 +4,7 @@ For each linear of two models, milliseconds of the base's product alone and with
 
     after     out = x W';  out += low B'          what megarl/lora/products.py does
     before    out = low B';  out += x W'          the base's product reads what it adds to while it computes
-    wider     [x low] [W B]'                      one product, if x and low lay in one matrix (the copy is not timed)
+    wider     [x low] [W B]'                      what megarl/lora/room.py does
     kernel    out = x W';  out += low B' by Triton
 
 and of the two products that read the gradient of the output, and of a kernel's reading it once (the least it can take).

@@ -8,7 +8,7 @@ the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz
     products                            times of the ways to compute a linear with LoRA
     models                              writes the models of the next two
     matrix:FAMILY:BACKEND:DTYPE:RANKS   `megarl verify --matrix`
-    verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,...]
+    verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
 
 `0@STAGE` shows the stage the first GPU only.
 """
@@ -27,12 +27,13 @@ MODELS = Path("/tmp/megarl-models")
 MEGARL = [sys.executable, "-m", "megarl.cli.main"]
 PYTEST = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
 TESTS = {
-    "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py"],
+    "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py", "test_row_kernels.py"],
     "graphs": ["test_graphs.py"],
     "parity": ["test_parity_cuda.py"],
 }
 # Lines to show of a test's, a verification's, any other log.
-TESTED, VERIFIED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"\bNO\b|Error|megarl:", r"^[^{]"
+TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^[^{]"
+VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
 LIMIT, SHOWN = 570, 30
 
 
@@ -52,11 +53,12 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
         case "matrix", [family, backend, dtype, ranks]:
-            options = ["lora.r=4", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", ranks]
+            options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", ranks]
             return [*MEGARL, "verify", str(MODELS / family), *options, *page], VERIFIED
         case "verify", [model, backend, dtype, *layout]:
-            axes = [f"parallel.{axis}" for axis in layout[0].split(",")] if layout else []
-            options = [f"model.backend={backend}", f"model.dtype={dtype}", *axes]
+            given = layout[0].split(",") if layout else []
+            more = [option if "." in option else f"parallel.{option}" for option in given]
+            options = [f"model.backend={backend}", f"model.dtype={dtype}", *more]
             return [*MEGARL, "verify", str(MODELS / model), *options, *page], VERIFIED
         case kind, [] if kind in TESTS:
             return [*PYTEST, *(f"tests/gpu/{file}" for file in TESTS[kind])], TESTED

@@ -27,6 +27,14 @@ def reward(prompt, response):
 """
 
 
+def describe(process: psutil.Process) -> str:
+    """A process's command line and state; a process may end, or turn into a zombie, while it is looked at."""
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
+    except (psutil.NoSuchProcess, psutil.ZombieProcess) as error:
+        return f"{process.pid} {type(error).__name__}"
+
+
 class TrainRun:
     """One `megarl train` process and its output."""
 
@@ -41,6 +49,8 @@ class TrainRun:
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")},
             start_new_session=True,
+            # A background job of a shell ignores Ctrl-C, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.family: set[psutil.Process] = set()
 
@@ -61,15 +71,18 @@ class TrainRun:
         except psutil.NoSuchProcess:
             return
 
-    def find(self, title: str) -> psutil.Process:
-        """The process of the run whose command line holds a text."""
-        deadline = time.monotonic() + 10
+    def find(self, title: str, timeout: float = 30) -> psutil.Process:
+        """The process of the run whose command line holds a text; fails at once where the run has ended."""
+        deadline = time.monotonic() + timeout
         while True:
             self.look()
-            lines = {p: " ".join(p.cmdline()) for p in self.family if p.is_running()}
+            lines = {p: describe(p) for p in self.family if p.is_running()}
             if found := [p for p, line in lines.items() if title in line]:
                 return found[0]
-            assert time.monotonic() < deadline, f"no process {title!r} among {sorted(lines.values())}"
+            status = self.process.poll()
+            assert status is None, f"the run ended with status {status}:\n{self.output()[-3000:]}"
+            listed = "\n".join(sorted(lines.values()))
+            assert time.monotonic() < deadline, f"no process {title!r} among\n{listed}\n{self.output()[-3000:]}"
             time.sleep(0.2)
 
     def finish(self, timeout: float) -> int:

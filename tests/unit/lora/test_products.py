@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.lora.products import add_wide, project_through
+from megarl.lora.products import Layout, add_wide, project_through
 from megarl.model.fusion import HeadLayout
 
 HEADS = HeadLayout(groups=2, queries=3, head_dim=4)
@@ -36,8 +36,9 @@ def test_the_fused_update_equals_one_product_per_part(fusion: str, adapted: tupl
     b = [draw(ROWS[fusion][index], ranks[index]) for index in adapted]
     mix = torch.linspace(-1, 2, TOKENS * sum(ROWS[fusion]), dtype=torch.float64).view(TOKENS, 1, -1)
 
+    layout = Layout(adapted, tuple(ranks[i] for i in adapted), tuple(scalings[i] for i in adapted), fusion, HEADS)
     through, low = project_through(hidden, torch.cat(a))
-    ours = add_wide(through @ weight.T, low, b, adapted, tuple(scalings[i] for i in adapted), fusion, HEADS)
+    ours = add_wide(through @ weight.T, low, b, layout)
     parts = [torch.zeros(TOKENS, 1, rows, dtype=torch.float64) for rows in ROWS[fusion]]
     for index, matrix_a, matrix_b in zip(adapted, a, b, strict=True):
         parts[index] = scalings[index] * (hidden @ matrix_a.T @ matrix_b.T)
@@ -52,6 +53,6 @@ def test_the_fused_update_equals_one_product_per_part(fusion: str, adapted: tupl
 def test_an_output_that_the_base_needs_again_is_not_silently_changed() -> None:
     hidden, b = torch.randn(4, 3, requires_grad=True), torch.randn(3, 2, requires_grad=True)
     kept = hidden.sigmoid()  # its backward needs its output
-    ours = add_wide(kept, torch.randn(4, 2), [b], (0,), (1.0,), "single", HEADS)
+    ours = add_wide(kept, torch.randn(4, 2), [b], Layout((0,), (2,), (1.0,), "single", HEADS))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ours.sum().backward()

@@ -1,0 +1,11 @@
+"""The SwiGLU and RMSNorm kernels, run by Triton's interpreter, against torch in float64."""
+
+import pytest
+
+from tests.helpers.interpreter import run_interpreted
+
+pytest.importorskip("triton")
+
+
+def test_outputs_and_gradients_equal_torch() -> None:
+    run_interpreted("-m", "tests.helpers.row_kernels")
