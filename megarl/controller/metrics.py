@@ -104,15 +104,15 @@ class Recorder:
     def rescue(self, trainers: TrainerGroup) -> None:
         """Let the checkpoint that is being written become complete before the trainers are killed."""
         target, self._saving = self._saving, None
-        if target is None or target.exists():
+        if target is None or is_complete(target):
             return
         self.phase("finishing the checkpoint")
         # Answered at once unless rank 0 is busy, maybe for ever; then the folder itself tells.
         answer = trainers.start_on_rank_zero("finish_checkpoint")
         deadline = time.monotonic() + RESCUE_SECONDS
-        while not target.exists() and not answer.done() and time.monotonic() < deadline:
+        while not is_complete(target) and not answer.done() and time.monotonic() < deadline:
             time.sleep(0.1)
-        if not target.exists():
+        if not is_complete(target):
             cause = answer.exception() if answer.done() else f"no answer within {RESCUE_SECONDS:.0f} s"
             self.screen.say(f"checkpoint '{target}' is not complete: {cause or 'its save was interrupted'}")
 
@@ -143,9 +143,14 @@ class Recorder:
         self._writer.close()
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
+    return (checkpoint / "state.json").is_file()
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints of a run folder, oldest first."""
-    return sorted(path for path in (folder / "checkpoints").glob("step-*") if (path / "state.json").is_file())
+    return sorted(filter(is_complete, (folder / "checkpoints").glob("step-*")))
 
 
 def last_checkpoint(folder: Path) -> Path:

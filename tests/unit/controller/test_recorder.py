@@ -88,9 +88,11 @@ class FakeTrainers:
         assert method == "finish_checkpoint"
         return self.answer
 
-    def write(self, path):
-        path.mkdir()
-        (path / "state.json").write_text("{}")
+    def write(self, path):  # under another name until it is whole, as megarl.model.durable.publish
+        partial = path.with_name(f".{path.name}.partial")
+        partial.mkdir()
+        (partial / "state.json").write_text("{}")
+        partial.rename(path)
 
 
 def test_checkpoints_beyond_those_kept_go_only_once_newer_ones_are_complete(recorder):

@@ -112,9 +112,12 @@ def test_the_verdict_is_math_verifys(answer):
      "-E-9E999999", "9/" * 49 + "9", "(" * 20 + "9" + ")" * 20, "a" * 101],
 )  # fmt: skip
 def test_answers_that_could_be_computed_on_for_ever_are_wrong_at_once(answer):
-    start = time.perf_counter()
-    assert not is_equal("72", answer)
-    assert time.perf_counter() - start < 0.01
+    seconds = []
+    for _ in range(3):  # of which one may be interrupted by the garbage collector or another process
+        start = time.perf_counter()
+        assert not is_equal("72", answer)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.01
 
 
 def test_no_answer_that_passes_the_guards_takes_long():
