@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,24 @@ from megarl.verify.launch import say
 
 # Least rounding of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
 ROUNDING = 1e-6
+
+
+class Update(NamedTuple):
+    """One update of the reference.
+
+    Attributes:
+        gradients: before clipping, by parameter; copies.
+        norm: of all of them together.
+        optimizer: that made it; the parameters still hold the clipped gradient.
+        logprobs: ``[R]`` of each sample, before it.
+        entropy: mean over the response tokens of all samples before it, nats.
+    """
+
+    gradients: dict[str, torch.Tensor]
+    norm: float
+    optimizer: torch.optim.AdamW
+    logprobs: list[np.ndarray]
+    entropy: float
 
 
 def load_reference(
@@ -44,7 +63,10 @@ def response_logits(model: torch.nn.Module, sample: Sample, temperature: float =
 
 def logprobs_of(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
     """Logprobs ``[R]`` of the response tokens of one sample."""
-    logits = response_logits(model, sample, temperature)
+    return _chosen(response_logits(model, sample, temperature), sample)
+
+
+def _chosen(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
     labels = torch.from_numpy(sample.tokens[sample.response_mask]).to(logits.device)
     return torch.log_softmax(logits, -1).gather(-1, labels[:, None])[:, 0]
 
@@ -53,13 +75,6 @@ def logprobs_of(model: torch.nn.Module, sample: Sample, temperature: float = 1.0
 def all_logprobs(model: torch.nn.Module, samples: Sequence[Sample]) -> list[np.ndarray]:
     """``logprobs_of`` of every sample, as NumPy."""
     return [logprobs_of(model, sample).cpu().numpy() for sample in samples]
-
-
-@torch.no_grad()
-def entropy_of(model: torch.nn.Module, samples: Sequence[Sample]) -> float:
-    """Mean entropy of the policy at the response tokens of all samples, nats."""
-    found = [torch.distributions.Categorical(logits=response_logits(model, s).double()).entropy() for s in samples]
-    return float(torch.cat(found).mean())
 
 
 def run_reference(
@@ -81,22 +96,22 @@ def run_reference(
     """
     names = names_of(model.config.to_dict())
     trainable = _trainable(model)
-    logprobs, entropy = all_logprobs(model, samples), entropy_of(model, samples)
     with model.disable_adapter():
         base_logprobs = all_logprobs(model, samples)
     start = unstack(adapter_tensors(model), names)
-    gradients: dict[str, torch.Tensor] = {}
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
-    for step, (found, norm, optimizer) in enumerate(each_update(model, samples, weights_S, train)):
+    for step, update in enumerate(each_update(model, samples, weights_S, train)):
         say(f"Hugging Face + PEFT: update {step + 1} of {train.steps} done")
-        norms.append(norm)
+        norms.append(update.norm)
         if step == 0:
-            gradients = unstack({_in_file(name): gradient.cpu() for name, gradient in found.items()}, names)
+            logprobs, entropy = update.logprobs, update.entropy
+            gradients = unstack({_in_file(name): found.cpu() for name, found in update.gradients.items()}, names)
         theirs = rounded[step] if rounded else {}
         for name, parameter in trainable.items():
-            off = relative_error(theirs[name].to(parameter.device), found[name]) if name in theirs else 0.0
-            leeway[name] += sensitivity(parameter, max(ROUNDING, SLACK * off), optimizer, step + 1)
+            exact = update.gradients[name]
+            off = relative_error(theirs[name].to(parameter.device), exact) if name in theirs else 0.0
+            leeway[name] += sensitivity(parameter, max(ROUNDING, SLACK * off), update.optimizer, step + 1)
     adapter = unstack(adapter_tensors(model), names)
     leeway = unstack({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, names)
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
@@ -104,13 +119,8 @@ def run_reference(
 
 def each_update(
     model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, train: TrainConfig
-) -> Iterator[tuple[dict[str, torch.Tensor], float, torch.optim.AdamW]]:
-    """Train in place as ``run_reference`` does.
-
-    Yields:
-        After each update: its gradient before clipping (copies, by parameter), that gradient's global norm, and the
-        optimizer; the parameters still hold the clipped gradient.
-    """
+) -> Iterator[Update]:
+    """Train in place as ``run_reference`` does; yields after each update."""
     trainable = _trainable(model)
     optimizer = torch.optim.AdamW(
         trainable.values(),
@@ -120,22 +130,27 @@ def each_update(
         weight_decay=train.weight_decay,
     )
     for _ in range(train.steps):
-        found = summed_gradients(model, samples, weights_S)
+        logprobs, entropy = _add_gradients(model, samples, weights_S)
+        found = {name: parameter.grad.clone() for name, parameter in trainable.items()}
         limit = train.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit))
         optimizer.step()
-        yield found, norm, optimizer
+        yield Update(found, norm, optimizer, logprobs, entropy)
 
 
-def summed_gradients(
+def _add_gradients(
     model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray
-) -> dict[str, torch.Tensor]:
-    """Copies of the gradients of ``run_reference``'s loss by parameter; they are also left in ``grad``."""
-    trainable = _trainable(model)
+) -> tuple[list[np.ndarray], float]:
+    """Leave the gradients of ``run_reference``'s loss in ``grad``; returns logprobs and mean entropy."""
     model.zero_grad()
+    logprobs, entropies = [], []
     for sample, weight in zip(samples, weights_S, strict=True):
-        (-weight * sample.advantage * logprobs_of(model, sample).sum()).backward()
-    return {name: parameter.grad.clone() for name, parameter in trainable.items()}
+        logits = response_logits(model, sample)
+        logprobs_R = _chosen(logits, sample)
+        (-weight * sample.advantage * logprobs_R.sum()).backward()
+        logprobs.append(logprobs_R.detach().cpu().numpy())
+        entropies.append(torch.distributions.Categorical(logits=logits.detach().double()).entropy())
+    return logprobs, float(torch.cat(entropies).mean())
 
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

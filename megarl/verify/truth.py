@@ -113,8 +113,8 @@ def make_truth(case: Case) -> str:
 def _run_truth(case: Case, dtype: str, device: torch.device) -> tuple[Outcome, Gaps]:
     rounded = []
     if case.dtype == "float32":
-        theirs = each_update(_rounding(case, dtype).to(device), *case.samples(), case.config.train)
-        rounded = [{name: gradient.cpu() for name, gradient in found.items()} for found, _, _ in theirs]
+        updates = each_update(_rounding(case, dtype).to(device), *case.samples(), case.config.train)
+        rounded = [{name: gradient.cpu() for name, gradient in update.gradients.items()} for update in updates]
         free_memory()  # ``choose`` made room for one model
     model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
     gaps = Gaps()
