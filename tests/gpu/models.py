@@ -1,6 +1,6 @@
 """Writes the models that `tests.gpu.prove` verifies: `python3 -m tests.gpu.models FOLDER`."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import transformers
@@ -44,4 +44,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", metavar="FOLDER")
+    main(parser.parse_args().folder)
