@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.cli import bench, verify
 from megarl.errors import ConfigError, MegarlError
+from megarl.launch.processes import stop_on_sigterm
 
 INTERRUPTED = 130
 
@@ -19,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     run: Callable[[argparse.Namespace], int | None] = arguments.run
     try:
-        return run(arguments) or 0
+        with stop_on_sigterm():
+            return run(arguments) or 0
     except MegarlError as error:
         print(f"megarl: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

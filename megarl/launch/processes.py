@@ -45,6 +45,20 @@ def signals_ignored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Treat SIGTERM (Slurm, ``kill``) like Ctrl-C, so that nothing is left behind."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def adopt_orphans() -> None:
     """Make grandchildren whose parent dies our children, so that ``end_descendants`` finds all of them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -24,6 +24,7 @@ from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
 from megarl.errors import ModelError, pick
 from megarl.launch import placement
+from megarl.launch.processes import stop_on_sigterm
 from megarl.launch.reaper import reaper
 from megarl.loss import build_loss
 from megarl.model.families import family_of
@@ -211,20 +212,6 @@ def end(actors_started: Sequence[Any], group: Any) -> None:
     finally:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, previous)
-
-
-@contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM (Slurm, ``kill``) like Ctrl-C, so that nothing is left behind."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _shown(value: Any) -> str:

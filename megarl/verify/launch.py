@@ -53,13 +53,21 @@ def run_ranks(
     reader.start()
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         given = (function, prepare, world_size, _free_port(), folder, said, args)
+        ranks = mp.start_processes(_enter, given, nprocs=world_size, join=False, start_method=start_method)
+        failure = None
         try:
-            mp.start_processes(_enter, given, nprocs=world_size, join=True, start_method=start_method)
+            while not ranks.join():
+                pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-            raise _failure(Path(folder), error) from error
-        finally:
-            said.put(None)
-            reader.join()
+            failure = error
+        except BaseException:  # Ctrl-C; the reader is left alone, since a rank may have died with the queue's lock
+            for process in ranks.processes:
+                process.kill()
+            raise
+        said.put(None)
+        reader.join()
+        if failure is not None:
+            raise _failure(Path(folder), failure) from failure
         return [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
 
 
@@ -123,6 +131,18 @@ def _failure(folder: Path, error: Exception) -> MegarlError:
     return WorkerError(f"a rank failed: {error}")
 
 
+def _end_with_parent() -> None:
+    """End this process when the caller of ``run_ranks`` is gone, however it ended: ranks would go on on their GPUs."""
+    parent = mp.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _enter(
     rank: int,
     function: Callable[..., Any],
@@ -135,6 +155,7 @@ def _enter(
 ) -> None:
     global _said
     _said = said
+    _end_with_parent()
     os.dup2(2, 1)  # standard output belongs to the caller: `megarl verify --json` prints nothing else there
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
