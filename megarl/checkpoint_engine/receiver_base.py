@@ -43,6 +43,7 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
     pending = set(names)
 
     def checked() -> Iterator[Named]:
+        """The tensors under the names that vLLM loads them by; raises ``WeightSyncError`` as ``load_base`` says."""
         for name, tensor in weights:
             mapped = mapper._map_name(name) if mapper is not None else name
             if mapped not in pending:

@@ -24,7 +24,6 @@ from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
 from megarl.errors import ModelError, pick
 from megarl.launch import placement
-from megarl.launch.processes import stop_on_sigterm
 from megarl.launch.reaper import reaper
 from megarl.loss import build_loss
 from megarl.model.families import family_of
@@ -55,7 +54,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     task, tokenizer = prepare_task(config, recipe_dir)
     folder = run_folder(config)
     resumed = last_checkpoint(folder) if config.train.resume else None
-    with Screen(config.train.steps) as screen, stop_on_sigterm(), reaper():
+    with Screen(config.train.steps) as screen, reaper():
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
         try:

@@ -133,6 +133,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """From the gradients of logprobs and entropy, ``[R]`` each or None, to one per factor, in its shape."""
         labels, logsumexp, entropy, *factors = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:

@@ -22,6 +22,7 @@ def one_kernel(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
     @functools.wraps(function)
     def call(*args: Any) -> torch.Tensor:
+        """``function``, compiled where that is worth it; what the compiler raises is a warning, once."""
         nonlocal compiled, broken
         if broken or not wants_compilation(args[0]):
             return function(*args)

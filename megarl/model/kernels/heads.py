@@ -46,6 +46,7 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any, fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As ``prepare_heads``."""
         fused, angles = fused.contiguous(), angles.contiguous()
         tokens = fused.shape[0]
         counts = (heads.groups * heads.queries, heads.groups, heads.groups)
