@@ -21,6 +21,7 @@ from megarl.checkpoint_engine.base import TRANSPORTS  # noqa: E402
 from megarl.config import CheckpointEngineConfig  # noqa: E402
 from tests.e2e.sampler_faults import FIRST  # noqa: E402
 from tests.e2e.sampler_rig import PeftTrainer, Rig, make_model, prompts, raised, run_config  # noqa: E402
+from tests.helpers.processes import find_engine  # noqa: E402
 
 LORA = {"r": 8, "lora_alpha": 24, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 PATTERNS = {
@@ -218,7 +219,7 @@ def many_versions(rig: Rig) -> dict[str, Any]:
         rig.manager.sync(version, "adapter")
         drawn = rig.generate(prompts(1, seed=version), version)
         most = max(most, *(len(ids) for ids in rig.call(rig.sampler.resident())[0]))
-    maps = Path(f"/proc/{engine_pid()}/maps").read_text()
+    maps = Path(f"/proc/{find_engine(psutil.Process()).pid}/maps").read_text()
     return {
         "most_resident": most,
         "still_mapped": [line for line in maps.splitlines() if "megarl-" in line],
@@ -253,7 +254,7 @@ def death(rig: Rig) -> dict[str, Any]:
     """An engine process that is killed while it decodes."""
     running = rig.start(rig.sampler.generate(prompts(60), 60))
     time.sleep(0.1)
-    psutil.Process(engine_pid()).kill()
+    find_engine(psutil.Process()).kill()
     started = time.monotonic()
     during = raised(lambda: running.result(60))
     return {
@@ -266,7 +267,7 @@ def death(rig: Rig) -> dict[str, Any]:
 
 def death_in_sync(rig: Rig) -> dict[str, Any]:
     """An engine process that is killed while it owes an answer to a sync."""
-    engine = psutil.Process(engine_pid())
+    engine = find_engine(psutil.Process())
     engine.suspend()
     pool = ThreadPoolExecutor(1)
     running = pool.submit(lambda: raised(lambda: rig.manager.sync(2, "adapter")))
@@ -275,12 +276,6 @@ def death_in_sync(rig: Rig) -> dict[str, Any]:
     engine.kill()
     started = time.monotonic()
     return {"error": running.result(), "seconds": time.monotonic() - started}
-
-
-def engine_pid() -> int:
-    """Process id of the engine."""
-    [child] = [child for child in psutil.Process().children() if "EngineCore" in "".join(child.cmdline())]
-    return child.pid
 
 
 def pairs(left: list, right: list) -> list[tuple[Any, Any]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.processes import describe
+
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 model: {path: MODEL, dtype: float32}
@@ -25,14 +27,6 @@ REWARD = """
 def reward(prompt, response):
     return sum(character.islower() for character in response) / 8
 """
-
-
-def describe(process: psutil.Process) -> str:
-    """A process's command line and state; a process may end, or turn into a zombie, while it is looked at."""
-    try:
-        return f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
-    except (psutil.NoSuchProcess, psutil.ZombieProcess) as error:
-        return f"{process.pid} {type(error).__name__}"
 
 
 class TrainRun:
