@@ -5,7 +5,6 @@ on how the optimizer's state is spread. The base model is never stored. Training
 to rank 0's host memory; a thread writes it. A checkpoint directory appears by one rename, complete or not at all.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,27 +19,15 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError
 from megarl.model.adapter import Adapter
 from megarl.model.durable import BackgroundWriter, publish
+from megarl.model.identity import difference
 from megarl.model.optim import AdapterOptimizer
 from megarl.model.sharding import ShardedTensor, collect
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 
-FORMAT = 1
+FORMAT = 2
 STATE, OPTIMIZER, RNG, ADAPTER = "state.json", "optimizer.safetensors", "rng.safetensors", "adapter"
 MAIN = "main"
-# Fields of config.json that decide what the weights mean.
-IDENTITY = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts",
-    "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-)  # fmt: skip
-
-
-def model_identity(hf_config: Mapping[str, Any]) -> str:
-    """A short digest of what makes two models' adapters interchangeable in shape."""
-    chosen = {key: hf_config.get(key) for key in IDENTITY}
-    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def save(
@@ -50,7 +37,7 @@ def save(
     groups: Groups,
     writer: BackgroundWriter,
     *,
-    identity: str,
+    identity: Mapping[str, Any],
     version: int,
     extra: Mapping[str, Any],
 ) -> None:
@@ -59,7 +46,7 @@ def save(
     Args:
         path: must not exist yet.
         writer: this rank's; rank 0's does the writing.
-        identity: from ``model_identity``.
+        identity: of the base model, from ``identify``; rank 0's is stored.
         version: the policy version.
         extra: JSON-able state of the caller (schedule, data cursor, metrics).
 
@@ -71,7 +58,7 @@ def save(
     target = Path(path)
     state = {
         "format": FORMAT,
-        "model": identity,
+        "model": dict(identity),
         "version": version,
         "optimizer_steps": optimizer.steps(),
         "topology": vars(groups.topology),
@@ -123,9 +110,13 @@ def load(
     groups: Groups,
     writer: BackgroundWriter,
     *,
-    identity: str,
+    base: str | Path,
 ) -> tuple[int, dict[str, Any]]:
     """Restore a checkpoint made at any layout; each rank reads only its slices. Collective; waits for a running save.
+
+    Args:
+        path: the checkpoint.
+        base: the Hugging Face folder of the model here.
 
     Returns:
         ``(policy version, extra)``. In the layout it was saved in, everything is bitwise as it was; in another, the
@@ -138,11 +129,7 @@ def load(
     on_rank_zero(writer.wait)
     folder = Path(path)
     state = read_state(folder)
-    if state["model"] != identity:
-        raise CheckpointError(
-            f"checkpoint '{folder}' belongs to another model (shape digest {state['model']}, this model {identity}); "
-            "set model.path to the model it was trained from"
-        )
+    on_rank_zero(lambda: _check_base(folder, state["model"], base))
     values = _values(optimizer)
     try:
         with safe_open(str(folder / OPTIMIZER), framework="pt", device="cpu") as source:
@@ -156,6 +143,14 @@ def load(
         raise CheckpointError(f"checkpoint '{folder}' is damaged: {error}") from error
     optimizer.restore(state["optimizer_steps"], values.pop(MAIN), values)
     return state["version"], state["extra"]
+
+
+def _check_base(folder: Path, saved: Mapping[str, Any], base: str | Path) -> None:
+    if found := difference(saved, base):
+        raise CheckpointError(
+            f"checkpoint '{folder}' was trained on another model than model.path '{base}': {found}; set model.path to "
+            "the model it was trained on"
+        )
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megarl.model.durable import BackgroundWriter
 from megarl.model.families import check_length, names_of
 from megarl.model.graphs import graphed, token_unit
 from megarl.model.hf_folder import read_config
+from megarl.model.identity import identify
 from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
 from megarl.model.sharding import ShardedTensor
@@ -81,6 +82,8 @@ class MegatronModel:
             keep_logits_gib=config.train.keep_logits_gib,
         )
         self._writer = BackgroundWriter()
+        # Now: the folder may be gone when the first checkpoint is saved. Rank 0 writes it.
+        self._identity = identify(config.model.path) if groups.rank == 0 else {}
         self._versions = dict.fromkeys(self.adapters, 0)
         self._pending: str | None = None
         for optimizer in self._optimizers.values():
@@ -226,7 +229,7 @@ class MegatronModel:
             self.optimizer,
             self.groups,
             self._writer,
-            identity=checkpoint.model_identity(self.hf_config),
+            identity=self._identity,
             version=self.version,
             extra=extra or {},
         )
@@ -241,9 +244,8 @@ class MegatronModel:
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
         """Restore a checkpoint made at any layout and return its ``extra``; see ``checkpoint.load``."""
-        identity = checkpoint.model_identity(self.hf_config)
         self.version, extra = checkpoint.load(
-            path, self.adapter, self.optimizer, self.groups, self._writer, identity=identity
+            path, self.adapter, self.optimizer, self.groups, self._writer, base=self.config.model.path
         )
         return extra
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.errors import AdapterError, CheckpointError
+from megarl.errors import AdapterError, CheckpointError, UnsupportedError
 from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
 from tests.helpers.models import make_model
@@ -131,9 +131,10 @@ def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
     failures["targets"] = _failure_of(
         lambda: build_other(folder, layout, target_modules=["q_proj"]).load_checkpoint(Path(folder) / "checkpoint")
     )
-    failures["model"] = _failure_of(
-        lambda: build_other(folder, layout, model="other").load_checkpoint(Path(folder) / "checkpoint")
-    )
+    for model in ("other", "twin"):
+        failures[model] = _failure_of(
+            lambda model=model: build_other(folder, layout, model=model).load_checkpoint(Path(folder) / "checkpoint")
+        )
     return {"whole": whole, "failures": failures}
 
 
@@ -148,7 +149,7 @@ def _failure(model: Any, path: Path, save: bool = False) -> tuple[str, str]:
 def _failure_of(action: Any) -> tuple[str, str]:
     try:
         action()
-    except (CheckpointError, AdapterError) as error:
+    except (CheckpointError, AdapterError, UnsupportedError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -166,6 +167,7 @@ def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refuse
 
     make_model(tmp_path / "model", family, tied=True)
     make_model(tmp_path / "other", family, tied=True, num_hidden_layers=2)
+    make_model(tmp_path / "twin", family, tied=True, seed=1)
     run_ranks(save_and_go_on, 2, str(tmp_path), layout, "float32")
     for name in ("truncated", "empty", "other-format"):
         shutil.copytree(tmp_path / "checkpoint", tmp_path / name)
@@ -185,7 +187,10 @@ def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refuse
         assert failures["exists"][0] == "CheckpointError" and "exists already" in failures["exists"][1]
         assert failures["rank"][0] == "AdapterError" and "(4, 2.0) in the file" in failures["rank"][1]
         assert failures["targets"][0] == "AdapterError" and "adapted in the file but not here" in failures["targets"][1]
-        assert failures["model"][0] == "CheckpointError" and "another model" in failures["model"][1]
+        assert failures["other"][0] == "CheckpointError"
+        assert "num_hidden_layers in its config.json was 4, and is 2; set model.path" in failures["other"][1]
+        assert failures["twin"][0] == "CheckpointError"
+        assert "'model.embed_tokens.weight' had other values; set model.path" in failures["twin"][1]
 
 
 def load_bad_adapters(folder: str, names: list[str]) -> dict[str, tuple[str, str]]:
@@ -223,17 +228,18 @@ def test_bad_adapters_are_refused_by_name_and_change_nothing(tmp_path):
     variant("truncated")
     file = tmp_path / "truncated" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-50])
-    names = ["shape", "missing", "extra", "target", "not-lora", "truncated", "nowhere"]
+    names = ["shape", "missing", "extra", "target", "dora", "not-lora", "truncated", "nowhere"]
     [failures] = run_ranks(load_bad_adapters, 1, str(tmp_path), names)
     expected = {
         "shape": "has shape",
         "missing": "lacks",
         "extra": "which nothing here uses",
         "target": "'kk_proj', which the model lacks; did you mean 'k_proj'?",
+        "dora": "use_dora is True",
         "not-lora": "supported is 'LORA'",
         "truncated": "truncated or damaged",
         "nowhere": "does not exist",
     }
     for name, message in expected.items():
-        assert failures[name][0] == "AdapterError", (name, failures[name])
+        assert failures[name][0] == ("UnsupportedError" if name == "dora" else "AdapterError"), (name, failures[name])
         assert message in failures[name][1], (name, failures[name])

@@ -1,0 +1,80 @@
+"""Which base model a checkpoint was trained on: what config.json says of it, and samples of its weights.
+
+Another model of the same shape (an Instruct model for its base) would load without a word and compute something else.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.model.hf_folder import WeightFolder, read_config
+from megarl.model.rope import rope_of
+
+# Fields of config.json that decide what the weights mean.
+FIELDS = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts",
+    "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_act", "rms_norm_eps", "attention_bias",
+    "sliding_window", "num_experts_per_tok", "norm_topk_prob", "n_shared_experts", "n_group", "topk_group",
+    "routed_scaling_factor", "scoring_func",
+)  # fmt: skip
+ROPE = "rope_parameters"
+# So many tensors, spread over the model, and one row of each: a few reads, however large the model is.
+TENSORS = 64
+
+
+def identify(folder: str | Path) -> dict[str, Any]:
+    """What ``difference`` compares, JSON-able.
+
+    Args:
+        folder: a Hugging Face folder.
+
+    Raises:
+        ModelError: it is incomplete.
+        UnsupportedError: its RoPE is not supported.
+    """
+    weights = WeightFolder(folder)
+    names = sorted(weights.where)
+    chosen = names[:: -(-len(names) // TENSORS)]
+    return {"config": _fields(read_config(folder)), "weights": {name: _sample(weights, name) for name in chosen}}
+
+
+def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
+    """What first distinguishes a model from the one that ``identify`` saw; None if nothing does.
+
+    Fields that only one config.json has are left out: transformers adds some when it writes a model again.
+    """
+    config = _fields(read_config(folder))
+    for name, value in saved["config"].items():
+        if name in config and config[name] != value:
+            return f"{name} in its config.json was {value!r}, and is {config[name]!r}"
+    weights = WeightFolder(folder)
+    for name, sample in saved["weights"].items():
+        if name not in weights.where:
+            return f"it had a tensor '{name}'"
+        if _sample(weights, name) != sample:
+            return f"'{name}' had other values"
+    return None
+
+
+def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    rope = rope_of(config)  # alike for all the ways in which config.json may write it
+    frequencies = None if rope.frequencies is None else _digest(rope.frequencies)
+    fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
+    return fields | {ROPE: {"rope_theta": rope.base, "factor": rope.attention_factor, "frequencies": frequencies}}
+
+
+def _sample(weights: WeightFolder, name: str) -> str:
+    """A digest of a tensor's middle row, or of the whole of a vector."""
+    source = weights.get_slice(name)
+    rows = source.get_shape()[0] if len(source.get_shape()) > 1 else 0
+    return _digest(source[rows // 2 : rows // 2 + 1] if rows else source[:])
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Of the values, whatever dtype holds them."""
+    return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()[:12]
