@@ -102,6 +102,11 @@ class Place:
         return self.case.folder / self.layout
 
     @property
+    def resumed(self) -> str:
+        """Under which name the case keeps the adapter that this place's checkpoint went on to."""
+        return f"{self.layout}/resumed"
+
+    @property
     def key(self) -> str:
         """``layout/case``."""
         return f"{self.layout}/{self.case.name}"

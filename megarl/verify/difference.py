@@ -1,4 +1,5 @@
-"""Why a row failed: the first module whose output differs, and the first gradient in backward order."""
+"""Why a row failed: the first module whose output differs, the first gradient in backward order, the first tensor of
+what was saved."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megarl.lora.targets import EMBED_MODULE, OUTPUT_MODULE, PREFIX
 from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
 from megarl.parallel.groups import Groups
@@ -14,15 +14,17 @@ from megarl.verify.cases import Case, Place
 from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS, Row
 from megarl.verify.launch import run_ranks, say
 from megarl.verify.loss import SurrogateLoss
+from megarl.verify.parts import SLACK, forward_order, tell
 from megarl.verify.ranks import Stage, build, each_layout
 from megarl.verify.reference import all_logprobs, load_reference
 from megarl.verify.samples import distinct_samples
+from megarl.verify.saved import first_saved
 from megarl.verify.trace import LOGPROBS as LM_HEAD
 from megarl.verify.trace import Trace, trace_model, trace_reference
 from megarl.verify.truth import DTYPES, run_shared
 
-# Activations gather rounding layer by layer, and one module's error is a single draw: more slack than for a row.
-BOUND, SLACK = 1e-5, 3.0
+# Activations gather rounding layer by layer.
+BOUND = 1e-5
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,13 @@ def explain(
             modules, gradients = (_largest([rank[index][part] for rank in found]) for part in (0, 1))
             order = own[suspect.place.case.name, suspect.adapter]
             lines[suspect.place.key] = _describe(suspect, modules, gradients, order)
+    for suspect, saved in zip(suspects, run_shared(_first_saved, suspects, report), strict=True):
+        lines[suspect.place.key] += saved
     return lines
+
+
+def _first_saved(suspect: Suspect) -> list[str]:
+    return first_saved(suspect.place, set(suspect.rows))
 
 
 def _trace(suspect: Suspect) -> dict[str, float]:
@@ -131,7 +139,7 @@ def _describe(
     if first is None:
         lines.append(f"first difference: none, all {len(bounds)} traced outputs agree")
     else:
-        lines.append(f"first difference: {first} (error {modules[first]:.1e}, bound {bounds[first]:.1e})")
+        lines.append(f"first difference: {tell(first, modules[first], bounds[first])}")
     if {GRADIENTS, GRADIENT_NORM} & set(suspect.rows):
         lines.append(_first_gradient(suspect.place.case, gradients))
     return lines
@@ -142,27 +150,11 @@ def _first_gradient(case: Case, gradients: Mapping[str, float]) -> str:
     if case.has("own"):
         own = _each(GRADIENTS, case, case.read("own").gradients, case.read("truth").gradients)
     fixed = case.rule.bounds[GRADIENTS]
-    for name in sorted(gradients, key=_backward_order(case)):
+    for name in sorted(gradients, key=forward_order(case), reverse=True):
         bound = max(fixed, SLACK * own.get(name, 0.0))
         if not gradients[name] <= bound:
-            return f"first gradient, backwards: {_short(name)} (error {gradients[name]:.1e}, bound {bound:.1e})"
+            return f"first gradient, backwards: {tell(name, gradients[name], bound)}"
     return "first gradient, backwards: none, each tensor alone agrees"
-
-
-def _backward_order(case: Case) -> Callable[[str], tuple[int, bool]]:
-    """Sort key of PEFT names: the last linear of the forward pass first, B before A."""
-    linears = names_of(read_config(case.model)).linear_names()
-    places = {name: index for index, name in enumerate([OUTPUT_MODULE, *reversed(linears), EMBED_MODULE])}
-
-    def key(name: str) -> tuple[int, bool]:
-        module, _, side = name.removeprefix(PREFIX).partition(".lora_")
-        return places[module], side.removeprefix("embedding_").startswith("A")
-
-    return key
-
-
-def _short(name: str) -> str:
-    return name.removeprefix(PREFIX).removesuffix(".weight")
 
 
 def _joined(logprobs: Sequence[np.ndarray]) -> torch.Tensor:

@@ -126,9 +126,11 @@ def resume(saved: Place, here: Place, groups: Groups) -> Finding:
     model.load_checkpoint(saved.folder / "checkpoint")
     model.forward_backward(model.pack(*here.case.samples()), SurrogateLoss())
     model.optim_step(here.config.train.learning_rate)
-    rule = here.case.rule
-    rows = {f.row: f for f in compare_adapters(exported_adapter(model), here.case.read("truth"), rule)}
+    rule, adapter = here.case.rule, exported_adapter(model)
+    rows = {f.row: f for f in compare_adapters(adapter, here.case.read("truth"), rule)}
     finding = rows[UPDATE if rule.by_norm else ADAPTER]
+    if groups.rank == 0 and rule.needs_own(Finding(CHECKPOINT, finding.worst, finding.error)):
+        here.case.write(saved.resumed, adapter)  # to name the first tensor, if it fails
     return Finding(CHECKPOINT, f"at {here.layout}: {finding.worst}", finding.error)
 
 

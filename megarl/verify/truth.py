@@ -176,7 +176,7 @@ def read_back(place: Place) -> list[tuple[Finding, float]]:
 def merged_weights(model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
     """Merged tensors against ``W + scaling * B @ A`` in float64; the yardstick is that sum, rounded once."""
     worst, own = Finding(MERGED_WEIGHTS, "", -1.0), 0.0
-    for name, exact, tensor in _exact_sums(model, adapter, merged):
+    for name, exact, tensor in exact_sums(model, adapter, merged):
         finding = rule.measure(MERGED_WEIGHTS, {name: tensor}, {name: exact})
         if not finding.error <= worst.error:
             worst = finding
@@ -184,7 +184,7 @@ def merged_weights(model: Path, adapter: Path, merged: Path, rule: Rule) -> tupl
     return worst, own
 
 
-def _exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """``(name, exact sum in float64, merged tensor)`` of every tensor of the merged folder."""
     from safetensors import safe_open
 

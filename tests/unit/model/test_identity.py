@@ -13,7 +13,9 @@ from tests.helpers.models import make_model, rope
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("identity") / "model", "llama", tied=False, rope_parameters=rope("llama3"))
+    return make_model(
+        tmp_path_factory.mktemp("identity") / "model", "llama", tied=False, rope_parameters=rope("llama3")
+    )
 
 
 def copy_of(model, folder, change=lambda weights: weights, **config):
