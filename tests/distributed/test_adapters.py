@@ -139,7 +139,7 @@ def test_adapters_trained_in_turn_equal_pefts(tmp_path):
     assert relative_error(logprobs_of(again, samples_of(0)[0]), torch.from_numpy(expected["second"][0])) < 1e-4
 
 
-def fresh_adapters(folder: str, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+def fresh_adapters(folder: str, layout: dict[str, Any], targets: list[str]) -> dict[str, torch.Tensor]:
     """A new adapter of one seed at a layout, whole; and what ``apply_lora`` refuses."""
     from peft import LoraConfig
 
@@ -150,7 +150,6 @@ def fresh_adapters(folder: str, layout: dict[str, Any]) -> dict[str, torch.Tenso
     from megarl.parallel.groups import init_groups
 
     groups = init_groups(ParallelConfig(**layout), pick_device("auto"))
-    targets = ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head"]
     config = LoraConfig(r=4, target_modules=targets)
     model = build(Path(folder), groups, lambda c, hf, g: apply_lora(c, config, hf, seed=11, groups=g), layout)
     for settings, message in (
@@ -163,15 +162,32 @@ def fresh_adapters(folder: str, layout: dict[str, Any]) -> dict[str, torch.Tenso
     return {name: tensor.clone() for name, tensor in model.adapter.export()}
 
 
-def test_the_start_does_not_depend_on_the_layout(tmp_path):
-    make_model(tmp_path / "model", "llama", tied=False)
-    [alone] = run_ranks(fresh_adapters, 1, str(tmp_path), {})
-    for found in run_ranks(fresh_adapters, 4, str(tmp_path), {"tensor": 2, "pipeline": 2}):
+@pytest.mark.parametrize(
+    ("family", "targets", "layout", "drawn"),
+    [
+        (
+            "llama",
+            ["q_proj", "k_proj", "o_proj", "gate_proj", "down_proj", "embed_tokens", "lm_head"],
+            {"tensor": 2, "pipeline": 2},
+            4 * 5 + 2,
+        ),
+        (
+            "qwen3_moe",
+            ["v_proj", "gate", "gate_proj", "up_proj", "down_proj"],
+            {"tensor": 2, "data": 2, "expert": 2, "expert_tensor": 2},
+            4 * (2 + 3 * 4),
+        ),
+    ],
+    ids=["TP2xPP2", "TP2xDP2xEP2xETP2"],
+)
+def test_the_start_does_not_depend_on_the_layout(tmp_path, family, targets, layout, drawn):
+    make_model(tmp_path / "model", family, tied=False)
+    [alone] = run_ranks(fresh_adapters, 1, str(tmp_path), {}, targets)
+    for found in run_ranks(fresh_adapters, 4, str(tmp_path), layout, targets):
         assert found.keys() == alone.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
-    drawn = [tensor for tensor in alone.values() if tensor.any()]
-    assert len(drawn) == 4 * 5 + 2
-    assert len({tensor.flatten()[0].item() for tensor in drawn}) == len(drawn)
+    starts = [tensor.flatten()[0].item() for tensor in alone.values() if tensor.any()]
+    assert len(starts) == len(set(starts)) == drawn
 
 
 def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:

@@ -39,17 +39,19 @@ def resume(folder: str, layout: dict[str, Any], dtype: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype", "elsewhere"),
+    ("family", "layout", "dtype", "elsewhere"),
     [
-        ({"pipeline": 2}, "bfloat16", None),
-        ({"tensor": 2}, "float32", {"data": 2} | DISTRIBUTED),
-        ({"data": 2} | DISTRIBUTED, "bfloat16", {"data": 2}),
-        ({"data": 2}, "bfloat16", {"data": 2} | DISTRIBUTED),
+        ("qwen3", {"pipeline": 2}, "bfloat16", None),
+        ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, "bfloat16", None),
+        ("qwen3", {"tensor": 2}, "float32", {"data": 2} | DISTRIBUTED),
+        ("qwen3", {"data": 2} | DISTRIBUTED, "bfloat16", {"data": 2}),
+        ("qwen3", {"data": 2}, "bfloat16", {"data": 2} | DISTRIBUTED),
+        ("mixtral", {"data": 2, "expert": 2}, "float32", None),
     ],
-    ids=["PP2-bf16", "TP2-fp32", "distributed-bf16", "plain-bf16"],
+    ids=["PP2-bf16", "PP2xVPP2-bf16", "TP2-fp32", "distributed-bf16", "plain-bf16", "experts-fp32"],
 )
-def test_resumed_run_is_the_uninterrupted_run(tmp_path, layout, dtype, elsewhere):
-    make_model(tmp_path / "model", "qwen3", tied=True)
+def test_resumed_run_is_the_uninterrupted_run(tmp_path, family, layout, dtype, elsewhere):
+    make_model(tmp_path / "model", family, tied=family == "qwen3")
     straight = run_ranks(save_and_go_on, 2, str(tmp_path), layout, dtype)
     resumed = run_ranks(resume, 2, str(tmp_path), layout, dtype)
     for a, b in zip(straight, resumed, strict=True):

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "tied": False, "rope_parameters": rope("linear"), "sliding_window": 48, "seed": 1},
     "llama-vocabulary": {"family": "llama", "tied": False},
     "qwen3-tied-vocabulary": {"family": "qwen3", "tied": True},
+    "qwen2-patterns": {"family": "qwen2", "tied": False},
     "qwen3-moe": {"family": "qwen3_moe", "tied": False},
     "mixtral": {"family": "mixtral", "tied": False},
 }
@@ -32,6 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
     "qwen3-tied-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "down_proj"]},
+    "qwen2-patterns": {
+        "target_modules": ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"q_proj": 8, "layers.1.mlp.up_proj": 3, "o_proj": 1},
+        "alpha_pattern": {"v_proj": 31, "layers.0.self_attn.o_proj": 1, "layers.3.mlp.down_proj": 5},
+        "use_rslora": True,
+    },
 }
 DISTRIBUTED = {"distributed_optimizer": True}
 OVERLAP = DISTRIBUTED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -56,6 +63,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xDP2": {"pipeline": 2, "data": 2},
     "CP2xDP2": {"context": 2, "data": 2},
     "TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
+    "TP2+SPxDP2+all": {"tensor": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
+    "EP2xDP4+all": {"expert": 2, "data": 4, "train": OVERLAP | {"recompute": "selective"}},
     "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
 TE = {
@@ -73,7 +82,7 @@ LAUNCHES = [
     ["TP2+SP", "TP2", "PP2", "PP2xVPP2"],
     ["CP2", "DP2", "EP2xDP2", "TP2+SPxETP2"],
     ["TP2+SP+selective", "PP2+full", "CP2+all", "DP2+distributed", "DP2+overlap"],
-    ["TP2xPP2", "PP2xDP2", "PP2xVPP2xDP2+all"],
+    ["TP2xPP2", "PP2xDP2", "PP2xVPP2xDP2+all", "TP2+SPxDP2+all", "EP2xDP4+all"],
     ["TP2+SPxCP2", "PP2xCP2", "CP2xDP2", "TP2+SPxEP2xETP2xDP2"],
 ]
 # These have between them every kind of layer and of embedding, and meet every layout that fits them; the others meet
@@ -91,10 +100,10 @@ WITH_EXPERTS = ("qwen3-moe", "mixtral")
 def models_at(name: str) -> list[str]:
     """The models that run at a layout."""
     layout = LAYOUTS[name]
-    if "train" in layout:
-        return [*SWITCHED, *(model for model, names in ONLY.items() if name in names)]
     if "expert" in layout or "expert_tensor" in layout:
         return list(WITH_EXPERTS)
+    if "train" in layout:
+        return [*SWITCHED, *(model for model, names in ONLY.items() if name in names)]
     met = [model for model in MODELS if model in EVERYWHERE or name in ONLY.get(model, ELSEWHERE) or name in TE]
     return [model for model in met if not (layout.get("sequence") is False and model in WITH_EXPERTS)]
 

@@ -7,7 +7,7 @@ the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     products                            times of the ways to compute a linear with LoRA
     models                              writes the models of the next two
-    matrix:FAMILY:BACKEND:DTYPE:RANKS   `megarl verify --matrix`
+    matrix:FAMILY:BACKEND:DTYPE:RANKS[:SECTION.KEY=VALUE,...]   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
 
 `0@STAGE` shows the stage the first GPU only.
@@ -49,15 +49,14 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
         case "models", []:
             return [sys.executable, "-m", "tests.gpu.models", str(MODELS)], OTHER
         case "bench", [shape, *settings]:
-            options = [option for setting in settings for option in re.split(r",(?=\w+=)", setting)]
+            options = options_of(settings)
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
-        case "matrix", [family, backend, dtype, ranks]:
-            options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", "--matrix", "--ranks", ranks]
-            return [*MEGARL, "verify", str(MODELS / family), *options, *page], VERIFIED
+        case "matrix", [family, backend, dtype, ranks, *settings]:
+            options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", *options_of(settings)]
+            return [*MEGARL, "verify", str(MODELS / family), *options, "--matrix", "--ranks", ranks, *page], VERIFIED
         case "verify", [model, backend, dtype, *layout]:
-            given = layout[0].split(",") if layout else []
-            more = [option if "." in option else f"parallel.{option}" for option in given]
+            more = [o if "." in o.partition("=")[0] else f"parallel.{o}" for o in options_of(layout)]
             options = [f"model.backend={backend}", f"model.dtype={dtype}", *more]
             return [*MEGARL, "verify", str(MODELS / model), *options, *page], VERIFIED
         case kind, [] if kind in TESTS:
@@ -65,9 +64,14 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
     raise SystemExit(f"unknown stage '{stage}'\n\n{__doc__}")
 
 
+def options_of(settings: list[str]) -> list[str]:
+    """``KEY=VALUE,...``, where a value may be a list."""
+    return [option for setting in settings for option in re.split(r",(?=[\w.]+=)", setting)]
+
+
 def file_name(stage: str) -> str:
     """The stage's name for files."""
-    return re.sub(r"[^\w.]+", "-", stage).strip("-")
+    return re.sub(r"[^\w.]+", "-", stage).strip("-")[:200]
 
 
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]]) -> None:
