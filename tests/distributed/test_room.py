@@ -23,6 +23,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "first": {"target_modules": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], "r": 8},
     "second": {"target_modules": ["q_proj", "k_proj", "up_proj"], "r": 4},
 }
+# With room or without, and what is recomputed: then the backward pass writes the room behind the inputs once more.
+VARIANTS = [(False, {}), (True, {}), *((True, {"train": {"recompute": kind}}) for kind in ("selective", "full"))]
 
 
 def apart(tensor: torch.Tensor, columns: int) -> torch.Tensor:
@@ -48,7 +50,7 @@ def addresses(chunks: list) -> dict[str, int]:
 
 
 def compute(folder: str) -> list[dict[str, Any]]:
-    """Everything a model does with two adapters; without room, then with it."""
+    """Everything a model does with two adapters, at each of ``VARIANTS``."""
     from megarl.config import ParallelConfig
     from megarl.lora import apply_lora, layers, load_peft_config
     from megarl.lora.adapter import wrapped_layers
@@ -65,13 +67,13 @@ def compute(folder: str) -> list[dict[str, Any]]:
     def attach(chunks: list, hf: Any, groups: Any) -> list:
         return [apply_lora(chunks, load_peft_config(root / n), hf, name=n, groups=groups) for n in CONFIGS]
 
-    for room in (False, True):
+    for room, recompute in VARIANTS:
         with pytest.MonkeyPatch.context() as patch:
             for module in (layers, gpt, mlp):
                 patch.setattr(module, "wants_kernels", lambda tensor, room=room: room)
             patch.setattr(norm_kernel, "rms_norm", norm)
             patch.setattr(swiglu_kernel, "swiglu", swiglu)
-            model, found = MegatronModel(make_config(root / "model"), groups, attach), {}
+            model, found = MegatronModel(make_config(root / "model", recompute), groups, attach), {}
             samples = make_samples(6, SHAPE["vocab_size"], seed=0)
             batch = model.pack(samples, np.full(len(samples), 0.05))
             for name in CONFIGS:
@@ -101,11 +103,13 @@ def test_room_changes_nothing_but_the_order_of_sums(tmp_path):
     make_model(tmp_path / "model", "llama", tied=False)
     for seed, (name, config) in enumerate(CONFIGS.items()):
         make_adapter(tmp_path / "model", tmp_path / name, seed=seed, **config)
-    [(without, with_room)] = run_ranks(compute, 1, str(tmp_path))
-    # qkv, fc1 and fc2 of every layer; attention's output leaves no room for proj.
-    assert (without.pop("moved"), with_room.pop("moved")) == (0, 3 * SHAPE["num_hidden_layers"])
-    assert without.keys() == with_room.keys()
-    for name, expected in without.items():
-        if name.startswith("base"):
-            assert torch.equal(with_room[name], expected), name
-        assert relative_error(with_room[name], expected) < 1e-5, name
+    [(without, *with_room)] = run_ranks(compute, 1, str(tmp_path))
+    assert without.pop("moved") == 0
+    for found in with_room:
+        # qkv, fc1 and fc2 of every layer; attention's output leaves no room for proj.
+        assert found.pop("moved") == 3 * SHAPE["num_hidden_layers"]
+        assert without.keys() == found.keys()
+        for name, expected in without.items():
+            if name.startswith("base"):
+                assert torch.equal(found[name], expected), name
+            assert relative_error(found[name], expected) < 1e-5, name
