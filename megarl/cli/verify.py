@@ -55,7 +55,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
                 tiny = command.tiny_config(config, Path(folder) / "model")
                 reports, refused = command.verify_matrix(tiny, arguments.ranks or RANKS, report)
-                text = output.matrix_markdown(reports, refused)
+                text = output.matrix_markdown(reports, refused, arguments.overrides)
         else:
             reports = command.verify_model(config, report)
             text = output.markdown(reports[0])

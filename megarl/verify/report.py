@@ -39,10 +39,17 @@ def _cells(report: "Report") -> list[tuple[list[str], bool]]:
     ]
 
 
-def matrix_markdown(reports: Sequence["Report"], refused: Mapping[str, Sequence[str]]) -> str:
+def matrix_markdown(
+    reports: Sequence["Report"], refused: Mapping[str, Sequence[str]], settings: Sequence[str] = ()
+) -> str:
     """One line per layout: the error of every row; the refused layouts and their reasons below.
 
     A row's bound stands above it where it is the same at every layout.
+
+    Args:
+        reports: of the layouts.
+        refused: reason -> layouts.
+        settings: what was given on the command line, for the line on top.
     """
     case = reports[0].place.case
     family = f"{read_model_shape(case.config.model.path)['model_type']}, {case.dtype}; truth in {reports[0].truth}"
@@ -56,7 +63,9 @@ def matrix_markdown(reports: Sequence["Report"], refused: Mapping[str, Sequence[
     lines = _markdown(("layout", *names, "nearest to its bound", "pass"), cells)
     below = [f"{report.place.layout}: {line}" for report in reports for line in report.differences]
     below += [f"Refused: {line}" for line in describe_refused(refused)]
-    return "\n".join([f"Tiny random {family}; {len(reports)} layouts.", "", *lines, *_below(below)]) + "\n"
+    given = [", ".join(settings)] if settings else []
+    title = "; ".join([f"Tiny random {family}", f"{len(reports)} layouts", *given])
+    return "\n".join([f"{title}.", "", *lines, *_below(below)]) + "\n"
 
 
 def as_json(reports: Sequence["Report"]) -> str:

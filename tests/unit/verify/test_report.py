@@ -75,8 +75,10 @@ def test_markdown_ends_with_what_differs_first(config):
 def test_the_matrix_has_a_line_per_layout_with_its_worst_row(config):
     good = [BAD[0], Row("gradients", "model.layers.0.q_proj.lora_A", 1e-6, 1e-4)]
     reports = [report_of(config, good, "TP1"), report_of(config, BAD, "TP2+SP", [LINE])]
-    lines = matrix_markdown(reports, {"needs pipeline": ["VPP2", "VPP2xDP2"]}).splitlines()
-    assert lines[0] == "Tiny random llama, float32; truth in float64; 2 layouts."
+    refused, settings = {"needs pipeline": ["VPP2", "VPP2xDP2"]}, ["lora.r=4", "train.recompute=full"]
+    lines = matrix_markdown(reports, refused, settings).splitlines()
+    assert lines[0] == "Tiny random llama, float32; truth in float64; 2 layouts; lora.r=4, train.recompute=full."
+    assert matrix_markdown(reports, refused).startswith("Tiny random llama, float32; truth in float64; 2 layouts.\n")
     assert lines[2] == "| layout | logprobs | gradients | nearest to its bound | pass |"
     assert lines[4] == "| bound | 1.0e-05 | 1.0e-04 |  |  |"
     assert lines[5] == "| TP1 | 1.5e-07 | 1.0e-06 | logprobs, 1% | yes |"
