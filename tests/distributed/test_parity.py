@@ -75,6 +75,10 @@ TE = {
     "TE+EP2xDP2": {"expert": 2, "data": 2},
     "TE+TP2+SPxCP2": {"tensor": 2, "context": 2},
     "TE+TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
+    "TE+TP2+SP+selective": {"tensor": 2, "train": {"recompute": "selective"}},
+    "TE+PP2+full": {"pipeline": 2, "train": {"recompute": "full"}},
+    "TE+CP2+all": {"context": 2, "train": OVERLAP | {"recompute": "full"}},
+    "TE+DP2+all": {"data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
 LAYOUTS |= {name: layout | {"backend": "te"} for name, layout in TE.items()}
 LAUNCHES = [

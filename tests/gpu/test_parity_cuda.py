@@ -7,8 +7,9 @@ from megarl.verify.run import verify_places
 from tests.distributed.test_parity import LAYOUTS, make_cases, places_at
 from tests.helpers.cases import make_case, place
 
-# Between them: norms of queries and keys, biases, tied embeddings, both kinds of mixtures of experts.
-COVERED = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "mixtral")
+# Between them: norms of queries and keys, biases, tied embeddings, both kinds of mixtures of experts, adapters of the
+# embedding and lm_head.
+COVERED = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "mixtral", "llama-vocabulary")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -38,6 +39,8 @@ def cases(tmp_path_factory):
         ["TE+TP2+SP", "TE+PP2", "TE+CP2", "TE+EP2xDP2"],
         ["TE+TP2+SPxCP2", "TE+TP2+SPxEP2xETP2xDP2"],
         ["TP2+SP", "TP2", "PP2", "DP2", "CP2", "EP2xDP2"],
+        ["TE+TP2+SP+selective", "TE+PP2+full", "TE+CP2+all", "TE+DP2+all"],
+        ["TP2+SP+selective", "PP2+full", "CP2+all", "DP2+overlap"],
         ["TP2xPP2", "PP2xDP2", "TP2+SPxCP2", "PP2xCP2", "CP2xDP2", "TP2+SPxEP2xETP2xDP2"],
     ],
     ids=str,
