@@ -17,7 +17,7 @@ def export_run(run: Path, form: str, out: Path) -> None:
 
     Raises:
         ConfigError: not a run folder, or ``out`` exists.
-        CheckpointError: the run has saved no adapter yet.
+        CheckpointError: the run has saved no adapter yet; or ``model.path`` is no longer the model it was trained on.
         AdapterError, ModelError: damaged files.
     """
     config = run_config(run)
@@ -26,8 +26,12 @@ def export_run(run: Path, form: str, out: Path) -> None:
     adapter = find_adapter(run)
     if form == "merged":
         from megarl.lora.merge import merge_folder
+        from megarl.model.checkpoint import check_base
 
-        merge_folder(Path(config.model.path).expanduser(), adapter, out)
+        base = Path(config.model.path).expanduser()
+        for state in sorted(run.glob("checkpoints/step-*/state.json"))[-1:]:
+            check_base(state.parent, base)
+        merge_folder(base, adapter, out)
         return
     from megarl.lora.peft_io import write_directory
 

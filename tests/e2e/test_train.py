@@ -1,6 +1,7 @@
 """The whole stack as a user starts it: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -173,13 +174,20 @@ print(json.dumps([[next(iter(d.values())).logprob for d in out.prompt_logprobs[1
 """
 
 
-def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(finished, recipe, tmp_path):
+def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(finished, recipe, tmp_path, capsys):
     from megarl.cli.main import main
 
     assert main(["export", str(finished), "--format", "peft", "--out", str(tmp_path / "peft")]) == 0
     assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 0
     assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 2
     assert main(["export", str(tmp_path), "--format", "peft", "--out", str(tmp_path / "other")]) == 2
+    # Another model of the same shape has taken the base's place.
+    replaced = shutil.copytree(finished, tmp_path / "replaced")
+    settings = (replaced / "config.yaml").read_text()
+    (replaced / "config.yaml").write_text(settings.replace(str(recipe.parent / "model"), str(tmp_path / "merged")))
+    capsys.readouterr()
+    assert main(["export", str(replaced), "--format", "merged", "--out", str(tmp_path / "other")]) == 1
+    assert re.search(r"was trained on another model than .*: 'model\.\S+' had other values", capsys.readouterr().err)
     rows = read_rollout(finished, STEPS)
     expected = peft_logprobs(recipe, tmp_path / "peft", rows)
     merged = recipe.parent / "merged-run"
