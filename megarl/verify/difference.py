@@ -14,11 +14,11 @@ from megarl.verify.cases import Case, Place
 from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS, Row
 from megarl.verify.launch import run_ranks, say
 from megarl.verify.loss import SurrogateLoss
-from megarl.verify.parts import SLACK, forward_order, tell
+from megarl.verify.parts import beyond, first_of, forward_order
 from megarl.verify.ranks import Stage, build, each_layout
 from megarl.verify.reference import all_logprobs, load_reference
 from megarl.verify.samples import distinct_samples
-from megarl.verify.saved import first_saved
+from megarl.verify.saved import CAUSES, first_saved
 from megarl.verify.trace import LOGPROBS as LM_HEAD
 from megarl.verify.trace import Trace, trace_model, trace_reference
 from megarl.verify.truth import DTYPES, run_shared
@@ -70,7 +70,8 @@ def explain(
             modules, gradients = (_largest([rank[index][part] for rank in found]) for part in (0, 1))
             order = own[suspect.place.case.name, suspect.adapter]
             lines[suspect.place.key] = _describe(suspect, modules, gradients, order)
-    for suspect, saved in zip(suspects, run_shared(_first_saved, suspects, report), strict=True):
+    later = [suspect for suspect in suspects if not CAUSES & set(suspect.rows)]
+    for suspect, saved in zip(later, run_shared(_first_saved, later, report), strict=True):
         lines[suspect.place.key] += saved
     return lines
 
@@ -132,14 +133,10 @@ def _each(
 def _describe(
     suspect: Suspect, modules: Mapping[str, float], gradients: Mapping[str, float], own: Mapping[str, float]
 ) -> list[str]:
-    exact = suspect.place.case.dtype == "float32"
-    bounds = {name: max(BOUND if exact else 0.0, SLACK * own[name]) for name in own if name in modules}
-    lines = []
-    first = next((name for name, bound in bounds.items() if not modules[name] <= bound), None)
-    if first is None:
-        lines.append(f"first difference: none, all {len(bounds)} traced outputs agree")
-    else:
-        lines.append(f"first difference: {tell(first, modules[first], bounds[first])}")
+    fixed = BOUND if suspect.place.case.dtype == "float32" else 0.0
+    traced = [name for name in own if name in modules]
+    found = (beyond(name, modules[name], fixed, own[name]) for name in traced)
+    lines = [f"first difference: {first_of(found, f'all {len(traced)} traced outputs agree')}"]
     if {GRADIENTS, GRADIENT_NORM} & set(suspect.rows):
         lines.append(_first_gradient(suspect.place.case, gradients))
     return lines
@@ -149,12 +146,9 @@ def _first_gradient(case: Case, gradients: Mapping[str, float]) -> str:
     own: dict[str, float] = {}
     if case.has("own"):
         own = _each(GRADIENTS, case, case.read("own").gradients, case.read("truth").gradients)
-    fixed = case.rule.bounds[GRADIENTS]
-    for name in sorted(gradients, key=forward_order(case), reverse=True):
-        bound = max(fixed, SLACK * own.get(name, 0.0))
-        if not gradients[name] <= bound:
-            return f"first gradient, backwards: {tell(name, gradients[name], bound)}"
-    return "first gradient, backwards: none, each tensor alone agrees"
+    fixed, backwards = case.rule.bounds[GRADIENTS], sorted(gradients, key=forward_order(case), reverse=True)
+    found = (beyond(name, gradients[name], fixed, own.get(name, 0.0)) for name in backwards)
+    return f"first gradient, backwards: {first_of(found, 'each tensor alone agrees')}"
 
 
 def _joined(logprobs: Sequence[np.ndarray]) -> torch.Tensor:

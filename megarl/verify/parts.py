@@ -1,6 +1,6 @@
 """What is said of one tensor or module alone: its place in the forward pass, its bound, a line of text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from megarl.lora.targets import EMBED_MODULE, OUTPUT_MODULE, PREFIX
 from megarl.model.families import names_of
@@ -23,6 +23,21 @@ def forward_order(case: Case) -> Callable[[str], tuple[int, bool]]:
     return key
 
 
-def tell(name: str, error: float, bound: float) -> str:
-    """``model.layers.0.mlp.up_proj.lora_A (error 1.0e-02, bound 1.0e-04)``."""
+def beyond(name: str, error: float, fixed: float, own: float = 0.0) -> str | None:
+    """``model.layers.0.mlp.up_proj.lora_A (error 1.0e-02, bound 1.0e-04)``, if the error is larger than its bound.
+
+    Args:
+        name: PEFT's or Hugging Face's.
+        error: of that part alone; NaN is larger than any bound.
+        fixed: the bound whatever rounding does.
+        own: the yardstick's error.
+    """
+    bound = max(fixed, SLACK * own)
+    if error <= bound:
+        return None
     return f"{name.removeprefix(PREFIX).removesuffix('.weight')} (error {error:.1e}, bound {bound:.1e})"
+
+
+def first_of(found: Iterable[str | None], otherwise: str) -> str:
+    """The first line of text, or that there is none."""
+    return next(filter(None, found), f"none, {otherwise}")

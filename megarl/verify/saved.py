@@ -1,6 +1,6 @@
 """Which tensor of what megarl saved differs first, where all that was computed before agrees."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -23,7 +23,7 @@ from megarl.verify.compare import (
     Outcome,
     compare_adapters,
 )
-from megarl.verify.parts import SLACK, forward_order, tell
+from megarl.verify.parts import beyond, first_of, forward_order
 from megarl.verify.truth import exact_sums
 
 # Where one of these fails, what is saved follows from it.
@@ -32,13 +32,10 @@ CAUSES = {LOGPROBS, BASE_LOGPROBS, GRADIENTS, GRADIENT_NORM}
 
 def first_saved(place: Place, rows: set[str]) -> list[str]:
     """Lines of text about a place's failed rows: the first tensor, in the order of the forward pass."""
-    if rows & CAUSES:
-        return []
     lines, case = [], place.case
     if rows & {ADAPTER, UPDATE, PEFT_LOAD}:
-        lines.append(
-            f"first tensor of the saved adapter: {_first(case, load_file(place.folder / 'adapter' / WEIGHTS))}"
-        )
+        saved = load_file(place.folder / "adapter" / WEIGHTS)
+        lines.append(f"first tensor of the saved adapter: {_first(case, saved)}")
     if rows & {MERGED_LOAD, MERGED_WEIGHTS}:
         lines.append(f"first merged weight: {_first_merged(place)}")
     if CHECKPOINT in rows:
@@ -48,22 +45,17 @@ def first_saved(place: Place, rows: set[str]) -> list[str]:
 
 def _first(case: Case, adapter: Mapping[str, torch.Tensor]) -> str:
     """The first tensor of an adapter after the updates that is further off than its own bound."""
-    truth, rule = case.read("truth"), case.rule
-    own = _of_own(case, truth)
-    for name in sorted(truth.adapter, key=forward_order(case)):
-        for finding in _alone(case, name, adapter, truth):
-            bound = max(rule.bounds[finding.row], SLACK * own(name).get(finding.row, 0.0))
-            if not finding.error <= bound:
-                return tell(finding.worst, finding.error, bound)
-    return "none, each tensor alone agrees"
+    truth = case.read("truth")
+    theirs = case.read("own").adapter if case.has("own") else truth.adapter
 
+    def each() -> Iterator[str | None]:
+        """Of each tensor, its rows beyond their bounds."""
+        for name in sorted(truth.adapter, key=forward_order(case)):
+            pairs = zip(_alone(case, name, adapter, truth), _alone(case, name, theirs, truth), strict=True)
+            for finding, own in pairs:
+                yield beyond(finding.worst, finding.error, case.rule.bounds[finding.row], own.error)
 
-def _of_own(case: Case, truth: Outcome) -> Callable[[str], dict[str, float]]:
-    """The yardstick's error of one tensor, by row."""
-    if not case.has("own"):
-        return lambda name: {}
-    own = case.read("own").adapter
-    return lambda name: {finding.row: finding.error for finding in _alone(case, name, own, truth)}
+    return first_of(each(), "each tensor alone agrees")
 
 
 def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Outcome) -> list[Finding]:
@@ -79,21 +71,12 @@ def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Ou
 
 
 def _first_merged(place: Place) -> str:
-    case, rule = place.case, place.case.rule
-    order, errors = forward_order(case), dict(_merged_errors(place))
-    for name in sorted(errors, key=order):
-        error, own = errors[name]
-        bound = max(rule.bounds[MERGED_WEIGHTS], SLACK * own)
-        if not error <= bound:
-            return tell(name, error, bound)
-    return "none, each weight alone agrees"
-
-
-def _merged_errors(place: Place) -> Iterator[tuple[str, tuple[float, float]]]:
-    """``(name, (error, error of the exact sum rounded once))``."""
+    """The first tensor of the merged model that is further from the exact sum than its own bound."""
     rule = place.case.rule
+    found: dict[str, str | None] = {}
     for name, exact, tensor in exact_sums(place.case.model, place.folder / "adapter", place.folder / "merged"):
         error, own = (
             rule.measure(MERGED_WEIGHTS, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype))
         )
-        yield name, (error, own)
+        found[name] = beyond(name, error, rule.bounds[MERGED_WEIGHTS], own)
+    return first_of((found[name] for name in sorted(found, key=forward_order(place.case))), "each weight alone agrees")
