@@ -25,12 +25,13 @@ def export_run(run: Path, form: str, out: Path) -> None:
         raise ConfigError(f"--out '{out}' exists already; name a new folder")
     adapter = find_adapter(run)
     if form == "merged":
+        from megarl.controller.metrics import checkpoints
         from megarl.lora.merge import merge_folder
-        from megarl.model.checkpoint import check_base
+        from megarl.model.checkpoint import check_base, read_state
 
         base = Path(config.model.path).expanduser()
-        for state in sorted(run.glob("checkpoints/step-*/state.json"))[-1:]:
-            check_base(state.parent, base)
+        for last in checkpoints(run)[-1:]:
+            check_base(last, read_state(last), base)
         merge_folder(base, adapter, out)
         return
     from megarl.lora.peft_io import write_directory

@@ -129,7 +129,7 @@ def load(
     on_rank_zero(writer.wait)
     folder = Path(path)
     state = read_state(folder)
-    on_rank_zero(lambda: check_base(folder, base))
+    on_rank_zero(lambda: check_base(folder, state, base))
     values = _values(optimizer)
     try:
         with safe_open(str(folder / OPTIMIZER), framework="pt", device="cpu") as source:
@@ -145,18 +145,19 @@ def load(
     return state["version"], state["extra"]
 
 
-def check_base(folder: Path, base: str | Path) -> None:
+def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None:
     """Refuse a checkpoint of another base model.
 
     Args:
         folder: the checkpoint.
+        state: from ``read_state``.
         base: the Hugging Face folder that ``model.path`` names.
 
     Raises:
-        CheckpointError: naming the field or tensor that differs; or no complete checkpoint.
+        CheckpointError: naming the field or tensor that differs.
         ModelError: ``base`` is incomplete.
     """
-    if found := difference(read_state(folder)["model"], base):
+    if found := difference(state["model"], base):
         raise CheckpointError(
             f"checkpoint '{folder}' was trained on another model than model.path '{base}': {found}; set model.path to "
             "the model it was trained on"
