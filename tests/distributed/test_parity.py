@@ -57,6 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2+all": {"context": 2, "train": OVERLAP | {"recompute": "full"}},
     "DP2+distributed": {"data": 2, "train": DISTRIBUTED},
     "DP2+overlap": {"data": 2, "train": OVERLAP},
+    "DP2+all": {"data": 2, "train": OVERLAP | {"recompute": "full"}},
     "TP2xPP2": {"tensor": 2, "pipeline": 2},
     "TP2+SPxCP2": {"tensor": 2, "context": 2},
     "PP2xCP2": {"pipeline": 2, "context": 2},
@@ -67,20 +68,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2xDP4+all": {"expert": 2, "data": 4, "train": OVERLAP | {"recompute": "selective"}},
     "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
-TE = {
-    "TE": {},
-    "TE+TP2+SP": {"tensor": 2},
-    "TE+PP2": {"pipeline": 2},
-    "TE+CP2": {"context": 2},
-    "TE+EP2xDP2": {"expert": 2, "data": 2},
-    "TE+TP2+SPxCP2": {"tensor": 2, "context": 2},
-    "TE+TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
-    "TE+TP2+SP+selective": {"tensor": 2, "train": {"recompute": "selective"}},
-    "TE+PP2+full": {"pipeline": 2, "train": {"recompute": "full"}},
-    "TE+CP2+all": {"context": 2, "train": OVERLAP | {"recompute": "full"}},
-    "TE+DP2+all": {"data": 2, "train": OVERLAP | {"recompute": "full"}},
-}
-LAYOUTS |= {name: layout | {"backend": "te"} for name, layout in TE.items()}
+# Named as the same layout of the other back end.
+TE = [
+    "TP1", "TP2+SP", "PP2", "CP2", "EP2xDP2", "TP2+SPxCP2", "TP2+SPxEP2xETP2xDP2", "TP2+SP+selective", "PP2+full",
+    "CP2+all", "DP2+all",
+]  # fmt: skip
+LAYOUTS |= {f"TE+{name}": LAYOUTS[name] | {"backend": "te"} for name in TE}
 LAUNCHES = [
     ["TP1"],
     ["TP2+SP", "TP2", "PP2", "PP2xVPP2"],
@@ -108,7 +101,9 @@ def models_at(name: str) -> list[str]:
         return list(WITH_EXPERTS)
     if "train" in layout:
         return [*SWITCHED, *(model for model, names in ONLY.items() if name in names)]
-    met = [model for model in MODELS if model in EVERYWHERE or name in ONLY.get(model, ELSEWHERE) or name in TE]
+    met = [
+        model for model in MODELS if model in EVERYWHERE or name in ONLY.get(model, ELSEWHERE) or "backend" in layout
+    ]
     return [model for model in met if not (layout.get("sequence") is False and model in WITH_EXPERTS)]
 
 

@@ -35,7 +35,7 @@ def cases(tmp_path_factory):
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["TE", "TP1"],  # and so a checkpoint of one back end goes on in the other
+        ["TE+TP1", "TP1"],  # and so a checkpoint of one back end goes on in the other
         ["TE+TP2+SP", "TE+PP2", "TE+CP2", "TE+EP2xDP2"],
         ["TE+TP2+SPxCP2", "TE+TP2+SPxEP2xETP2xDP2"],
         ["TP2+SP", "TP2", "PP2", "DP2", "CP2", "EP2xDP2"],
@@ -54,10 +54,10 @@ def test_fp32_equals_peft(cases, layouts):
     [
         ("llama", "TP1"),
         ("qwen3", "TP1"),
-        ("llama", "TE"),
-        ("qwen3", "TE"),
+        ("llama", "TE+TP1"),
+        ("qwen3", "TE+TP1"),
         ("qwen3_moe", "TP1"),
-        ("qwen3_moe", "TE"),
+        ("qwen3_moe", "TE+TP1"),
         ("qwen3", "CP2"),
         ("qwen3", "TE+CP2"),
     ],
