@@ -11,6 +11,8 @@ cd "$MEGARL_ROOT"
 
 # The ranks of a test share the cores with each other and with another test; more threads only wait for each other.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# A rank that crashes says where.
+export PYTHONFAULTHANDLER=1
 
 failed=()
 # Go on after a failure: one run shows all of them.
