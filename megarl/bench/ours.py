@@ -1,7 +1,6 @@
 """One training step of megarl: LoRA on either back end, or all weights."""
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,11 +117,8 @@ class _Marked:
 
 
 def _single_rank() -> None:
-    """What torchrun would set for one process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    """What torchrun would set for one process; its store listens on any port."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def _fill(chunks: list[PackedGPTModel], settings: BenchSettings, hf_config: dict[str, Any], groups: Groups) -> None:

@@ -1,7 +1,6 @@
 """A trainer rank as a Ray actor."""
 
 import os
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,13 +19,16 @@ class TrainerRank(CheckpointEngineMixin):
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
+        # Imports torch, which takes seconds: here, where all ranks do so at the same time.
+        from megarl.parallel import rendezvous
+
         self.config, self.rank = config, rank
+        self._rendezvous = rendezvous
 
     def rendezvous(self) -> tuple[str, int]:
-        """This node's address and a free port, for rank 0 to listen on."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """This node's address and the port of a store that this rank keeps open, for all ranks to meet at."""
+        self._store = self._rendezvous.open_store()
+        return ray.util.get_node_ip_address(), self._store.port
 
     def node(self) -> str:
         """The Ray node this rank is on."""
@@ -42,12 +44,8 @@ class TrainerRank(CheckpointEngineMixin):
         Returns:
             ``parameters`` that are trained on this rank and the ``device``'s type.
         """
-        os.environ.update(
-            RANK=str(self.rank),
-            WORLD_SIZE=str(self.config.parallel.world_size),
-            MASTER_ADDR=address,
-            MASTER_PORT=str(port),
-        )
+        world_size = self.config.parallel.world_size
+        os.environ.update(self._rendezvous.rank_environment(self.rank, world_size, address, port))
         import torch
 
         from megarl.loss import build_loss

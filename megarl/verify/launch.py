@@ -4,7 +4,6 @@ import functools
 import gc
 import os
 import pickle
-import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from megarl.errors import MegarlError, WorkerError
+from megarl.parallel.rendezvous import open_store, rank_environment
 
 # Modules that the fork server imports before the first rank.
 PRELOAD = ["megarl.verify.preload"]
@@ -51,8 +51,9 @@ def run_ranks(
     said = context.SimpleQueue()
     reader = threading.Thread(target=_read, args=(said, report or (lambda text: None)), daemon=True)
     reader.start()
+    store = open_store()
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
-        given = (function, prepare, world_size, _free_port(), folder, said, args)
+        given = (function, prepare, world_size, store.port, folder, said, args)
         ranks = mp.start_processes(_enter, given, nprocs=world_size, join=False, start_method=start_method)
         failure = None
         try:
@@ -116,12 +117,6 @@ def _read(said: Any, report: Callable[[str], None]) -> None:
         report(text)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def _failure(folder: Path, error: Exception) -> MegarlError:
     """What a rank raised, if that is ours; the first to fail is not always the one that torch names."""
     for file in sorted(folder.glob("*.error")):
@@ -157,9 +152,7 @@ def _enter(
     _said = said
     _end_with_parent()
     os.dup2(2, 1)  # standard output belongs to the caller: `megarl verify --json` prints nothing else there
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(rank_environment(rank, world_size, "127.0.0.1", port), LOCAL_RANK=str(rank))
     # Read when CUDA starts here: without it Transformer Engine multiplies float32 in TF32.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // world_size)))
