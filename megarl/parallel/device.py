@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from megarl.errors import ConfigError
 from megarl.parallel import uneven
+from megarl.parallel.gloo import register_gloo
 
 CPU = torch.device("cpu")
 
@@ -48,8 +49,8 @@ def pick_device(requested: str, local_rank: int | None = None) -> torch.device:
 
 
 def backend(device: torch.device) -> str:
-    """The ``torch.distributed`` backend for a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    """The ``torch.distributed`` backend for a device: NCCL, or our gloo, which is registered."""
+    return "nccl" if device.type == "cuda" else register_gloo()
 
 
 class _Stream:

@@ -1,0 +1,38 @@
+"""gloo with one worker per group, as a backend of ``torch.distributed``.
+
+torch gives a group two workers. Each notes the name of the collective that it finished in a string of the group's,
+without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``; seen in 2.13). Two that finish at once
+free the same memory where a name is longer than 15 characters (those of coalesced collectives, which mcore's
+overlapped gathers are), and the process dies in a later ``malloc``. One worker does the collectives in the order of
+their calls, as NCCL does.
+"""
+
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+NAME = "megarl_gloo"
+
+
+def register_gloo() -> str:
+    """Make the backend known; returns its name, for ``init_process_group``."""
+    dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+    return NAME
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    options = dist.ProcessGroupGloo._Options()
+    options._threads = 1
+    options._timeout = timeout
+    options._devices = _devices()
+    group = dist.ProcessGroupGloo(store, rank, size, options)
+    group._set_sequence_number_for_group()
+    return group
+
+
+def _devices() -> list[dist.ProcessGroupGloo.Device]:
+    """Interfaces as torch's own gloo chooses them."""
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    create = dist.ProcessGroupGloo.create_device
+    return [create(interface=name) for name in names] or [dist.ProcessGroupGloo.create_default_device()]
