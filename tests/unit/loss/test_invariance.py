@@ -26,7 +26,7 @@ def cuts(draw: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", sorted(LOSSES))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(parts=cuts())
 def test_any_cut_gives_the_same_loss_gradient_and_metrics(name: str, aggregation: str, parts: list[list[int]]) -> None:
     loss, case = LOSSES[name](CONFIG), make_case(aggregation)

@@ -26,7 +26,7 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
     return samples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(2, 50), min_size=1, max_size=40),
     st.integers(50, 120),
@@ -40,7 +40,7 @@ def test_bins_hold_every_item_once_within_the_budget(lengths, budget, groups, at
     assert len(bins) % groups == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(2, 50), min_size=1, max_size=20),
     st.integers(1, 3),

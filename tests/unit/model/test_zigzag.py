@@ -15,7 +15,7 @@ def padded(lengths: list[int], context: int) -> list[int]:
     return [padded_length(length, context) for length in lengths]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PACKS)
 def test_ranks_hold_every_token_once_and_do_equal_work(pack):
     lengths, context = padded(pack[0], pack[1]), pack[1]
@@ -27,7 +27,7 @@ def test_ranks_hold_every_token_once_and_do_equal_work(pack):
     assert len({int(work[tokens].sum()) for tokens in held}) == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(PACKS)
 def test_each_run_finds_its_sequence_up_to_its_end_in_the_gathered_pack(pack):
     lengths, context = padded(pack[0], pack[1]), pack[1]

@@ -166,7 +166,7 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_evaluator_agrees_with_python_on_exact_fractions(text):
     if len(text) > 200:
         return
