@@ -15,7 +15,6 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from megarl.checkpoint_engine.base import Frame, Link
 from megarl.errors import WeightSyncError
-from megarl.parallel.rendezvous import open_store
 
 PREFIX = "megarl"
 FAILED = f"{PREFIX}-failed"
@@ -56,7 +55,9 @@ class GlooSender:
         self._host = _own_address()
         self._group: _Group | None = None
         try:
-            self._store: TCPStore | None = open_store(link.timeout)
+            self._store: TCPStore | None = TCPStore(
+                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=link.timeout)
+            )
         except RuntimeError as error:
             raise WeightSyncError(f"gloo transfer: cannot open a store on {self._host}: {error}") from error
         self._port = self._store.port
