@@ -27,6 +27,7 @@ from megarl.model.packing import MicroBatch, pack
 from megarl.model.step import Stepper, run_chunk, set_training
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
+from megarl.parallel.rendezvous import ALONE
 
 # Bytes of a trained parameter: bf16 weight, fp32 gradient, main weight and two moments.
 TRAINED_BYTES = 18
@@ -42,7 +43,7 @@ class OurStep:
 
     def __init__(self, settings: BenchSettings, backend: str, *, full: bool) -> None:
         self.device = pick_device(settings.device)
-        _single_rank()
+        os.environ.update(ALONE)
         groups = init_groups(ParallelConfig(), self.device, seed=settings.seed)
         hf_config = model_config(settings.model)
         choice = ModelConfig(path=settings.model, dtype=settings.dtype, backend=backend)  # type: ignore[arg-type]
@@ -114,11 +115,6 @@ class _Marked:
         """The loss's own result."""
         self._clock.mark("logprobs")
         return self._loss(logprobs_T, tokens)
-
-
-def _single_rank() -> None:
-    """What torchrun would set for one process; its store listens on any port."""
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 
 
 def _fill(chunks: list[PackedGPTModel], settings: BenchSettings, hf_config: dict[str, Any], groups: Groups) -> None:

@@ -19,15 +19,16 @@ class TrainerRank(CheckpointEngineMixin):
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
-        # Imports torch, which takes seconds: here, where all ranks do so at the same time.
-        from megarl.parallel import rendezvous
+        # Takes seconds: here, where all ranks do so at the same time.
+        import torch  # noqa: F401
 
         self.config, self.rank = config, rank
-        self._rendezvous = rendezvous
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and the port of a store that this rank keeps open, for all ranks to meet at."""
-        self._store = self._rendezvous.open_store()
+        from megarl.parallel.rendezvous import open_store
+
+        self._store = open_store()
         return ray.util.get_node_ip_address(), self._store.port
 
     def node(self) -> str:
@@ -44,8 +45,9 @@ class TrainerRank(CheckpointEngineMixin):
         Returns:
             ``parameters`` that are trained on this rank and the ``device``'s type.
         """
-        world_size = self.config.parallel.world_size
-        os.environ.update(self._rendezvous.rank_environment(self.rank, world_size, address, port))
+        from megarl.parallel.rendezvous import rank_environment
+
+        os.environ.update(rank_environment(self.rank, self.config.parallel.world_size, address, port))
         import torch
 
         from megarl.loss import build_loss

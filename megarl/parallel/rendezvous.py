@@ -4,6 +4,9 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+# What torchrun sets for a group of one process, whose store listens on any port.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
 
 def open_store(timeout_seconds: float = 1800) -> TCPStore:
     """A store that listens from now on, on a port that the system chose (its ``port``), as long as it is referred to.

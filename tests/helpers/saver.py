@@ -15,6 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from megarl.model.megatron_model import MegatronModel
+from megarl.parallel.rendezvous import ALONE
 from megarl.verify.launch import warm_up
 from tests.helpers.tiny_run import build, everything, train
 
@@ -79,7 +80,7 @@ def check_for_ever(pipe: Any, folder: Path) -> None:
 
 def _build_alone(folder: Path) -> MegatronModel:
     """The model on the only rank, as torchrun would start it."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.update(ALONE)
     torch.set_num_threads(1)
     return build(folder, {}, target_modules=["q_proj", "down_proj"])
 
