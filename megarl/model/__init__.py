@@ -1,1 +1,5 @@
 """The Megatron-Core side: building, loading, stepping and exporting one exact model."""
+
+from megarl.parallel import mcore
+
+mcore.check_release()

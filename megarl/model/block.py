@@ -21,6 +21,7 @@ from megarl.model.experts import local_expert_spec, stage_layers
 from megarl.model.latent_attention import LatentAttention
 from megarl.model.mlp import PackedMLP
 from megarl.model.self_attention import PackedSelfAttention
+from megarl.parallel import mcore
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,8 @@ def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> T
     Mixtures of experts are those of ``megarl.model.experts`` in every back end, behind a norm of their own.
     """
     attention = _attention(parts, config)
-    dense = ModuleSpec(
-        module=PackedMLP,
-        submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=parts.activation),
-    )
+    linears = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=parts.activation)
+    dense = mcore.mlp_spec(PackedMLP, linears)
     layers = [
         _layer(parts, attention, local_expert_spec(config), parts.norm)
         if sparse
@@ -84,7 +83,7 @@ def _attention(parts: Parts, config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def _layer(parts: Parts, attention: ModuleSpec, mlp: ModuleSpec, before_mlp: Any) -> ModuleSpec:
+def _layer(parts: Parts, attention: ModuleSpec, mlp: Any, before_mlp: Any) -> ModuleSpec:
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -18,6 +18,7 @@ from megarl.model.block import Parts, block_of
 from megarl.model.experts import let_go_of_graphs
 from megarl.model.pointwise import SwiGLU, rms_norm, wants_kernels
 from megarl.model.spare import offer, wanted_by
+from megarl.parallel.mcore import without_deprecation
 
 
 class RMSNorm(torch.nn.Module):
@@ -64,7 +65,8 @@ class PackedGPTModel(GPTModel):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with without_deprecation():
+            super().__init__(*args, **kwargs)
         if hasattr(self, "rotary_pos_emb"):
             # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.
             self.rotary_pos_emb.cp_group = None

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megarl.parallel.mcore import gradients_for_norm
+
 # mcore's: keeps a zero gradient finite when it is clipped.
 CLIP_EPS = 1e-6
 
@@ -43,7 +45,7 @@ def global_norm(parts: list[Any], device: torch.device) -> torch.Tensor:
     """
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for part in parts:
-        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(part.get_main_grads_for_grad_norm())
+        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients_for_norm(part))
     total = torch.zeros((), device=device)
     for group, gradients in by_group.items():
         squares = torch.zeros((), device=device)
