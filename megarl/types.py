@@ -11,6 +11,10 @@ import numpy as np
 
 from megarl.errors import DataError
 
+# The largest reward, and metric of one. Twice this, the widest a group can spread, is still a float32, as
+# advantages are, and sums of squares of such rewards are still float64.
+LARGEST_REWARD = 1e38
+
 
 @dataclass(frozen=True)
 class Prompt:

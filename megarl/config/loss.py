@@ -10,8 +10,8 @@ from megarl.config.base import Section
 class LossConfig(Section):
     name: str = "grpo"
     """A registered loss."""
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
-    """The ratio is clipped below at ``1 - clip_low``."""
+    clip_low: float = Field(0.2, ge=0.0, le=1.0)
+    """The ratio is clipped below at ``1 - clip_low``; 1 leaves it without a lower bound (CISPO's paper)."""
     clip_high: float = Field(0.2, ge=0.0)
     """The ratio is clipped above at ``1 + clip_high``."""
     kl_coef: float = Field(0.0, ge=0.0)

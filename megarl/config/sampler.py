@@ -12,8 +12,9 @@ class SamplerConfig(Section):
     """Tensor parallel size of one engine."""
     samples_per_prompt: int = Field(8, ge=2)
     """Group size: completions per prompt (n)."""
-    temperature: float = Field(1.0, gt=0.0)
-    """Applied on both sides: the policy is softmax(logits / temperature)."""
+    temperature: float = Field(1.0, ge=0.01)
+    """Applied on both sides: the policy is softmax(logits / temperature). At least 0.01: vLLM samples at 0.01 where
+    less is asked for, so that the trainer would compute another policy's logprobs."""
     top_p: float = 1.0
     """Must be 1: truncated distributions cannot be replayed in the trainer yet."""
     top_k: int = -1

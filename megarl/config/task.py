@@ -14,6 +14,9 @@ class TaskConfig(Section):
     """Data file, for tasks that read one."""
     reward: str | None = None
     """``file.py:function`` that replaces the task's own reward; the path is relative to the recipe."""
+    reward_threads: int = Field(16, ge=1)
+    """Completions that are scored at the same time, each in a thread. 1: one after the other in the main thread, for a
+    reward that may not run beside itself or that uses signals."""
     system_prompt: str | None = None
     """Put before every question."""
     options: dict[str, Any] = Field(default_factory=dict)

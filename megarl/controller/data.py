@@ -20,7 +20,14 @@ class EncodedPrompt:
 
 
 class PromptStream:
-    """Endless batches of prompts; each epoch visits every prompt once, in an order drawn from the seed."""
+    """Endless batches of prompts; each epoch visits every prompt once, in an order drawn from the seed.
+
+    A batch that crosses an epoch's end holds no prompt twice (unless it is larger than the data set): the new epoch
+    begins with prompts that the batch does not hold yet.
+
+    Attributes:
+        epoch, position: the next prompt is the ``position``-th of the epoch's order.
+    """
 
     def __init__(self, task: Task, encode: Callable[[Prompt], np.ndarray], seed: int) -> None:
         """Start at the first prompt of the first epoch.
@@ -32,26 +39,43 @@ class PromptStream:
         """
         self.task, self.encode, self.seed = task, encode, seed
         self.epoch, self.position = 0, 0
+        # Prompts that a batch held when it reached this epoch, and how many more it took.
+        self._held: list[int] = []
+        self._taken = 0
         self._order = self._shuffled()
 
     def _shuffled(self) -> np.ndarray:
-        return np.random.default_rng((self.seed, self.epoch)).permutation(len(self.task))
+        order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.task))
+        if not self._held:
+            return order
+        times = np.bincount(self._held, minlength=len(order))
+        first = order[np.argsort(times[order], kind="stable")][: self._taken]
+        return np.concatenate([first, order[~np.isin(order, first)]])
 
     def next(self, count: int) -> list[EncodedPrompt]:
         """The next ``count`` prompts; an epoch's end is crossed silently."""
-        batch: list[EncodedPrompt] = []
-        while len(batch) < count:
+        indices: list[int] = []
+        while len(indices) < count:
             if self.position == len(self._order):
                 self.epoch, self.position = self.epoch + 1, 0
+                self._held, self._taken = list(indices), count - len(indices)
                 self._order = self._shuffled()
-            prompt = self.task[int(self._order[self.position])]
-            batch.append(EncodedPrompt(prompt, self.encode(prompt)))
-            self.position += 1
-        return batch
+            part = self._order[self.position : self.position + count - len(indices)]
+            indices += part.tolist()
+            self.position += len(part)
+        prompts = [self.task[index] for index in indices]
+        return [EncodedPrompt(prompt, self.encode(prompt)) for prompt in prompts]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """JSON-able cursor."""
-        return {"epoch": self.epoch, "position": self.position, "size": len(self.task), "seed": self.seed}
+        return {
+            "epoch": self.epoch,
+            "position": self.position,
+            "held": self._held,
+            "taken": self._taken,
+            "size": len(self.task),
+            "seed": self.seed,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``.
@@ -65,4 +89,5 @@ class PromptStream:
                 f"{len(self.task)} in that of train.seed {self.seed}; resume with the same task and seed"
             )
         self.epoch, self.position = state["epoch"], state["position"]
+        self._held, self._taken = state.get("held", []), state.get("taken", 0)
         self._order = self._shuffled()

@@ -85,6 +85,7 @@ def step(state: RunState) -> None:
             lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
             group=config.sampler.samples_per_prompt,
             version=state.updates,
+            threads=config.task.reward_threads,
         )
     with timed(state, "train"):
         rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.controller.data import EncodedPrompt
+from megarl.controller.scoring import score_all
 from megarl.errors import DataError
 from megarl.tasks.base import Reward, Task
 from megarl.types import Completion, Sample
@@ -42,7 +43,7 @@ class Rollout:
         metrics = {
             "reward": float(np.mean(np.concatenate(scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
-            "groups_without_signal": float(np.mean([group.std() == 0 for group in scores])),
+            "groups_without_signal": float(np.mean([not group.any() for group in self.advantages])),
             "response_tokens": float(lengths.mean()),
             "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "sampled_tokens": float(lengths.sum()),
@@ -84,6 +85,7 @@ def score(
     *,
     group: int,
     version: int,
+    threads: int = 1,
 ) -> Rollout:
     """Check and score what the samplers returned.
 
@@ -95,18 +97,19 @@ def score(
         advantages_of: rewards ``[G]`` -> advantages ``[G]``.
         group: completions expected per prompt.
         version: the policy version that must have made every token.
+        threads: as ``task.reward_threads``.
 
     Raises:
         DataError: a wrong number of completions, other prompt tokens than were sent, an empty response, or a token
             made by another version.
+        RewardError: see ``scoring.score_all``.
     """
     for prompt, answers in zip(prompts, completions, strict=True):
         check_group(prompt, answers, group, version)
     texts = [[decode(answer.response_ids) for answer in answers] for answers in completions]
-    rewards = [
-        [task.reward(prompt.prompt, text) for text in group_texts]
-        for prompt, group_texts in zip(prompts, texts, strict=True)
-    ]
+    pairs = [(prompt.prompt, text) for prompt, answers in zip(prompts, texts, strict=True) for text in answers]
+    flat = score_all(task, pairs, threads)
+    rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
     advantages = [advantages_of(np.array([reward.score for reward in group_rewards])) for group_rewards in rewards]
     return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages)
 

@@ -12,10 +12,10 @@ def learning_rate(update: int, config: TrainConfig) -> float:
         update: number of optimizer steps made before it.
         config: peak, warmup, shape and length of the run.
     """
-    total = config.steps * config.updates_per_step
-    if update < config.warmup_steps:
-        return config.learning_rate * (update + 1) / config.warmup_steps
-    progress = (update - config.warmup_steps) / max(total - config.warmup_steps, 1)
+    total, warmup = (steps * config.updates_per_step for steps in (config.steps, config.warmup_steps))
+    if update < warmup:
+        return config.learning_rate * (update + 1) / warmup
+    progress = (update - warmup) / max(total - warmup, 1)
     factor = {
         "constant": 1.0,
         "linear": 1.0 - progress,

@@ -5,6 +5,7 @@ from typing import Literal
 import numpy as np
 
 from megarl.errors import LossInputError
+from megarl.types import LARGEST_REWARD
 
 # Keeps a group whose rewards differ by rounding only from being blown up; TRL's value.
 EPSILON = 1e-4
@@ -24,7 +25,8 @@ def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np
         ``[G]`` float32; exactly 0 where all rewards are equal (and for a group of one).
 
     Raises:
-        LossInputError: not a vector of at least one finite reward, or an unknown ``scale``.
+        LossInputError: not a vector of at least one reward, one that is not finite or beyond +-1e38, or an unknown
+            ``scale``.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     if rewards_G.ndim != 1 or not rewards_G.size:
@@ -33,10 +35,12 @@ def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np
         raise LossInputError(f"rewards_G holds a reward that is not finite: {rewards_G.tolist()}")
     if scale not in ("std", "none"):
         raise LossInputError(f"loss.advantage_scale is '{scale}'; it must be 'std' or 'none'")
-    # The mean of equal numbers may differ from them in the last bit.
-    if (rewards_G == rewards_G[0]).all():
-        return np.zeros(rewards_G.shape, dtype=np.float32)
-    centred_G = rewards_G - rewards_G.mean()
-    if scale == "std":
-        centred_G = centred_G / (rewards_G.std(ddof=1) + EPSILON)
+    if np.abs(rewards_G).max() > LARGEST_REWARD and (rewards_G != rewards_G[0]).any():
+        raise LossInputError(f"rewards_G holds a reward beyond +-{LARGEST_REWARD:g}: {rewards_G.tolist()}")
+    # Relative to the first reward, which is exact where they are close: the mean of equal numbers may differ from them
+    # in the last bit, and a tolerance would take a small signal for none.
+    centred_G = rewards_G - rewards_G[0]
+    centred_G -= centred_G.mean()
+    if scale == "std" and len(rewards_G) > 1:
+        centred_G = centred_G / (centred_G.std(ddof=1) + EPSILON)
     return centred_G.astype(np.float32)

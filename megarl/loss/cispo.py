@@ -14,8 +14,8 @@ class CispoLoss:
     """Per token ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`` (equations 4 and 5), sg: no gradient.
 
     Where GRPO drops the gradient of a token whose ratio left the clip range, CISPO only bounds its weight. The paper
-    bounds above only and wide; TRL's ``epsilon_high`` is ``1 + clip_high`` here. Metrics beside the shared ones:
-    ``clip_low`` and ``clip_high``, the fractions of tokens whose weight was bounded.
+    bounds above only and wide (``loss.clip_low`` = 1); TRL's ``epsilon_high`` is ``1 + clip_high`` here.
+    Metrics beside the shared ones: ``clip_low`` and ``clip_high``, the fractions of tokens whose weight was bounded.
     """
 
     config: LossConfig

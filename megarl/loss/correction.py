@@ -8,6 +8,9 @@ Shape letter: T response tokens of a micro-batch. Metrics are this micro-batch's
 
 import torch
 
+# Largest log-ratio whose exponential enters ``mismatch_kl``.
+LARGEST_LOG_RATIO = 20.0
+
 
 def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
     """Truncated importance sampling weights ``min(exp(old - sampler), cap)``, ``[T]``, without gradient.
@@ -41,7 +44,8 @@ def mismatch_metrics(
 
     - ``mismatch_mean``, ``mismatch_max``: mean and largest |d|. The mean is 0 only if both agree.
     - ``mismatch_kl``: mean of e^d - 1 - d, the k3 estimate of KL(sampler || trainer): unbiased and never negative
-      (Schulman, "Approximating KL divergence", 2020).
+      (Schulman, "Approximating KL divergence", 2020). In e^d, d is at most 20, as in verl's ``low_var_kl``: one token
+      that the sampler all but excluded (-800) would make the mean infinite; ``mismatch_max`` shows it as it is.
 
     Args:
         logprobs_T: ``[T]`` the trainer's (at the start of the step).
@@ -54,7 +58,7 @@ def mismatch_metrics(
     return {
         "mismatch_mean": distance_T.sum() * token_fraction,
         "mismatch_max": largest(distance_T),
-        "mismatch_kl": (difference_T.expm1() - difference_T).sum() * token_fraction,
+        "mismatch_kl": (difference_T.clamp(max=LARGEST_LOG_RATIO).expm1() - difference_T).sum() * token_fraction,
     }
 
 

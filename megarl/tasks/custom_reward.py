@@ -18,7 +18,7 @@ import numpy as np
 from megarl.errors import ConfigError, MegarlError, RewardError, nearest
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.tasks.options import find_file
-from megarl.types import Prompt
+from megarl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[[Prompt, str], Any]
 
@@ -52,8 +52,10 @@ class RewardedTask:
         try:
             verdict = self._function(prompt, response)
         except Exception as error:
+            # Time limits by signal (math-verify's own, for one) work in the main thread only.
+            hint = "; set task.reward_threads=1" if "main thread" in str(error) else ""
             raise RewardError(
-                f"task.reward {self._name} raised {type(error).__name__} for prompt '{prompt.id}': {error}"
+                f"task.reward {self._name} raised {type(error).__name__} for prompt '{prompt.id}': {error}{hint}"
             ) from error
         if not isinstance(verdict, Reward):
             verdict = Reward(verdict)
@@ -69,11 +71,16 @@ class RewardedTask:
                 f"task.reward {self._name} returned {value!r} ({type(value).__name__}) as {what} for prompt "
                 f"'{prompt.id}'; return a float or a megarl.tasks.Reward"
             )
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer
+            number = math.inf
+        if not abs(number) <= LARGEST_REWARD:
             raise RewardError(
-                f"task.reward {self._name} returned {value!r} as {what} for prompt '{prompt.id}'; it must be finite"
+                f"task.reward {self._name} returned {number!r} as {what} for prompt '{prompt.id}'; it must be finite "
+                f"and within +-{LARGEST_REWARD:g}"
             )
-        return float(value)
+        return number
 
 
 def load_reward(context: TaskContext, spec: str) -> RewardFunction:

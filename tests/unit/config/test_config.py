@@ -80,6 +80,7 @@ WRONG = {
     "more ranks than samples": ("parallel.data=1000", ["parallel.data (1000)", "256 completions"]),
     "more updates than groups": ("train.updates_per_step=64", ["train.updates_per_step (64)", "(32)"]),
     "warmup beyond the end": ("train.warmup_steps=101", ["train.warmup_steps (101)", "train.steps (100)"]),
+    "colder than vLLM samples": ("sampler.temperature=0.003", ["sampler.temperature", "0.003", "equal to 0.01"]),
     "no adapter to start from": ("lora.init_from=/nowhere", ["lora.init_from", "adapter_config.json"]),
 }
 
@@ -129,7 +130,7 @@ def test_what_is_valid_but_not_proven_is_refused_as_unsupported(recipe, override
 
 
 def test_every_wrong_field_has_a_line(recipe):
-    message = message_of(recipe, "train.steps=0", "loss.clip_low=1.0", "trian.x=1")
+    message = message_of(recipe, "train.steps=0", "loss.clip_low=1.1", "trian.x=1")
     assert [line.split("'")[1] for line in message.splitlines()] == ["loss.clip_low", "train.steps", "trian"]
 
 

@@ -1,6 +1,7 @@
 """The controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from megarl.controller.rollout import score
 from megarl.controller.schedule import learning_rate
 from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError
+from megarl.loss.advantages import group_advantages
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Prompt
 
@@ -50,6 +52,25 @@ def test_restored_cursor_continues_the_order_across_an_epoch():
     other = make_stream()
     other.restore(state)
     assert [p.prompt.id for p in other.next(9)] == expected
+
+
+@pytest.mark.parametrize(("size", "count"), [(7, 5), (7, 7), (10, 4), (3, 2), (5, 13), (1, 4)])
+def test_a_batch_across_an_epochs_end_holds_prompts_as_evenly_as_it_can(size, count):
+    stream, seen, resumed = make_stream(size), [], 0
+    for _ in range(40):
+        state = json.loads(json.dumps(stream.state()))
+        batch = [p.prompt.id for p in stream.next(count)]
+        times = [batch.count(str(i)) for i in range(size)]
+        assert max(times) - min(times) <= 1
+        seen += batch
+        other = make_stream(size)
+        other.restore(state)
+        assert [p.prompt.id for p in other.next(count)] == batch
+        assert other.state() == stream.state()
+        resumed += bool(state["held"])
+    for start in range(0, len(seen) - size, size):
+        assert len(set(seen[start : start + size])) == size
+    assert resumed or size % count == 0 or count > size
 
 
 @pytest.mark.parametrize(("size", "seed"), [(8, 3), (7, 4)])
@@ -129,3 +150,28 @@ def test_learning_rate_warms_up_and_ends_as_the_schedule_says():
     cosine = TrainConfig(steps=10, learning_rate=1.0, schedule="cosine")
     assert learning_rate(5, cosine) == pytest.approx(0.5)
     assert learning_rate(10, cosine) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warmup_and_schedule_take_as_many_steps_whatever_the_updates_of_a_step(schedule):
+    config = TrainConfig(steps=8, learning_rate=1.0, warmup_steps=4, schedule=schedule)
+    several = config.model_copy(update={"updates_per_step": 5})
+    assert learning_rate(5 * 4 - 1, several) == 1.0 > learning_rate(5 * 4 - 2, several)
+    for step in range(1, 9):
+        last, first = learning_rate(5 * step - 1, several), learning_rate(5 * step - 5, several)
+        assert min(first, last) <= learning_rate(step - 1, config) <= max(first, last)
+
+
+@pytest.mark.parametrize(("size", "reward"), [(6, 0.1), (10, 0.6), (12, 0.1), (12, 0.7), (7, 1e30)])
+def test_groups_without_signal_are_those_whose_rewards_are_equal(size, reward):
+    def rollout(rewards):
+        group = [completion([0, 9], [1, 2]) for _ in rewards]
+        task = CountingTask(3)
+        given = iter(rewards)
+        task.reward = lambda prompt, response: Reward(next(given))
+        prompts = [EncodedPrompt(task[0], np.array([0, 9]))]
+        advantages = partial(group_advantages, scale="std")
+        return score(prompts, [group], task, lambda ids: "", advantages, group=len(group), version=0)
+
+    assert rollout([reward] * size).metrics()["groups_without_signal"] == 1
+    assert rollout([reward] * (size - 1) + [np.nextafter(reward, 0)]).metrics()["groups_without_signal"] == 0

@@ -25,8 +25,8 @@ def test_none_only_centres() -> None:
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
-@pytest.mark.parametrize("reward", [0.1, -7.3, 0.0, 1e300, 1 / 3])
-@pytest.mark.parametrize("size", [1, 3, 8, 10])
+@pytest.mark.parametrize("reward", [0.1, -7.3, 0.0, 0.6, 1e300, 1e-300, 1 / 3])
+@pytest.mark.parametrize("size", [1, 3, 6, 8, 10, 12])
 def test_equal_rewards_give_exactly_zero(size: int, reward: float, scale: str) -> None:
     advantages = group_advantages(np.full(size, reward), scale)  # type: ignore[arg-type]
     assert advantages.dtype == np.float32
@@ -41,11 +41,20 @@ def test_advantages_are_finite_centred_and_keep_the_order(rewards: np.ndarray, s
     assert (np.diff(advantages[np.argsort(rewards, kind="stable")]) >= 0).all()
 
 
+@pytest.mark.parametrize("scale", ["std", "none"])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e16, 9e37])
+def test_a_signal_in_the_last_bit_is_kept(size: float, scale: str) -> None:
+    advantages = group_advantages(np.array([size] * 11 + [np.nextafter(size, 2 * size)]), scale)  # type: ignore[arg-type]
+    assert np.isfinite(advantages).all()
+    assert advantages[-1] > 0 > advantages[0]
+
+
 @pytest.mark.parametrize(
     ("rewards", "scale", "message"),
     [
         (np.array([0.0, np.nan]), "std", "not finite"),
         (np.array([0.0, np.inf]), "none", "not finite"),
+        (np.array([1e308, -1e308]), "std", r"beyond \+-1e\+38: \[1e\+308, -1e\+308\]"),
         (np.zeros((2, 2)), "std", r"rewards_G has shape \(2, 2\)"),
         (np.zeros(0), "std", r"rewards_G has shape \(0,\)"),
         (np.zeros(2), "batch", "'batch'; it must be 'std' or 'none'"),

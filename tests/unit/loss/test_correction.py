@@ -57,8 +57,17 @@ def test_a_tiny_mismatch_is_not_rounded_away() -> None:
 
 
 def test_a_huge_mismatch_stays_finite() -> None:
-    metrics = mismatch_metrics(torch.tensor([-0.5]), torch.tensor([-150.0]), 1.0)
-    assert all(value.isfinite() for value in metrics.values())
+    for sampler in (-150.0, -800.0, -3e38):
+        metrics = mismatch_metrics(torch.tensor([-0.5]), torch.tensor([sampler]), 1.0)
+        assert all(value.isfinite() for value in metrics.values())
+        assert metrics["mismatch_max"] == pytest.approx(-0.5 - sampler)
+    assert mismatch_metrics(torch.tensor([-800.0]), torch.tensor([-0.5]), 1.0)["mismatch_kl"].item() == 798.5
+
+
+def test_the_kl_of_a_mismatch_that_a_run_can_have_is_not_cut() -> None:
+    difference = torch.tensor([-19.0, 0.5, 11.0, 19.0], dtype=torch.float64)
+    found = mismatch_metrics(difference - 20.0, torch.full_like(difference, -20.0), 0.25)["mismatch_kl"]
+    torch.testing.assert_close(found, (difference.exp() - 1 - difference).mean())
 
 
 def test_no_tokens_leave_the_step_as_it_is() -> None:

@@ -9,6 +9,7 @@ import torch
 from megarl.config import LossConfig
 from megarl.errors import ConfigError, LossInputError
 from megarl.loss import LOSSES, TokenBatch, build_loss
+from megarl.loss.policy import k3
 from tests.unit.loss.cases import CONFIG, make_case
 
 PLAIN = LossConfig(importance_cap=None)
@@ -76,6 +77,27 @@ def test_kl_penalty_is_zero_at_the_reference_and_pulls_towards_it() -> None:
     # d/dx (e^(r - x) - 1 - (r - x)) = 1 - e^(r - x): descending raises the logprob.
     slope = 0.5 * (1.0 - torch.tensor(0.3, dtype=torch.float64).exp())
     torch.testing.assert_close(gradient_of(config, case.logprobs_T, above), slope * above.weights_T)
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3, 0.1, 3.0])
+def test_float32_keeps_the_kl_penalty_near_the_reference(size: float) -> None:
+    difference = torch.tensor([size, -size], dtype=torch.float32)
+    leaf = torch.zeros(2, requires_grad=True)
+    value = k3(leaf, difference)
+    exact = difference.double()
+    torch.testing.assert_close(value.detach().double(), exact.expm1() - exact, rtol=2e-7, atol=1e-45)
+    gradient = torch.autograd.grad(value.sum(), leaf)[0].double()
+    torch.testing.assert_close(gradient, -exact.expm1(), rtol=1e-7, atol=0.0)
+
+
+def test_cispo_without_a_lower_bound_weighs_every_small_ratio_as_it_is() -> None:
+    old = torch.full((3,), -1.0, dtype=torch.float64)
+    ratios = torch.tensor([1e-6, 0.3, 1.9], dtype=torch.float64)
+    tokens = TokenBatch(torch.ones_like(old), torch.full_like(old, 2.0), 1 / 3, old_logprobs_T=old)
+    config = LossConfig(name="cispo", importance_cap=None, clip_low=1.0, clip_high=0.4)
+    gradient = gradient_of(config, old + ratios.log(), tokens)
+    torch.testing.assert_close(gradient, -2.0 * torch.tensor([1e-6, 0.3, 1.4], dtype=torch.float64))
+    assert build_loss(config)(old + ratios.log(), tokens).metrics["clip_low"] == 0
 
 
 def test_metrics_count_what_they_name() -> None:

@@ -135,9 +135,15 @@ def test_a_reward_that_cannot_be_loaded_is_a_config_error(reward_file, spec, par
         ("return (1.0, {})", "(tuple) as the score"),
         ("return float('nan')", "returned nan as the score for prompt 'arithmetic-0'; it must be finite"),
         ("return float('-inf')", "it must be finite"),
+        (
+            "return 1e308",
+            "returned 1e+308 as the score for prompt 'arithmetic-0'; it must be finite and within +-1e+38",
+        ),
+        ("return 10**5000", "returned inf as the score"),
         ("return Reward(1.0, {'x': None})", "returned None (NoneType) as metric 'x'"),
         ("return Reward(1.0, {'x': float('inf')})", "returned inf as metric 'x'"),
         ("return prompt.data['nothing']", "raised KeyError for prompt 'arithmetic-0': 'nothing'"),
+        ("raise ValueError('signal only works in main thread')", "main thread; set task.reward_threads=1"),
         ("raise SystemError('boom')", "raised SystemError for prompt 'arithmetic-0': boom"),
     ],
 )
