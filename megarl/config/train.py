@@ -6,6 +6,9 @@ from pydantic import Field
 
 from megarl.config.base import Section
 
+# ``train.resume`` that means: find the run.
+AUTO = "auto"
+
 
 class TrainConfig(Section):
     steps: int = Field(100, ge=1)
@@ -64,4 +67,5 @@ class TrainConfig(Section):
     max_mismatch: float | None = Field(None, gt=0.0)
     """The run stops when a step's mean |sampler - trainer| logprob difference exceeds it."""
     resume: str | None = None
-    """A run folder to continue from its last checkpoint."""
+    """A run folder to continue from its last checkpoint. ``auto``: the newest unfinished run below ``output`` that has
+    these settings and a checkpoint, else a new run; for jobs that are queued again (Slurm)."""

@@ -25,6 +25,7 @@ from megarl.controller.trainer import TrainerRank
 from megarl.errors import ModelError, pick
 from megarl.launch import placement
 from megarl.launch.reaper import reaper
+from megarl.launch.requeue import find_run
 from megarl.loss import build_loss
 from megarl.model.families import family_of
 from megarl.sampler.settings import check_sampled
@@ -49,7 +50,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     Raises:
         MegarlError: with the cause; every process that was started has been ended.
     """
-    config = with_absolute_paths(config)
+    config = find_run(with_absolute_paths(config))
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
     folder = run_folder(config)

@@ -216,10 +216,10 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
     # As if it had died between the second checkpoint and the third: later ones are gone.
     for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[2:]:
         shutil.rmtree(checkpoint)
-    resumed = start(f"train.resume={folder}")
+    resumed = start("train.resume=auto")  # as a job that Slurm queues again
     resumed.wait_for(f"step {STEPS} ", timeout=240)
     assert resumed.finish(60) == 0, resumed.output()
-    assert "resumed at step 2" in resumed.output()
+    assert f"resumed at step 2 from {folder}/" in resumed.output()
     assert [row["step"] for row in read_rows(folder)] == list(range(1, STEPS + 1))
     same = ("prompt_ids", "response_ids", "reward", "advantage")
     for step in range(1, STEPS + 1):
