@@ -33,6 +33,10 @@ class CheckpointEngineMixin:
         """The adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
         raise NotImplementedError(f"{type(self).__name__} must define export_adapter_config")
 
+    def policy_version(self) -> int:
+        """The version that this rank's weights have now, by its own count of optimizer steps."""
+        raise NotImplementedError(f"{type(self).__name__} must define policy_version")
+
     def prepare_sync(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
         """Open the transport on rank 0.
 
@@ -46,10 +50,11 @@ class CheckpointEngineMixin:
             The endpoint as JSON (the transport's, and ``version`` and ``kind``) on rank 0, None elsewhere.
 
         Raises:
-            WeightSyncError: the transport cannot be opened.
+            WeightSyncError: the weights have another version; or the transport cannot be opened.
         """
         self.finish_sync()
         check_sync(version, kind)
+        self._check_version(version)
         if self.rank == 0:
             self._sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
         self._sync = (version, kind, config)
@@ -64,16 +69,19 @@ class CheckpointEngineMixin:
             The manifest as JSON on rank 0, None elsewhere.
 
         Raises:
-            WeightSyncError: the transport failed; the export was still run to its end, so that no other rank waits in
-                a collective.
+            WeightSyncError: the weights have another version; or the transport failed. The export was then still run
+                to its end, so that no other rank waits in a collective.
+            Exception: as the export raised it, on any rank.
         """
         if self._sync is None:
             raise WeightSyncError("send_weights was called without prepare_sync")
         (version, kind, config), self._sync = self._sync, None
+        self._check_version(version)
         weights = self.export_weights(adapter_only=kind == "adapter")
+        if self._sender is None:
+            _run_to_end(weights)
+            return None
         try:
-            if self._sender is None:
-                return None
             manifest = send_tensors(
                 self._sender,
                 weights,
@@ -83,13 +91,28 @@ class CheckpointEngineMixin:
                 bucket_bytes=config.bucket_mib * 2**20,
             )
             return manifest.to_bytes()
-        finally:
+        except BaseException:
+            # The first error says why; the export may fail as well.
             with contextlib.suppress(Exception):
-                for _ in weights:
-                    pass
+                _run_to_end(weights)
+            raise
 
     def finish_sync(self) -> None:
         """Close the transport. Safe at any time; the manager calls it after success and after failure."""
         sender, self._sender, self._sync = self._sender, None, None
         if sender is not None:
             sender.close()
+
+    def _check_version(self, version: int) -> None:
+        """Raise ``WeightSyncError`` unless the weights are those of ``version``: the caller's count may be wrong."""
+        if (own := self.policy_version()) != version:
+            raise WeightSyncError(
+                f"trainer rank {self.rank} was asked to send policy version {version}, but its weights are those of "
+                f"version {own} (their number of optimizer steps)"
+            )
+
+
+def _run_to_end(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Take part in an export whose tensors this rank does not need."""
+    for _ in weights:
+        pass

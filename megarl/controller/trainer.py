@@ -93,8 +93,8 @@ class TrainerRank(CheckpointEngineMixin):
 
         return run_updates(self.model, self.loss, self.config, samples, rates)
 
-    def version(self) -> int:
-        """Policy version of this rank's weights."""
+    def policy_version(self) -> int:
+        """For ``CheckpointEngineMixin``."""
         return self.model.version
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:

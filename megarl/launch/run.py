@@ -22,7 +22,7 @@ from megarl.controller.roles import EngineHandle, SamplerGroup, TrainerGroup, wa
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
-from megarl.errors import ModelError, pick
+from megarl.errors import MegarlError, ModelError, pick
 from megarl.launch import placement
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
@@ -182,9 +182,17 @@ def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, Sa
         calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
         wait_all(calls)
         yield trainers, samplers, resolve_transport(config, ranks[0], engines)
-        samplers.close(CLOSE_SECONDS)
+        stop_engines(samplers, screen)
     finally:
         end(ranks + engines, group)
+
+
+def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
+    """Let the engines of a complete run leave politely. One that does not is killed later; the run is as good."""
+    try:
+        samplers.close(CLOSE_SECONDS)
+    except MegarlError as error:
+        screen.say(f"an engine did not stop by itself and is killed: {error}")
 
 
 def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any]) -> Any:

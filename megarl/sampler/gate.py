@@ -104,7 +104,25 @@ class VersionGate:
             self._loaded.clear()
         self._staged = None
 
-    def retirable(self, keep: int) -> list[int]:
+    def check_room(self, version: int, slots: int) -> None:
+        """Called before an adapter arrives, once idle ones are retired.
+
+        Args:
+            version: about to arrive.
+            slots: versions that the engine can hold at once.
+
+        Raises:
+            WeightSyncError: versions that still serve requests, and the resident one, take all slots.
+        """
+        live = sorted(self._loaded - {version})
+        if len(live) >= slots:
+            busy = ", ".join(f"version {other} ({self._in_flight[other]} requests)" for other in live)
+            raise WeightSyncError(
+                f"policy version {version} would be live version {len(live) + 1} of an engine that holds {slots}: "
+                f"{busy} must end first; wait for older requests before the next sync"
+            )
+
+    def retirable(self, keep: int | None) -> list[int]:
         """Versions that are loaded, are not ``keep`` and serve no request."""
         return sorted(version for version in self._loaded if version != keep and not self._in_flight[version])
 

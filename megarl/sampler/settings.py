@@ -11,6 +11,9 @@ from megarl.errors import ConfigError, UnsupportedError
 
 # vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+# Policy versions that an engine holds at once: the old one may still decode while the new one is added. vLLM gives each
+# a slot; one more than there are slots would evict an adapter that is in use, which kills the engine.
+LIVE_VERSIONS = 2
 # Tokens of one engine step. On CPU, chunked prefill is off, since with per-request seeds it crashes (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 # config.json's model_type of the families that vLLM has been shown to sample from with the trainer's logprobs.
@@ -50,8 +53,8 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
         "enable_lora": True,
         "max_lora_rank": max_lora_rank(config),
-        "max_loras": 2,  # the old version may still decode while the new one is added
-        "max_cpu_loras": 4,  # evicting an adapter that is in use would kill the engine
+        "max_loras": LIVE_VERSIONS,
+        "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter that is in use would kill the engine
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }

@@ -21,7 +21,7 @@ from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import RunConfig
 from megarl.errors import DataError, MegarlError, WeightSyncError, WorkerError
 from megarl.sampler.gate import VersionGate
-from megarl.sampler.settings import engine_arguments, sampling_arguments, stop_tokens
+from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
@@ -120,14 +120,18 @@ class VllmSampler:
             Each worker's receipt.
 
         Raises:
-            WeightSyncError: what arrived is not exactly what was sent, or does not fit the model. The sampler refuses
-                to generate from then on.
+            WeightSyncError: what arrived is not exactly what was sent, or does not fit the model; or older versions
+                still serve requests and leave no room. The sampler refuses to generate from then on.
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
             self._gate.check_usable()
-            if json.loads(endpoint)["kind"] == "base":
+            announced = json.loads(endpoint)
+            if announced["kind"] == "base":
                 self._gate.base_arrives()
+            else:
+                await self._drop_idle(self._gate.resident)
+                self._gate.check_room(announced["version"], LIVE_VERSIONS)
             receipts = await self._rpc("megarl_receive", endpoint, first)
             parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
             self._gate.stage(parsed)
@@ -161,10 +165,7 @@ class VllmSampler:
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
-            for old in self._gate.retirable(version):
-                await self._call(self._engine.remove_lora(old + 1))
-                await self._rpc("megarl_drop", old + 1)
-                self._gate.retired(old)
+            await self._drop_idle(version)
 
     async def refuse(self, reason: str) -> None:
         """Generate nothing any more; running requests fail too. Final for this engine."""
@@ -243,6 +244,13 @@ class VllmSampler:
         if self._engine is None:
             raise WorkerError(f"sampler {self._index} is not started or was closed")
         return self._engine
+
+    async def _drop_idle(self, keep: int | None) -> None:
+        """Free the slots of versions that serve no request."""
+        for old in self._gate.retirable(keep):
+            await self._call(self._alive().remove_lora(old + 1))
+            await self._rpc("megarl_drop", old + 1)
+            self._gate.retired(old)
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call the extension in every worker."""

@@ -96,7 +96,11 @@ class PeftTrainer(CheckpointEngineMixin):
         config = self.model.peft_config["default"].to_dict()
         return {key: sorted(value) if isinstance(value, set) else _plain(value) for key, value in config.items()}
 
+    def policy_version(self) -> int:
+        return self.version
+
     def prepare(self, *arguments: Any) -> Future:
+        self.version = arguments[0]  # the weights are whatever the scenario says
         return self.pool.submit(self.prepare_sync, *arguments)
 
     def send(self) -> Future:

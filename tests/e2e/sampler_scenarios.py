@@ -49,6 +49,7 @@ def llama(folder: Path) -> dict[str, Any]:
         found["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
         found |= versions(rig)
         found |= overlap(rig)
+        found |= third_version(rig)
         found |= patterns(rig)
         found["faults"] = {name: fault(rig, edit) for name, edit in FAULTS.items()}
         found["faults"]["flipped_byte"] = flipped_byte(rig)
@@ -145,6 +146,26 @@ def overlap(rig: Rig) -> dict[str, Any]:
         "held_during": held,
         "held_after": rig.call(rig.sampler.resident())[0],
     }
+
+
+def third_version(rig: Rig) -> dict[str, Any]:
+    """Two versions in use leave no room for a third; once the older one is idle there is room, without a ``retire``."""
+    rig.manager.sync(100, "adapter")
+    running: Future = rig.start(rig.sampler.generate(prompts(60), 100))
+    time.sleep(0.15)
+    rig.manager.sync(101, "adapter")
+    refused = raised(lambda: rig.manager.sync(102, "adapter"))
+    ran_during = not running.done()
+    ended = raised(lambda: running.result(60))
+    alive = rig.call(rig.sampler.resident())[0]
+    rig.sampler._gate._refused = None
+    rig.renew()
+    rig.manager.sync(103, "adapter")
+    found = {"third": refused, "third_overlapped": ran_during, "third_held": alive, "third_ended": ended}
+    found["after_third"] = rig.error(rig.generate(prompts(2), 103))
+    rig.call(rig.sampler.retire(-1))
+    rig.renew(base_ready=True)
+    return found
 
 
 def patterns(rig: Rig) -> dict[str, Any]:

@@ -119,6 +119,14 @@ def test_a_version_that_arrives_while_another_decodes_leaves_it_exact(llama: dic
     assert llama["held_after"] == [[3], [3]]
 
 
+def test_a_third_live_version_is_refused_and_the_engine_lives(llama: dict) -> None:
+    assert llama["third_overlapped"], "the first request ended too early to prove anything"
+    assert "version 102 would be live version 3 of an engine that holds 2: version 100 (1 requests)" in llama["third"]
+    assert llama["third_held"] == [[101, 102], [101, 102]]
+    assert llama["third_ended"].startswith("WeightSyncError: the sampler refuses")
+    assert llama["after_third"] < 1e-4
+
+
 @pytest.mark.parametrize("rslora", [False, True])
 def test_rank_and_alpha_patterns_equal_peft(llama: dict, rslora: bool) -> None:
     assert llama[f"patterns_rslora_{rslora}"] < 1e-4

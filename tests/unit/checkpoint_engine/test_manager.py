@@ -1,6 +1,7 @@
 """A sync either reaches every sampler whole, or every sampler refuses. Real transports, real mixin; no vLLM."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,6 +27,14 @@ class Rank(CheckpointEngineMixin):
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
         self.exported = 0
+        self.version: int | None = None
+
+    def policy_version(self) -> int:
+        return self.version if self.version is not None else self.asked
+
+    def prepare_sync(self, version: int, *rest: Any) -> bytes | None:
+        self.asked = version
+        return super().prepare_sync(version, *rest)
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for index in range(6):
@@ -164,6 +173,43 @@ def test_a_trainer_that_fails_while_sending_lets_its_other_ranks_finish() -> Non
         CheckpointEngineManager(trainer, [Engine(0, 1)], config(timeout=5.0)).sync(0, "adapter")
     assert [rank.exported for rank in trainer.ranks] == [6, 6]
     assert real() == {"r": 1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_export_that_fails_on_any_rank_ends_the_sync_with_its_cause(rank: int) -> None:
+    class Failing(Rank):
+        def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from list(super().export_weights(adapter_only))[:3]
+            raise ArithmeticError(f"tensor 3 of rank {rank}")
+
+    trainer, engine = Trainer(), Engine(0, 1)
+    trainer.ranks[rank] = Failing(rank)
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match=f"trainer, transfer: tensor 3 of rank {rank}"):
+        CheckpointEngineManager(trainer, [engine], config(timeout=5.0)).sync(0, "adapter")
+    assert time.monotonic() - began < 4, "the receivers' time limit ended it, not the error"
+    assert engine.resident is None and engine.refused
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["adapter", "base"])
+def test_weights_of_another_version_than_the_one_asked_for_are_refused(rank: int, kind: Kind) -> None:
+    trainer, engine = Trainer(), Engine(0, 1)
+    trainer.ranks[rank].version = 3
+    with pytest.raises(WeightSyncError, match=f"rank {rank} was asked to send policy version 7, .* those of version 3"):
+        CheckpointEngineManager(trainer, [engine], config()).sync(7, kind)
+    assert engine.resident is None and engine.refused
+    assert [rank.exported for rank in trainer.ranks] == [0, 0]
+
+
+def test_weights_that_move_on_after_they_were_announced_are_refused() -> None:
+    class Moving(Trainer):
+        def send(self) -> Future:
+            self.ranks[0].version = 5
+            return super().send()
+
+    with pytest.raises(WeightSyncError, match=r"asked to send policy version 4, .* version 5"):
+        CheckpointEngineManager(Moving(), [Engine(0, 1)], config(timeout=5.0)).sync(4, "adapter")
 
 
 def test_what_the_trainer_sent_must_be_what_was_asked_for() -> None:

@@ -93,3 +93,18 @@ def test_a_version_is_retired_only_when_no_request_uses_it() -> None:
     assert gate.retirable(keep=1) == [0]
     gate.retired(0)
     assert gate.retirable(keep=1) == []
+
+
+def test_versions_in_use_leave_no_room_for_one_more_than_there_are_slots() -> None:
+    gate = VersionGate(base_ready=True)
+    sync(gate, 0)
+    with gate.request(0):
+        gate.check_room(1, slots=2)
+        sync(gate, 1)
+        assert gate.retirable(keep=1) == []
+        with pytest.raises(WeightSyncError, match=r"2 would be live version 3 .* holds 2: version 0 \(1 requests"):
+            gate.check_room(2, slots=2)
+        gate.check_room(1, slots=2)  # the same version again takes no other slot
+    for idle in gate.retirable(keep=1):
+        gate.retired(idle)
+    gate.check_room(2, slots=2)

@@ -1,0 +1,20 @@
+"""How a run ends what it started."""
+
+import pytest
+from rich.console import Console
+
+from megarl.controller.screen import Screen
+from megarl.errors import WorkerError
+from megarl.launch.run import stop_engines
+
+
+class SlowEngines:
+    """Engines that are not gone in time."""
+
+    def close(self, timeout: float) -> None:
+        raise WorkerError(f"sampler 0 did not answer within {timeout:.0f} s")
+
+
+def test_an_engine_that_stops_slowly_does_not_fail_a_complete_run(capsys: pytest.CaptureFixture) -> None:
+    stop_engines(SlowEngines(), Screen(1, Console(force_terminal=False)))  # type: ignore[arg-type]
+    assert "sampler 0 did not answer within 10 s" in capsys.readouterr().out
