@@ -12,10 +12,12 @@ from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
 from megarl.types import Sample
 from megarl.verify.compare import Rule
-from megarl.verify.samples import COUNT, make_samples, weights_of
+from megarl.verify.samples import COUNT, LONG, UPDATE_SCALES, distinct_samples, verify_samples, weights_of
 
 # Which of the samples are used, where some are not.
 KEPT = "kept"
+# What the loss weights are multiplied by, so that some updates are clipped.
+SCALE = "scale"
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,41 @@ class Case:
         """From config.json."""
         return read_config(self.model)["vocab_size"]
 
-    def samples(self) -> tuple[list[Sample], np.ndarray]:
-        """The batch of every update and its loss weights."""
-        drawn = make_samples(COUNT[self.dtype], self.vocab_size, seed=self.config.train.seed)
-        samples = [drawn[index] for index in self._used()]
-        return samples, weights_of(samples)
+    @property
+    def temperature(self) -> float:
+        """Of the policy on both sides."""
+        return self.config.sampler.temperature
+
+    @property
+    def long(self) -> int:
+        """Tokens of the longest sequence: ``LONG``, or fewer where the model has no more positions."""
+        return min(LONG, read_config(self.model).get("max_position_embeddings") or LONG)
+
+    def samples(self) -> list[Sample]:
+        """The batch of every update."""
+        drawn = verify_samples(COUNT[self.dtype], self.vocab_size, seed=self.config.train.seed, long=self.long)
+        return [drawn[index] for index in self._used()]
+
+    def traced_samples(self) -> list[Sample]:
+        """Sequences in which a token's id says where it stands."""
+        return distinct_samples(self.vocab_size, seed=self.config.train.seed, long=self.long)
+
+    def weights(self, update: int) -> np.ndarray:
+        """``[S]`` float64 loss weights of the samples in an update, counted from 0."""
+        scale = self.read(SCALE) if self.has(SCALE) else 1.0
+        return weights_of(self.samples()) * scale * UPDATE_SCALES[update % len(UPDATE_SCALES)]
+
+    def all_weights(self) -> list[np.ndarray]:
+        """``weights`` of every update."""
+        return [self.weights(update) for update in range(self.config.train.steps)]
+
+    def keep_scale(self, norm: float) -> None:
+        """Scale the loss so that its gradient is as large as ``train.max_grad_norm``, from now on and in every process.
+
+        Args:
+            norm: global gradient norm of ``samples()`` with the weights of ``samples.weights_of``.
+        """
+        self.write(SCALE, (self.config.train.max_grad_norm or norm) / norm)
 
     def keep_samples(self, kept: list[int]) -> None:
         """Verify with these of ``samples()`` alone, from now on and in every process."""

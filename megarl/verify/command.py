@@ -16,6 +16,7 @@ from megarl.verify.adapters import make_adapter
 from megarl.verify.cases import Case, Place
 from megarl.verify.layouts import allowed_layouts, describe_refused, label
 from megarl.verify.run import Report, check_gpus, verify_places
+from megarl.verify.settings import check_dropout
 from megarl.verify.tiny import write_tiny
 
 Say = Callable[[str], None]
@@ -82,6 +83,7 @@ def _check(config: RunConfig) -> None:
         WeightFolder(config.model.path)
         peft_config = _peft_config(config)
         check_supported(peft_config)
+        check_dropout(peft_config.lora_dropout, f"lora_dropout of lora.init_from '{config.lora.init_from}'")
         resolve_targets(peft_config, names)
     except (AdapterError, ModelError, UnsupportedError) as error:
         raise ConfigError(str(error)) from error

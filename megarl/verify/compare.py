@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,10 @@ import torch
 from megarl.lora.targets import PREFIX
 
 LOGPROBS, BASE_LOGPROBS, ENTROPY = "logprobs", "logprobs, adapter off", "entropy"
-GRADIENTS, GRADIENT_NORM = "gradients", "gradient norm"
+GRADIENTS, EACH_GRADIENT, GRADIENT_NORM = "gradients", "each gradient", "gradient norm"
 ADAPTER, UPDATE, CHECKPOINT = "adapter", "update by norm", "checkpoint elsewhere"
 PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS = "saved adapter in PEFT", "merged model in HF", "merged weights"
+EXPORTED_WEIGHTS = "exported weights"
 BASE_WEIGHTS = "base weights"
 OF_LOGPROBS = (LOGPROBS, BASE_LOGPROBS, PEFT_LOAD, MERGED_LOAD)
 # Fixed bounds in float32, in the order of the report.
@@ -21,19 +22,28 @@ BOUNDS = {
     BASE_LOGPROBS: 1e-5,
     ENTROPY: 1e-5,
     GRADIENTS: 1e-4,
+    EACH_GRADIENT: 0.0,
     GRADIENT_NORM: 1e-4,
     ADAPTER: 1e-4,
     UPDATE: 2e-3,
     PEFT_LOAD: 1e-5,
     MERGED_LOAD: 1e-5,
     MERGED_WEIGHTS: 1e-6,
+    EXPORTED_WEIGHTS: 1e-6,
     BASE_WEIGHTS: 0.0,
     CHECKPOINT: 1e-4,
 }
 # How many times Hugging Face's own error is allowed in float32.
 SLACK = 4.0
+# The largest bound, whatever the yardstick: times the fixed one in float32; in bfloat16. A lost tensor's error is 1.
+MOST_FLOAT32, MOST_BFLOAT16 = 100.0, 0.75
+# Single tensors by norm, in bfloat16: a tensor is a single draw, so more slack than for a row; one of which Hugging
+# Face's own error is larger than ``NOISE`` says nothing and is left out.
+EACH_SLACK, NOISE = 3.0, 0.5
 # Rows of one number each, or about single elements: in bfloat16 chance decides whose is closer.
 FLOAT32_ONLY = {ENTROPY, GRADIENT_NORM, ADAPTER}
+# In float32 the row of gradients is about each tensor already.
+BFLOAT16_ONLY = {EACH_GRADIENT}
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finding:
-    """How far one row is off, and which tensor (sample, update) is worst."""
+    """How far one row is off, which tensor (sample, update) is worst, and, of ``EACH_GRADIENT``, each one's error."""
 
     row: str
     worst: str
     error: float
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,14 @@ class Rule:
     """How errors are measured and judged for one dtype; see the package's docstring.
 
     Attributes:
-        bounds: row -> fixed bound.
+        bounds: row -> fixed bound, of the rows that the dtype has.
+        most: row -> the largest bound that the yardstick may lead to.
         slack: how many times the yardstick's error is allowed.
         by_norm: measure all tensors of a row together by norm.
     """
 
     bounds: Mapping[str, float]
+    most: Mapping[str, float]
     slack: float
     by_norm: bool
 
@@ -110,14 +123,38 @@ class Rule:
     def of(cls, dtype: str, *, routers: bool) -> "Rule":
         """For ``model.dtype``, of a model with or without routers."""
         if dtype == "float32":
-            return cls(BOUNDS, SLACK, by_norm=False)
-        slack = 2.0 if routers else 1.1
-        return cls({row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY}, slack, by_norm=True)
+            bounds = {row: bound for row, bound in BOUNDS.items() if row not in BFLOAT16_ONLY}
+            return cls(bounds, {row: MOST_FLOAT32 * bound for row, bound in bounds.items()}, SLACK, by_norm=False)
+        # The merge of a float32 file has no coarse dtype to be excused by.
+        bounds = {row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY} | {EXPORTED_WEIGHTS: BOUNDS[EXPORTED_WEIGHTS]}
+        most = dict.fromkeys(bounds, MOST_BFLOAT16) | {BASE_WEIGHTS: 0.0}
+        return cls(bounds, most, 2.0 if routers else 1.1, by_norm=True)
 
     def judge(self, finding: Finding, own: float) -> Row:
         """Apply the rule, given the yardstick's error in the row."""
-        worst = finding.worst.replace(PREFIX, "")
-        return Row(finding.row, worst, finding.error, max(self.bounds[finding.row], self.slack * own))
+        return self._row(finding, self.slack * own)
+
+    def judge_each(self, finding: Finding, own: Mapping[str, float]) -> Row:
+        """Apply the rule for single tensors to ``EACH_GRADIENT``.
+
+        Args:
+            finding: with ``parts``.
+            own: tensor -> the yardstick's error.
+        """
+        kept = {name: error for name, error in finding.parts.items() if own.get(name, 0.0) <= NOISE}
+        if not kept:
+            return self._row(finding, 0.0)
+        worst = _worst(finding.row, kept)
+        if lost := len(finding.parts) - len(kept):
+            noisy = f"{worst.worst} ({lost} of {len(finding.parts)} left out: Hugging Face's are noise)"
+            worst = replace(worst, worst=noisy)
+        return self._row(worst, EACH_SLACK * max(own.get(name, 0.0) for name in kept))
+
+    def _row(self, finding: Finding, allowed: float) -> Row:
+        row = finding.row
+        # Of NaN, which has no order, the fixed bound is left.
+        bound = max(self.bounds[row], min(allowed, self.most[row])) if math.isfinite(allowed) else self.bounds[row]
+        return Row(row, finding.worst.replace(PREFIX, ""), finding.error, bound)
 
     def yardstick(self, row: str, own: Mapping[str, float]) -> float:
         """What a row is judged by, of the yardstick's errors per row; 0 where there is none.
@@ -167,7 +204,9 @@ def compare(actual: Outcome, truth: Outcome, rule: Rule) -> list[Finding]:
         rule.measure(GRADIENTS, actual.gradients, truth.gradients),
         *compare_adapters(actual.adapter, truth, rule),
     ]
-    if not rule.by_norm:
+    if rule.by_norm:
+        findings.append(_each(EACH_GRADIENT, actual.gradients, truth.gradients))
+    else:
         entropies = ({"mean": torch.tensor([o.entropy], dtype=torch.float64)} for o in (actual, truth))
         norms = (
             {f"update {i + 1}": torch.tensor([n], dtype=torch.float64) for i, n in enumerate(o.norms)}
@@ -217,9 +256,14 @@ def worst_of(findings: Sequence[Finding]) -> list[Finding]:
     rows: dict[str, Finding] = {}
     for finding in findings:
         known = rows.get(finding.row)
-        if known is None or _rank(finding.error) > _rank(known.error):
+        if known is None or is_worse(finding.error, known.error):
             rows[finding.row] = finding
     return [rows[row] for row in BOUNDS if row in rows]
+
+
+def is_worse(error: float, known: float) -> bool:
+    """Whether an error is larger than another; NaN is larger than all others."""
+    return _rank(error) > _rank(known)
 
 
 def _rank(error: float) -> float:
@@ -241,6 +285,17 @@ def _by_norm(
     size = math.sqrt(sum(_norm(scale[name].double()) ** 2 for name in expected))
     total = math.sqrt(sum(norm**2 for norm in wrong.values()))
     return Finding(row, _worst(row, wrong).worst, total / max(size, 1e-30))
+
+
+def _each(row: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Finding:
+    """Each tensor's difference over its own norm; a tensor that is not there counts as zeros."""
+    parts = {}
+    for name, tensor in expected.items():
+        size, found = _norm(tensor), actual.get(name)
+        fits = found is not None and found.shape == tensor.shape
+        wrong = _norm(found.double() - tensor.double()) if found is not None and fits else size
+        parts[name] = wrong / size if size else (0.0 if not wrong else math.inf)
+    return replace(_worst(row, parts), parts=parts)
 
 
 def _norm(tensor: torch.Tensor) -> float:

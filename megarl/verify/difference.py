@@ -11,13 +11,12 @@ from megarl.model.families import names_of
 from megarl.model.hf_folder import read_config
 from megarl.parallel.groups import Groups
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS, Row
+from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS, Row, is_worse
 from megarl.verify.launch import run_ranks, say
 from megarl.verify.loss import SurrogateLoss
 from megarl.verify.parts import beyond, first_of, forward_order
 from megarl.verify.ranks import Stage, build, each_layout
 from megarl.verify.reference import all_logprobs, load_reference
-from megarl.verify.samples import distinct_samples
 from megarl.verify.saved import CAUSES, first_saved
 from megarl.verify.trace import LOGPROBS as LM_HEAD
 from megarl.verify.trace import Trace, trace_model, trace_reference
@@ -85,14 +84,14 @@ def _trace(suspect: Suspect) -> dict[str, float]:
     case = suspect.place.case
     dtype, device = case.read("truth-is")
     say(f"{case.name}: outputs of Hugging Face's modules")
-    samples = distinct_samples(case.vocab_size, seed=case.config.train.seed)
+    samples = case.traced_samples()
     traces = {}
     for kind in (dtype, case.dtype):
         model = load_reference(case.model, case.adapter, DTYPES[kind]).to(device)
         if not suspect.adapter:
             model.base_model.disable_adapter_layers()
         trace = trace_reference(model, names_of(read_config(case.model)), samples, case.vocab_size)
-        traces[kind] = trace | {LM_HEAD: _joined(all_logprobs(model, samples))}
+        traces[kind] = trace | {LM_HEAD: _joined(all_logprobs(model, samples, case.temperature))}
     case.write(suspect.trace, traces[dtype])
     return _module_errors(case, traces[case.dtype], traces[dtype])
 
@@ -108,11 +107,11 @@ def _compare_here(suspect: Suspect, groups: Groups) -> tuple[dict[str, float], d
     say(f"{place.key}: outputs of modules and gradients")
     model = build(place, groups)
     model.load_adapter(case.adapter)
-    samples = distinct_samples(case.vocab_size, seed=case.config.train.seed)
+    samples = case.traced_samples()
     names = names_of(model.hf_config)
     trace, logprobs = trace_model(model, names, samples, adapter=suspect.adapter)
     modules = _module_errors(case, trace | {LM_HEAD: _joined(logprobs)}, case.read(suspect.trace))
-    model.forward_backward(model.pack(*case.samples()), SurrogateLoss())
+    model.forward_backward(model.pack(case.samples(), case.weights(0)), SurrogateLoss())
     expected = case.read("truth").gradients
     return modules, _each(GRADIENTS, case, model.gradients(), expected)
 
@@ -160,6 +159,6 @@ def _largest(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
     merged: dict[str, float] = {}
     for rank in errors:
         for name, error in rank.items():
-            if not error <= merged.get(name, -1.0):
+            if is_worse(error, merged.get(name, -1.0)):
                 merged[name] = error
     return merged

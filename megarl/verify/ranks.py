@@ -10,14 +10,13 @@ import torch
 
 from megarl.config import ParallelConfig
 from megarl.lora import apply_lora, load_peft_config
-from megarl.lora.merge import write_merged
+from megarl.lora.merge import merge_folder, write_merged
 from megarl.model.families.base import OUTPUT
 from megarl.model.hf_folder import WeightFolder
 from megarl.model.megatron_model import MegatronModel
-from megarl.model.packing import PackedBatch
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout
-from megarl.verify.cases import Place
+from megarl.verify.cases import Case, Place
 from megarl.verify.compare import (
     ADAPTER,
     BASE_WEIGHTS,
@@ -27,6 +26,7 @@ from megarl.verify.compare import (
     Outcome,
     compare,
     compare_adapters,
+    is_worse,
 )
 from megarl.verify.launch import free_memory, say
 from megarl.verify.layouts import label
@@ -87,22 +87,24 @@ def train(place: Place, groups: Groups) -> list[Finding]:
     case, rule = place.case, place.case.rule
     model = build(place, groups)
     model.load_adapter(case.adapter)
-    batch = model.pack(*case.samples())
-    outcome = run_updates(model, batch, place.folder / "checkpoint")
+    outcome = run_updates(model, case, place.folder / "checkpoint")
     findings = compare(outcome, case.read("truth"), rule)
-    after = model.forward(batch)
+    after = model.forward(model.pack(case.samples()))
     if groups.rank == 0:
         case.write(f"{place.layout}/after", after)
     say(f"{place.key}: compared, saves for Hugging Face + PEFT")
     model.save_adapter(place.folder / "adapter")
     write_merged(model.export_merged(), case.model, place.folder / "merged")
+    if groups.rank == 0:
+        shutil.rmtree(place.folder / "exported", ignore_errors=True)
+        merge_folder(case.model, place.folder / "adapter", place.folder / "exported")  # as ``megarl export`` does
     findings.append(compare_base(model, case.model))
     return findings
 
 
-def run_updates(model: MegatronModel, batch: PackedBatch, checkpoint: Path) -> Outcome:
-    """Train on one batch as ``reference.run_reference`` does; a checkpoint is saved before the last update."""
-    config = model.config.train
+def run_updates(model: MegatronModel, case: Case, checkpoint: Path) -> Outcome:
+    """Train as ``reference.run_reference`` does; a checkpoint is saved before the last update."""
+    config, batch = model.config.train, model.pack(case.samples())
     logprobs, base_logprobs = model.forward(batch), model.forward(batch, adapter=False)
     gradients: dict[str, torch.Tensor] = {}
     norms, entropy = [], float("nan")
@@ -111,7 +113,7 @@ def run_updates(model: MegatronModel, batch: PackedBatch, checkpoint: Path) -> O
             if model.groups.rank == 0:
                 shutil.rmtree(checkpoint, ignore_errors=True)
             model.save_checkpoint(checkpoint)
-        metrics = model.forward_backward(batch, SurrogateLoss())
+        metrics = model.forward_backward(model.pack(case.samples(), case.weights(step)), SurrogateLoss())
         if step == 0:
             gradients, entropy = model.gradients(), metrics["entropy"]
         norms.append(model.optim_step(config.learning_rate)["grad_norm"])
@@ -124,8 +126,9 @@ def resume(saved: Place, here: Place, groups: Groups) -> Finding:
     """Load a checkpoint of another layout into a fresh model and make the last update."""
     model = build(here, groups)
     model.load_checkpoint(saved.folder / "checkpoint")
-    model.forward_backward(model.pack(*here.case.samples()), SurrogateLoss())
-    model.optim_step(here.config.train.learning_rate)
+    train = here.config.train
+    model.forward_backward(model.pack(here.case.samples(), here.case.weights(train.steps - 1)), SurrogateLoss())
+    model.optim_step(train.learning_rate)
     rule, adapter = here.case.rule, exported_adapter(model)
     rows = {f.row: f for f in compare_adapters(adapter, here.case.read("truth"), rule)}
     finding = rows[UPDATE if rule.by_norm else ADAPTER]
@@ -149,7 +152,7 @@ def compare_base(model: MegatronModel, folder: Path) -> Finding:
         if name in source.where:
             original = source.get_slice(name)[:].to(tensor.dtype)
             error = _largest_difference(tensor.cpu(), original)
-        if error > largest:
+        if is_worse(error, largest):
             worst, largest = name, error
     if left := sorted(name for name in unseen if not _never_exported(name, model.hf_config)):
         return Finding(BASE_WEIGHTS, f"{left[0]} (missing)", float("inf"))

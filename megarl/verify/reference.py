@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
-from megarl.config import TrainConfig
+from megarl.config import RunConfig
 from megarl.model.families import names_of
 from megarl.types import Sample
 from megarl.verify.compare import SLACK, Outcome, relative_error
@@ -50,7 +50,7 @@ def load_reference(
         return base
     adapted = PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
     hold_zeros(adapted)
-    return adapted
+    return adapted.eval()  # no dropout, whatever the adapter was trained with
 
 
 def response_logits(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -72,16 +72,16 @@ def _chosen(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
 
 
 @torch.no_grad()
-def all_logprobs(model: torch.nn.Module, samples: Sequence[Sample]) -> list[np.ndarray]:
+def all_logprobs(model: torch.nn.Module, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
     """``logprobs_of`` of every sample, as NumPy."""
-    return [logprobs_of(model, sample).cpu().numpy() for sample in samples]
+    return [logprobs_of(model, sample, temperature).cpu().numpy() for sample in samples]
 
 
 def run_reference(
     model: torch.nn.Module,
     samples: Sequence[Sample],
-    weights_S: np.ndarray,
-    train: TrainConfig,
+    weights: Sequence[np.ndarray],
+    config: RunConfig,
     rounded: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> Outcome:
     """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
@@ -89,20 +89,20 @@ def run_reference(
     Args:
         model: from ``load_reference``, with an adapter; trained in place.
         samples: their gradients are added up in this order.
-        weights_S: loss weight of each sample's tokens.
-        train: ``steps``, ``learning_rate``, AdamW's settings and ``max_grad_norm`` are used.
+        weights: for each update ``[S]``, the loss weight of each sample's tokens.
+        config: ``sampler.temperature`` and of ``train`` the learning rate, AdamW's settings and ``max_grad_norm``.
         rounded: each update's gradient in the dtype under test; ``leeway`` is for ``SLACK`` times what it is off. In
             later updates that is more than rounding: it follows from what Adam made of the rounding before.
     """
     names = names_of(model.config.to_dict())
     trainable = _trainable(model)
     with model.disable_adapter():
-        base_logprobs = all_logprobs(model, samples)
+        base_logprobs = all_logprobs(model, samples, config.sampler.temperature)
     start = unstack(adapter_tensors(model), names)
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
-    for step, update in enumerate(each_update(model, samples, weights_S, train)):
-        say(f"Hugging Face + PEFT: update {step + 1} of {train.steps} done")
+    for step, update in enumerate(each_update(model, samples, weights, config)):
+        say(f"Hugging Face + PEFT: update {step + 1} of {len(weights)} done")
         norms.append(update.norm)
         if step == 0:
             logprobs, entropy = update.logprobs, update.entropy
@@ -118,10 +118,10 @@ def run_reference(
 
 
 def each_update(
-    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, train: TrainConfig
+    model: torch.nn.Module, samples: Sequence[Sample], weights: Sequence[np.ndarray], config: RunConfig
 ) -> Iterator[Update]:
     """Train in place as ``run_reference`` does; yields after each update."""
-    trainable = _trainable(model)
+    trainable, train = _trainable(model), config.train
     optimizer = torch.optim.AdamW(
         trainable.values(),
         lr=train.learning_rate,
@@ -129,8 +129,8 @@ def each_update(
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
     )
-    for _ in range(train.steps):
-        logprobs, entropy = _add_gradients(model, samples, weights_S)
+    for weights_S in weights:
+        logprobs, entropy = _add_gradients(model, samples, weights_S, config.sampler.temperature)
         found = {name: parameter.grad.clone() for name, parameter in trainable.items()}
         limit = train.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit))
@@ -138,14 +138,24 @@ def each_update(
         yield Update(found, norm, optimizer, logprobs, entropy)
 
 
+def gradient_norm(
+    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, temperature: float
+) -> float:
+    """Global norm of the gradient of ``run_reference``'s loss; the model is left as it was."""
+    _add_gradients(model, samples, weights_S, temperature)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in _trainable(model).values()])
+    model.zero_grad()
+    return float(norm)
+
+
 def _add_gradients(
-    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray
+    model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, temperature: float
 ) -> tuple[list[np.ndarray], float]:
     """Leave the gradients of ``run_reference``'s loss in ``grad``; returns logprobs and mean entropy."""
     model.zero_grad()
     logprobs, entropies = [], []
     for sample, weight in zip(samples, weights_S, strict=True):
-        logits = response_logits(model, sample)
+        logits = response_logits(model, sample, temperature)
         logprobs_R = _chosen(logits, sample)
         (-weight * sample.advantage * logprobs_R.sum()).backward()
         logprobs.append(logprobs_R.detach().cpu().numpy())

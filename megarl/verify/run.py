@@ -8,7 +8,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BOUNDS, Finding, Row, worst_of
+from megarl.verify.compare import BOUNDS, EACH_GRADIENT, Finding, Row, worst_of
 from megarl.verify.difference import explain
 from megarl.verify.launch import run_ranks
 from megarl.verify.layouts import label, other_layout
@@ -76,8 +76,15 @@ def verify_places(
     reports = []
     for place in places:
         rule = place.case.rule
-        theirs = own.get(place.case.name, {}) | {finding.row: error for finding, error in read[place.key]}
-        rows = [rule.judge(f, rule.yardstick(f.row, theirs)) for f in worst_of(found[place.key])]
+        yardstick = own.get(place.case.name, {})
+        errors = {row: finding.error for row, finding in yardstick.items()}
+        errors |= {finding.row: error for finding, error in read[place.key]}
+        rows = [
+            rule.judge_each(f, yardstick[f.row].parts)
+            if f.row == EACH_GRADIENT
+            else rule.judge(f, rule.yardstick(f.row, errors))
+            for f in worst_of(found[place.key])
+        ]
         rows.sort(key=lambda row: list(BOUNDS).index(row.name))
         reports.append(Report(place, rows, truths[place.case.name]))
     return _explained(reports, prepare, report)
@@ -125,8 +132,8 @@ def _next(saved: Place, places: Sequence[Place]) -> Place:
 
 def _yardsticks(
     cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Say | None
-) -> dict[str, dict[str, float]]:
-    """Case -> row -> the yardstick's error, for the cases where fixed bounds alone do not pass every row."""
+) -> dict[str, dict[str, Finding]]:
+    """Case -> row -> the yardstick's finding, for the cases where fixed bounds alone do not pass every row."""
     needed = {place.case.name for place in places for f in found[place.key] if place.case.rule.needs_own(f)}
     wanted = [case for case in cases if case.name in needed]
     return dict(zip([case.name for case in wanted], run_shared(make_own, wanted, report), strict=True))

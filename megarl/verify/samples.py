@@ -9,8 +9,15 @@ from megarl.types import Sample
 # By dtype. In bfloat16 errors are averages over tokens, and 10% more than Hugging Face's must not be chance.
 COUNT = {"float32": 10, "bfloat16": 80}
 LONGEST = 40
-# Of every response token in the loss.
+# One sequence is so long: positions that are wrong only further on show in it.
+LONG = 120
+# Of the batch, where the long one stands: early, so that ``distinct_samples`` holds most of it.
+LONG_PLACE = 2
+# Of a response token in the loss, on average; each sequence has a weight of its own.
 WEIGHT = 0.05
+# What the gradients of successive updates are multiplied by, relative to the norm at which they are clipped: some are
+# clipped and some are not. Adam divides by the gradient's size, so clipping all or none would not show.
+UPDATE_SCALES = (1.5, 0.4, 4.0)
 
 
 def make_samples(count: int, vocab: int, *, seed: int = 0, longest: int = LONGEST) -> list[Sample]:
@@ -27,20 +34,29 @@ def make_samples(count: int, vocab: int, *, seed: int = 0, longest: int = LONGES
     return samples
 
 
+def verify_samples(count: int, vocab: int, *, seed: int = 0, long: int = LONG) -> list[Sample]:
+    """``make_samples``, one of them as long as ``long`` tokens."""
+    samples = make_samples(count, vocab, seed=seed)
+    rng = np.random.default_rng(seed + 1)
+    mask: np.ndarray = np.arange(long) >= long // 2
+    samples[LONG_PLACE] = Sample(rng.integers(0, vocab, long), mask, advantage=float(rng.normal()))
+    return samples
+
+
 def weights_of(samples: Sequence[Sample]) -> np.ndarray:
-    """``[S]`` float64 loss weights."""
-    return np.full(len(samples), WEIGHT)
+    """``[S]`` float64 loss weights, all different: one that counts for another sequence shows."""
+    return WEIGHT * np.linspace(0.4, 1.6, len(samples))
 
 
-def distinct_samples(vocab: int, *, seed: int = 0) -> list[Sample]:
-    """As many of ``make_samples`` as fit (the last one cut) with every token id at most once and never 0.
+def distinct_samples(vocab: int, *, seed: int = 0, long: int = LONG) -> list[Sample]:
+    """As many of ``verify_samples`` as fit (the last one cut) with every token id at most once and never 0.
 
     The id then tells which sample and position a row of activations belongs to, however sequences were packed, padded
     (with 0) and split over ranks.
     """
     ids = np.random.default_rng(seed).permutation(np.arange(1, vocab))
     samples: list[Sample] = []
-    for sample in make_samples(COUNT["float32"], vocab, seed=seed):
+    for sample in verify_samples(COUNT["float32"], vocab, seed=seed, long=long):
         tokens, ids = np.split(ids, [min(len(sample.tokens), len(ids))])
         if len(tokens) < 2:
             break

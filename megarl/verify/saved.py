@@ -12,6 +12,7 @@ from megarl.verify.compare import (
     ADAPTER,
     BASE_LOGPROBS,
     CHECKPOINT,
+    EXPORTED_WEIGHTS,
     GRADIENT_NORM,
     GRADIENTS,
     LOGPROBS,
@@ -36,8 +37,9 @@ def first_saved(place: Place, rows: set[str]) -> list[str]:
     if rows & {ADAPTER, UPDATE, PEFT_LOAD}:
         saved = load_file(place.folder / "adapter" / WEIGHTS)
         lines.append(f"first tensor of the saved adapter: {_first(case, saved)}")
-    if rows & {MERGED_LOAD, MERGED_WEIGHTS}:
-        lines.append(f"first merged weight: {_first_merged(place)}")
+    for row, folder in ((MERGED_WEIGHTS, "merged"), (EXPORTED_WEIGHTS, "exported")):
+        if rows & {row, MERGED_LOAD if row == MERGED_WEIGHTS else row}:
+            lines.append(f"first {folder} weight: {_first_merged(place, row, folder)}")
     if CHECKPOINT in rows:
         lines.append(f"first tensor after the checkpoint: {_first(case, case.read(place.resumed))}")
     return lines
@@ -70,13 +72,11 @@ def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Ou
     return compare_adapters(alone, expected, case.rule)
 
 
-def _first_merged(place: Place) -> str:
-    """The first tensor of the merged model that is further from the exact sum than its own bound."""
+def _first_merged(place: Place, row: str, folder: str) -> str:
+    """The first tensor of a merged model that is further from the exact sum than its own bound."""
     rule = place.case.rule
     found: dict[str, str | None] = {}
-    for name, exact, tensor in exact_sums(place.case.model, place.folder / "adapter", place.folder / "merged"):
-        error, own = (
-            rule.measure(MERGED_WEIGHTS, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype))
-        )
-        found[name] = beyond(name, error, rule.bounds[MERGED_WEIGHTS], own)
+    for name, exact, tensor in exact_sums(place.case.model, place.folder / "adapter", place.folder / folder):
+        error, own = (rule.measure(row, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype)))
+        found[name] = beyond(name, error, rule.bounds[row], own)
     return first_of((found[name] for name in sorted(found, key=forward_order(place.case))), "each weight alone agrees")

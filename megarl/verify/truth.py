@@ -19,6 +19,7 @@ from megarl.model.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import (
+    EXPORTED_WEIGHTS,
     MERGED_LOAD,
     MERGED_WEIGHTS,
     PEFT_LOAD,
@@ -27,9 +28,11 @@ from megarl.verify.compare import (
     Rule,
     compare,
     compare_logprobs,
+    is_worse,
 )
 from megarl.verify.launch import free_memory, run_ranks, say
-from megarl.verify.reference import all_logprobs, each_update, load_reference, run_reference
+from megarl.verify.reference import all_logprobs, each_update, gradient_norm, load_reference, run_reference
+from megarl.verify.samples import weights_of
 from megarl.verify.ties import Gaps
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -96,7 +99,7 @@ def make_truth(case: Case) -> str:
     say(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}")
     outcome, gaps = _run_truth(case, dtype, device)
     for _ in range(ATTEMPTS):
-        samples, _ = case.samples()
+        samples = case.samples()
         clear = gaps.clear(samples)
         # Where experts tie in most samples, as in a large model, there is no batch without.
         if not len(samples) / 2 <= len(clear) < len(samples):
@@ -113,14 +116,24 @@ def make_truth(case: Case) -> str:
 def _run_truth(case: Case, dtype: str, device: torch.device) -> tuple[Outcome, Gaps]:
     rounded = []
     if case.dtype == "float32":
-        updates = each_update(_rounding(case, dtype).to(device), *case.samples(), case.config.train)
+        model = _rounding(case, dtype).to(device)
+        _set_scale(case, model)
+        updates = each_update(model, case.samples(), case.all_weights(), case.config)
         rounded = [{name: gradient.cpu() for name, gradient in update.gradients.items()} for update in updates]
+        del model, updates
         free_memory()  # ``choose`` made room for one model
     model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
+    if case.dtype != "float32":
+        _set_scale(case, model)
     gaps = Gaps()
     # What rounds more than float32 has ties everywhere, and a rule that allows for them.
     with gaps.listen(model) if case.dtype == "float32" else nullcontext():
-        return run_reference(model, *case.samples(), case.config.train, rounded), gaps
+        return run_reference(model, case.samples(), case.all_weights(), case.config, rounded), gaps
+
+
+def _set_scale(case: Case, model: torch.nn.Module) -> None:
+    samples = case.samples()
+    case.keep_scale(gradient_norm(model, samples, weights_of(samples), case.temperature))
 
 
 def _rounding(case: Case, truth: str) -> torch.nn.Module:
@@ -128,8 +141,8 @@ def _rounding(case: Case, truth: str) -> torch.nn.Module:
     return load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if truth == case.dtype else "eager")
 
 
-def make_own(case: Case) -> dict[str, float]:
-    """Compute and keep the yardstick; returns its error per row.
+def make_own(case: Case) -> dict[str, Finding]:
+    """Compute and keep the yardstick; returns how far each row of it is off.
 
     Where the truth had to be computed in the dtype under test, the yardstick takes other kernels and adds gradients up
     in the opposite order: what remains is rounding.
@@ -137,28 +150,28 @@ def make_own(case: Case) -> dict[str, float]:
     dtype, device = case.read("truth-is")
     say(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}")
     model = _rounding(case, dtype).to(device)
-    samples, weights = case.samples()
     order = slice(None, None, -1 if dtype == case.dtype else 1)
-    outcome = run_reference(model, samples[order], weights[order], case.config.train)
+    weights = [weights_S[order] for weights_S in case.all_weights()]
+    outcome = run_reference(model, case.samples()[order], weights, case.config)
     outcome.logprobs[:] = outcome.logprobs[order]
     outcome.base_logprobs[:] = outcome.base_logprobs[order]
     case.write("own", outcome)
-    return {finding.row: finding.error for finding in compare(outcome, case.read("truth"), case.rule)}
+    return {finding.row: finding for finding in compare(outcome, case.read("truth"), case.rule)}
 
 
 def read_back(place: Place) -> list[tuple[Finding, float]]:
-    """Load what megarl saved into Hugging Face + PEFT; ``(finding, the yardstick's error)`` of three rows."""
+    """Load what megarl saved into Hugging Face + PEFT; ``(finding, the yardstick's error)`` of four rows."""
     say(f"{place.key}: Hugging Face + PEFT load what was saved")
     case, rule = place.case, place.case.rule
     dtype, device = case.read("truth-is")
-    samples, _ = case.samples()
+    samples = case.samples()
     adapter, merged = place.folder / "adapter", place.folder / "merged"
 
     def logprobs(folder: Path, adapter: Path | None, dtype: str, merge: bool = False) -> Any:
         model = load_reference(folder, adapter, DTYPES[dtype]).to(device)
         if merge:
             model = model.merge_and_unload().to(DTYPES[truth_dtype])
-        return all_logprobs(model, samples)
+        return all_logprobs(model, samples, case.temperature)
 
     truth_dtype = dtype
     truth = logprobs(case.model, adapter, dtype)
@@ -170,17 +183,21 @@ def read_back(place: Place) -> list[tuple[Finding, float]]:
     if rule.needs_own(merged_loaded):
         theirs = logprobs(case.model, adapter, case.dtype, merge=True)
         own_merged = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
-    return [(loaded, own), (merged_loaded, own_merged), merged_weights(case.model, adapter, merged, rule)]
+    weights = [
+        merged_weights(row, case.model, adapter, folder, rule)
+        for row, folder in ((MERGED_WEIGHTS, merged), (EXPORTED_WEIGHTS, place.folder / "exported"))
+    ]
+    return [(loaded, own), (merged_loaded, own_merged), *weights]
 
 
-def merged_weights(model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
+def merged_weights(row: str, model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
     """Merged tensors against ``W + scaling * B @ A`` in float64; the yardstick is that sum, rounded once."""
-    worst, own = Finding(MERGED_WEIGHTS, "", -1.0), 0.0
+    worst, own = Finding(row, "", -1.0), 0.0
     for name, exact, tensor in exact_sums(model, adapter, merged):
-        finding = rule.measure(MERGED_WEIGHTS, {name: tensor}, {name: exact})
-        if not finding.error <= worst.error:
+        finding = rule.measure(row, {name: tensor}, {name: exact})
+        if is_worse(finding.error, worst.error):
             worst = finding
-            own = rule.measure(MERGED_WEIGHTS, {name: exact.to(tensor.dtype)}, {name: exact}).error
+            own = rule.measure(row, {name: exact.to(tensor.dtype)}, {name: exact}).error
     return worst, own
 
 

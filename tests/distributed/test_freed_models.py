@@ -20,7 +20,7 @@ def train_and_drop(here: Place) -> bool:
     groups = init_groups(here.config.parallel, pick_device("cpu"))
     model = build(here, groups)
     model.load_adapter(here.case.adapter)
-    batch = model.pack(*here.case.samples())
+    batch = model.pack(here.case.samples(), here.case.weights(0))
     model.forward(batch)
     model.forward_backward(batch, SurrogateLoss())
     model.optim_step(1e-3)

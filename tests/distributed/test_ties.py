@@ -23,7 +23,7 @@ def routed(case: Case, sample: int) -> tuple[torch.nn.Module, torch.Tensor, torc
     hook = router.register_forward_hook(
         lambda module, args, output: seen.append((args[0].detach(), output[0].detach()))
     )
-    logprobs_of(model, case.samples()[0][sample])
+    logprobs_of(model, case.samples()[sample])
     hook.remove()
     [(inputs, logits)] = seen
     return router, inputs.reshape(len(logits), -1), logits
@@ -44,7 +44,7 @@ def make_tie(case: Case) -> None:
 def test_a_sample_whose_experts_tie_is_left_out(tmp_path):
     case = make_case(tmp_path, "tie", family="qwen3_moe", tied=False)
     make_tie(case)
-    before = case.samples()[0]
+    before = case.samples()
     router, _, logits = routed(case, SAMPLE)
     ranked = logits.sort(descending=True).values
     gaps = (ranked[:, router.top_k - 1] - ranked[:, router.top_k]) / logits.abs().amax(-1)
@@ -57,7 +57,7 @@ def test_a_sample_whose_experts_tie_is_left_out(tmp_path):
     assert SAMPLE not in heard.clear(before)
 
     make_truth(case)
-    after = {tuple(sample.tokens.tolist()) for sample in case.samples()[0]}
+    after = {tuple(sample.tokens.tolist()) for sample in case.samples()}
     assert tuple(before[SAMPLE].tokens.tolist()) not in after
     assert len(before) / 2 <= len(after) < len(before)
     check(verify_places([place(case, "TP1", {})]))

@@ -15,6 +15,7 @@ from megarl.verify.compare import (
     ADAPTER,
     BASE_LOGPROBS,
     BOUNDS,
+    EACH_GRADIENT,
     FLOAT32_ONLY,
     GRADIENT_NORM,
     GRADIENTS,
@@ -22,7 +23,7 @@ from megarl.verify.compare import (
     UPDATE,
 )
 from megarl.verify.run import verify_places
-from tests.helpers.cases import make_case, place
+from tests.helpers.cases import FLOAT32_ROWS, make_case, place
 from tests.helpers.models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ def drop_sequence_parallel_sum():
 
 
 def drop_rope_restart():
-    """Positions run on over a pack, up to the end of RoPE's table, where they start again.
+    """Positions run on over a pack, up to the end of a RoPE table of 17, where they start again.
 
     Running on alone changes nothing: RoPE is relative, and sequences do not see each other.
     """
@@ -47,7 +48,7 @@ def drop_rope_restart():
 
     def run_on(self, *args, **kwargs):
         positions = kwargs["position_ids"]
-        running = positions.new_tensor(range(positions.numel())) % (int(positions.max()) + 1)
+        running = positions.new_tensor(range(positions.numel())) % 17
         return original(self, *args, **(kwargs | {"position_ids": running.view_as(positions)}))
 
     PackedGPTModel._preprocess = run_on
@@ -87,6 +88,71 @@ def coarsen_norms():
 
     original = RMSNorm.forward
     RMSNorm.forward = lambda self, hidden: original(self, hidden).to(torch.float8_e4m3fn).to(hidden.dtype)
+
+
+def clamp_positions():
+    """RoPE's table ends at 64."""
+    from megarl.model.gpt import PackedGPTModel
+
+    original = PackedGPTModel._preprocess
+
+    def clamped(self, *args, **kwargs):
+        return original(self, *args, **(kwargs | {"position_ids": kwargs["position_ids"].clamp(max=63)}))
+
+    PackedGPTModel._preprocess = clamped
+
+
+def ignore_temperature():
+    """Logits are not divided."""
+    from megarl.model.step import Stepper
+
+    original = Stepper.__init__
+    Stepper.__init__ = lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"temperature": 1.0}))
+
+
+def weigh_by_the_neighbour():
+    """Each sample's logprobs count by the weight of the sample before it."""
+    import numpy as np
+
+    from megarl.model.megatron_model import MegatronModel
+
+    original = MegatronModel.pack
+
+    def pack(self, samples, weights_S=None, step_tokens=None):
+        return original(self, samples, None if weights_S is None else np.roll(weights_S, 1), step_tokens)
+
+    MegatronModel.pack = pack
+
+
+def forget_clipping():
+    """Updates are made with the whole gradient."""
+    from megarl.model import optim
+
+    original = optim.update
+    optim.update = lambda part, norm, lr, max_norm: original(part, norm, lr, 0.0)
+
+
+def forget_weight_decay():
+    """The optimizer is made without."""
+    from megarl.model import optim
+
+    original = optim.OptimizerConfig
+    optim.OptimizerConfig = lambda **settings: original(**(settings | {"weight_decay": 0.0}))
+
+
+def zero_an_experts_gradient():
+    """One matrix of one expert has no gradient."""
+    from megarl.model.optim import AdapterOptimizer
+
+    original = AdapterOptimizer.reduce_gradients
+    name = "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_A.weight"
+
+    def reduce(self):
+        original(self)
+        if name in self.parameters:
+            self.parameters[name].main_grad.zero_()
+
+    AdapterOptimizer.reduce_gradients = reduce
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +221,33 @@ def test_a_mutation_fails_the_row_that_it_breaks_and_is_located(
         assert line.startswith(expected), report.differences
 
 
+@pytest.mark.parametrize(
+    ("mutation", "failed", "passed"),
+    [
+        (clamp_positions, {LOGPROBS, BASE_LOGPROBS, GRADIENTS}, set()),
+        (ignore_temperature, {LOGPROBS, BASE_LOGPROBS, GRADIENTS}, set()),
+        (weigh_by_the_neighbour, {GRADIENTS, ADAPTER, UPDATE}, {LOGPROBS, BASE_LOGPROBS}),
+        (forget_clipping, {ADAPTER, UPDATE}, {LOGPROBS, GRADIENTS}),
+        (forget_weight_decay, {ADAPTER, UPDATE}, {LOGPROBS, GRADIENTS}),
+    ],
+)
+def test_a_setting_that_is_ignored_fails_its_rows(cases, mutation, failed, passed):
+    [report] = verify_places([place(cases["qwen3"], "TP1", {})], prepare=mutation)
+    assert failed <= failed_rows(report)
+    assert not passed & failed_rows(report)
+
+
+def test_in_bf16_a_lost_gradient_of_one_expert_fails_its_row(tmp_path):
+    case = make_case(tmp_path, "moe", dtype="bfloat16", family="qwen3_moe", tied=False, num_hidden_layers=2)
+    here = [place(case, "EP2xDP2", {"expert": 2, "data": 2})]
+    [report] = verify_places(here)
+    assert report.passed, report.rows
+    [lost] = verify_places(here, prepare=zero_an_experts_gradient)
+    assert failed_rows(lost) == {EACH_GRADIENT}, lost.rows
+    [row] = [row for row in lost.rows if row.name == EACH_GRADIENT]
+    assert row.worst.startswith("model.layers.1.mlp.experts.2.down_proj.lora_A")
+
+
 def test_in_bf16_hugging_faces_bf16_is_the_bound(tmp_path):
     case = make_case(tmp_path, "llama", dtype="bfloat16", family="llama", tied=True, num_hidden_layers=2)
     here = [place(case, "TP2+SP", {"tensor": 2})]
@@ -183,7 +276,7 @@ def test_the_command_prints_json_and_nothing_else_on_standard_output(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     verdict = json.loads(done.stdout)
     assert verdict["pass"] is True
-    assert [row["name"] for row in verdict["rows"]] == list(BOUNDS)
+    assert [row["name"] for row in verdict["rows"]] == FLOAT32_ROWS
     assert all(row.keys() == {"name", "worst", "error", "bound", "pass"} and row["pass"] for row in verdict["rows"])
 
 

@@ -1,10 +1,17 @@
 """`megarl verify` tells when what is saved is wrong though training was right, and names the tensor."""
 
-from megarl.verify.compare import BASE_WEIGHTS, BOUNDS, CHECKPOINT, MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD
+from megarl.verify.compare import (
+    BASE_WEIGHTS,
+    CHECKPOINT,
+    EXPORTED_WEIGHTS,
+    MERGED_LOAD,
+    MERGED_WEIGHTS,
+    PEFT_LOAD,
+)
 from megarl.verify.run import verify_places
-from tests.helpers.cases import make_case, place
+from tests.helpers.cases import FLOAT32_ROWS, make_case, place
 
-SAVED = {PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS, BASE_WEIGHTS, CHECKPOINT}
+SAVED = {PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS, EXPORTED_WEIGHTS, BASE_WEIGHTS, CHECKPOINT}
 
 
 def lose_a_shard():
@@ -34,8 +41,21 @@ def forget_a_merge():
     LoraAdapter.merged = merged
 
 
+def merge_twice():
+    """The command line's export adds one weight's adapter twice."""
+    from megarl.lora import merge
+
+    original = merge._merged
+
+    def merged(name, tensor, *args):
+        once = original(name, tensor, *args)
+        return original(name, once, *args) if name == "model.layers.2.mlp.gate_proj.weight" else once
+
+    merge._merged = merged
+
+
 def touch_the_base():
-    """One exported base weight is off in one element."""
+    """One exported base weight is off in one element, and another, before it, is not a number in one."""
     from megarl.model.megatron_model import MegatronModel
 
     original = MegatronModel.export_weights
@@ -45,6 +65,9 @@ def touch_the_base():
             if name == "model.layers.3.mlp.down_proj.weight":
                 tensor = tensor.clone()
                 tensor[0, 0] += 1e-6
+            elif name == "model.layers.1.self_attn.k_proj.weight":
+                tensor = tensor.clone()
+                tensor[0, 0] = float("nan")
             yield name, tensor
 
     MegatronModel.export_weights = export
@@ -68,6 +91,7 @@ def break_all_that_is_saved():
     """Each breaks rows of its own."""
     lose_a_shard()
     forget_a_merge()
+    merge_twice()
     touch_the_base()
     restore_a_moment_wrongly()
 
@@ -77,13 +101,14 @@ def test_what_is_saved_wrongly_fails_its_row_and_is_named(tmp_path):
     [report] = verify_places([place(case, "TP2+SP", {"tensor": 2})], prepare=break_all_that_is_saved)
     rows = {row.name: row for row in report.rows}
     assert {name for name, row in rows.items() if not row.passed} == SAVED
-    assert set(rows) == set(BOUNDS)
-    assert rows[BASE_WEIGHTS].worst == "model.layers.3.mlp.down_proj.weight"
+    assert list(rows) == FLOAT32_ROWS
+    assert rows[BASE_WEIGHTS].worst == "model.layers.1.self_attn.k_proj.weight"
     assert rows[CHECKPOINT].worst == "at PP2xVPP2: model.layers.2.self_attn.o_proj.lora_A.weight"
     expected = [
         "first difference: none, all 59 traced outputs agree",
         "first tensor of the saved adapter: model.layers.1.self_attn.q_proj.lora_B (error ",
         "first merged weight: model.layers.0.mlp.up_proj (error ",
+        "first exported weight: model.layers.2.mlp.gate_proj (error ",
         "first tensor after the checkpoint: model.layers.2.self_attn.o_proj.lora_A (error ",
     ]
     for line, start in zip(report.differences, expected, strict=True):

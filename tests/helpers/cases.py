@@ -8,21 +8,28 @@ import tests.helpers.ranks  # noqa: F401  (ranks import pytest with the function
 from megarl.config import RunConfig, parse_config
 from megarl.verify.adapters import make_adapter
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BOUNDS, Finding
+from megarl.verify.compare import BFLOAT16_ONLY, BOUNDS, Finding
 from megarl.verify.run import Report
-from megarl.verify.settings import verify_tree
+from megarl.verify.settings import TEMPERATURE, verify_tree
 from tests.helpers.models import make_model
 
+# In the order of a report.
+FLOAT32_ROWS = [row for row in BOUNDS if row not in BFLOAT16_ONLY]
 
-def make_config(model: Path, layout: dict[str, Any] | None = None, dtype: str = "float32") -> RunConfig:
-    """What ``megarl verify`` runs a model with: micro-batches of at most 64 tokens force several per step.
+
+def make_config(
+    model: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", temperature: float = 1.0
+) -> RunConfig:
+    """What ``megarl verify`` runs a model with: small micro-batches force several per step.
 
     Args:
         model: Hugging Face folder.
         layout: the ``parallel`` section; besides keys of ``train``, and ``model``'s ``backend``.
         dtype: ``model.dtype``.
+        temperature: of the policy.
     """
     layout, tree = layout or {}, verify_tree(model)
+    tree["sampler"]["temperature"] = temperature
     tree["model"] |= {"dtype": dtype, "backend": layout.get("backend", "local")}
     tree["train"] |= layout.get("train", {})
     tree["parallel"] = {axis: size for axis, size in layout.items() if axis not in ("train", "backend")}
@@ -41,12 +48,12 @@ def make_case(
     """A random model and a random adapter below ``folder``; ``model`` goes to ``make_model``, ``adapter`` to PEFT."""
     path = make_model(folder / name / "model", dtype=dtype, **model)
     made = make_adapter(path, folder / name / "adapter", seed=adapter_seed, **adapter or {})
-    return Case(name, make_config(path, dtype=dtype), made, folder / name / "work")
+    return Case(name, make_config(path, dtype=dtype, temperature=TEMPERATURE), made, folder / name / "work")
 
 
 def place(case: Case, name: str, layout: dict[str, Any]) -> Place:
     """A case at a layout given as for ``make_config``."""
-    return Place(case, name, make_config(case.model, layout, case.dtype))
+    return Place(case, name, make_config(case.model, layout, case.dtype, case.temperature))
 
 
 def check(reports: Sequence[Report]) -> None:

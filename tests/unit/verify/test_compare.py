@@ -13,6 +13,7 @@ from megarl.verify.compare import (
     BASE_WEIGHTS,
     BOUNDS,
     CHECKPOINT,
+    EACH_GRADIENT,
     GRADIENTS,
     LOGPROBS,
     MERGED_WEIGHTS,
@@ -101,6 +102,33 @@ def test_bf16_is_judged_by_hugging_faces_bf16_alone():
     assert BF16.judge(finding, own=0.92e-3).passed
     assert not BF16.judge(finding, own=0.9e-3).passed
     assert not BF16.judge(finding, own=0.0).passed
+
+
+@pytest.mark.parametrize("rule", [FP32, BF16])
+@pytest.mark.parametrize("row", [LOGPROBS, GRADIENTS, UPDATE, PEFT_LOAD, MERGED_WEIGHTS])
+def test_no_yardstick_excuses_a_lost_tensor(rule, row):
+    for own in (0.9, 9.6, math.inf, math.nan):
+        assert not rule.judge(Finding(row, "a", 1.0), own=own).passed
+
+
+def test_each_gradient_is_judged_alone_in_bf16(truth):
+    lost = truth.gradients | {"a": torch.zeros(4, 6)}
+    small = lost | {"a": truth.gradients["a"] * 1e-3}
+    expected = dataclasses.replace(truth, gradients=small)
+    finding = rows_of(dataclasses.replace(truth, gradients=lost), expected, BF16)[EACH_GRADIENT]
+    assert (finding.worst, finding.error) == ("a", 1.0)
+    assert rows_of(dataclasses.replace(truth, gradients=lost), expected, BF16)[GRADIENTS].error < 2e-3
+    assert not BF16.judge_each(finding, {"a": 0.4, "b": 0.1}).passed
+    assert BF16.judge_each(Finding(EACH_GRADIENT, "a", 0.3, {"a": 0.3, "b": 0.0}), {"a": 0.11, "b": 0.1}).passed
+    assert EACH_GRADIENT not in rows_of(truth, truth, FP32)
+
+
+def test_a_gradient_that_is_noise_in_hugging_face_too_is_left_out_and_counted(truth):
+    finding = Finding(EACH_GRADIENT, "a", 1.0, {"a": 1.0, "b": 0.2})
+    row = BF16.judge_each(finding, {"a": 0.6, "b": 0.1})
+    assert (row.passed, row.error) == (True, 0.2)
+    assert row.worst == "b (1 of 2 left out: Hugging Face's are noise)"
+    assert not BF16.judge_each(finding, {"a": 0.6, "b": 0.6}).passed
 
 
 def test_exact_rows_stay_exact():

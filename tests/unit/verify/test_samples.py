@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megarl.verify.samples import distinct_samples, make_samples, token_places
+from megarl.verify.samples import LONG, distinct_samples, token_places, verify_samples
 
 
 @pytest.mark.parametrize("vocab", [40, 131, 49152])
@@ -27,4 +27,5 @@ def test_places_count_what_is_fed():
 
 def test_with_a_large_vocabulary_they_are_as_long_as_the_batchs():
     lengths = [len(sample.tokens) for sample in distinct_samples(49152)]
-    assert lengths == [len(sample.tokens) for sample in make_samples(10, 49152)]
+    assert lengths == [len(sample.tokens) for sample in verify_samples(10, 49152)]
+    assert max(lengths) == LONG

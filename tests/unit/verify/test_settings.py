@@ -8,6 +8,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.errors import ConfigError, UnsupportedError
+from megarl.verify.samples import LONG
 from megarl.verify.settings import verify_config
 from tests.helpers.models import SHAPE as SIZES
 
@@ -25,7 +26,7 @@ def test_defaults_are_fp32_three_updates_and_several_micro_batches(model):
     config = verify_config(model)
     assert (config.model.dtype, config.train.steps, config.train.learning_rate) == ("float32", 3, 5e-4)
     assert config.parallel.world_size == 1
-    assert config.train.micro_batch_tokens == 64
+    assert LONG <= config.train.micro_batch_tokens < 2 * LONG
 
 
 def test_overrides_are_the_run_configs_keys(model):
