@@ -12,6 +12,7 @@ from pydantic import AfterValidator, Field
 
 from megarl.config.base import Section
 from megarl.tasks.base import Reward, TaskContext
+from megarl.tasks.latex_number import tidy
 from megarl.tasks.options import parse_options, require_path
 from megarl.tasks.rows import Row, Text, read_rows
 from megarl.types import Prompt
@@ -121,7 +122,10 @@ def is_equal(reference: str, answer: str) -> bool:
     Answers over ``MAX_CHARACTERS`` characters or ``MAX_SIGNS`` signs, or with a power, factorial or function, which no
     plain number needs, are wrong.
     """
-    if len(answer) > MAX_CHARACTERS or len(SIGN.findall(answer)) > MAX_SIGNS:
+    if len(answer) > MAX_CHARACTERS:
+        return False
+    answer = tidy(answer)
+    if len(SIGN.findall(answer)) > MAX_SIGNS:
         return False
     return not UNBOUNDED.search(COMMAND.sub(" ", answer)) and _math_verify(reference, answer)
 

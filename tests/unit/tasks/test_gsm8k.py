@@ -107,6 +107,35 @@ def test_the_verdict_is_math_verifys(answer):
     assert is_equal("72", answer) == math_verify.verify(gold, math_verify.parse(f"\\boxed{{{answer}}}"))
 
 
+FORMS = [
+    "1\\,200", "1\\;200", "1\\ 200", "1~200", "1 200", "1\\!200", "1,\\!200", "1{,}200", "1\\thinspace 200",
+    "1\u202f200", "1200^\\circ", "1200^{\\circ}", "1200\\degree", "1200°", "1200^\\circ\\text{C}", "\\approx 1200",
+    "\\approx1200", "≈ 1200", "\\sim 1200", "= 1200", "x = 1200", "x \\approx 1200", "\\$1,200.00", "€1200",
+    "\\pounds 1200", "1200\\,\\text{km}", "1200~\\text{km}", "1200 \\text{ m}^2", "1200\\ \\mathrm{m}^{2}",
+    "1200\\text{ dollars per week}", "1200 dollars", "1200 dollars per week", "\\mathbf{1200}", "\\text{1200}",
+    "\\underline{1200}", "\\boldsymbol{1200}", "**1200**", "1200.", "\\text{Answer: }1200", "1200^{\\text{th}}",
+    "1.2\\times 10^3", "1.2 \\cdot 10^{3}", "\\(1200\\)", "$1200$", "1200\\%",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", FORMS)
+def test_a_number_counts_in_every_way_it_is_written(answer):
+    assert is_equal("1200", answer)
+    assert not is_equal("1201", answer) and not is_equal("-1200", answer)
+    assert not is_equal("1200", answer.replace("2", "3"))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["1\\,20", "12\\,00", "1\\,200\\,000", "1 2 0 0", "1, 200", "1200^2", "1200^{3}", "120^\\circ", "1201^\\circ",
+     "\\approx 1201", "1200x", "1200, 5", "1200\\text{ or }5", "1200 \\pm 3", "x \\neq 1200", "< 1200", "\\leq 1200",
+     "1200\\sqrt{2}", "1200\\pi", "1200 pi", "1200 thousand", "1200 squared", "1.2\\times 10^2", "\\frac{1200}{7}", "1200:7",
+     "1200\\text{ m}^2 + 1"],
+)  # fmt: skip
+def test_what_only_looks_like_the_number_does_not_count(answer):
+    assert not is_equal("1200", answer)
+
+
 @pytest.mark.parametrize(
     "answer",
     ["9^{9^{9^{9}}}", "9**9**9**9", "99999999!", "\\sum_{i=1}{9}", "\\binom{99999999}{9999999}", "1e999999",
