@@ -21,7 +21,7 @@ class Frame(NamedTuple):
     """One step of a transfer.
 
     Attributes:
-        header: ``wire.metas_to_bytes`` of a bucket, or ``Manifest.to_bytes`` in the last frame.
+        header: ``wire.TensorList.to_bytes`` of a bucket, or ``Manifest.to_bytes`` in the last frame.
         payload: ``[nbytes]`` uint8, or None in the last frame. Valid for as long as a tensor refers to it.
     """
 

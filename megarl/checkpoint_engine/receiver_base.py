@@ -17,6 +17,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.checkpoint_engine import receiver_moe
 from megarl.checkpoint_engine.receiver_lora import rename_mapper
+from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
 
@@ -48,7 +49,7 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
             mapped = mapper._map_name(name) if mapper is not None else name
             if mapped not in pending:
                 raise WeightSyncError(f"tensor '{name}' came twice or is no parameter of the model")
-            if not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 raise WeightSyncError(f"tensor '{name}' holds a value that is not finite")
             if (shape := tuple(tensor.shape)) != expert_shapes.get(mapped, shape):
                 raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {expert_shapes[mapped]}")

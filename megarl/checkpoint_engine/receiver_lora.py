@@ -18,6 +18,7 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from megarl.checkpoint_engine import receiver_moe, receiver_router
+from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import UnsupportedError, WeightSyncError
 
@@ -74,7 +75,7 @@ def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[s
         for name, tensor, shape in (("lora_A", a, (rank, inputs)), ("lora_B", b, (outputs, rank))):
             if tuple(tensor.shape) != shape:
                 raise WeightSyncError(f"'{module}.{name}' has shape {tuple(tensor.shape)}, the model needs {shape}")
-            if not torch.isfinite(tensor).all():
+            if not is_finite(tensor):
                 raise WeightSyncError(f"'{module}.{name}' holds a value that is not finite")
         pairs[module] = Pair(a.to(dtype).contiguous(), (b.float() * scaling).to(dtype).contiguous())
     return StagedAdapter(pairs, max(pair.a.shape[0] for pair in pairs.values()))

@@ -1,8 +1,10 @@
 """Tensors -> buckets -> tensors, over any transport. Digests are computed at both ends from the bytes themselves."""
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -11,12 +13,10 @@ from megarl.checkpoint_engine.plan import plan_buckets
 from megarl.checkpoint_engine.wire import (
     Kind,
     Manifest,
+    Place,
     Receipt,
-    TensorMeta,
-    checksum,
+    TensorList,
     listed,
-    metas_from_bytes,
-    metas_to_bytes,
 )
 from megarl.errors import WeightSyncError
 
@@ -50,14 +50,18 @@ def send_tensors(
     Raises:
         WeightSyncError: a dtype that cannot be sent, or the transport's failure.
     """
-    metas: list[TensorMeta] = []
+    places: list[Place] = []
+    digests: list[str] = []
     for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, bucket_bytes)):
         (_, last), offset = bucket[-1]
         payload = sender.buffer(offset + last.nbytes)
         filled = [_fill(payload, index, start, name, tensor) for (name, tensor), start in bucket]
-        sender.put(metas_to_bytes(filled), payload)
-        metas += filled
-    manifest = Manifest(version, kind, tuple(metas), adapter_config)
+        raw = payload.numpy()
+        part = TensorList(tuple(filled), tuple(digest(raw[p.offset : p.offset + p.nbytes]) for p in filled))
+        sender.put(part.to_bytes(), payload)
+        places += part.places
+        digests += part.digests
+    manifest = Manifest(version, kind, TensorList(tuple(places), tuple(digests)), adapter_config)
     sender.end(manifest.to_bytes())
     return manifest
 
@@ -71,7 +75,8 @@ class Inbox:
     def __init__(self, receiver: Receiver, index: int) -> None:
         self._receiver = receiver
         self._index = index
-        self._metas: list[TensorMeta] = []
+        self._places: list[Place] = []
+        self._digests: list[str] = []
         self._manifest: Manifest | None = None
 
     def __iter__(self) -> Iterator[Named]:
@@ -80,10 +85,16 @@ class Inbox:
             if payload is None:
                 self._manifest = Manifest.from_bytes(header)
                 return
-            for meta in metas_from_bytes(header):
-                tensor = _view(payload, meta)
-                self._metas.append(meta)
-                yield meta.name, tensor
+            part = TensorList.from_bytes(header)
+            raw = payload.numpy()
+            for place, sent in zip(part.places, part.digests, strict=True):
+                tensor = _view(payload, place)
+                found = digest(raw[place.offset : place.offset + place.nbytes])
+                if found != sent:
+                    raise WeightSyncError(f"tensor '{place.name}' arrived damaged: checksum {found}, sent {sent}")
+                self._places.append(place)
+                self._digests.append(sent)
+                yield place.name, tensor
 
     def finish(self) -> tuple[Manifest, Receipt]:
         """Compare what arrived with the manifest.
@@ -96,48 +107,56 @@ class Inbox:
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
-        _compare({meta.name: meta for meta in self._metas}, {meta.name: meta for meta in self._manifest.tensors})
+        arrived = TensorList(tuple(self._places), tuple(self._digests))
+        if arrived != self._manifest.tensors:
+            _compare(arrived, self._manifest.tensors)
         receipt = Receipt(
             version=self._manifest.version,
             kind=self._manifest.kind,
             receiver=self._index,
-            count=len(self._metas),
-            nbytes=sum(meta.nbytes for meta in self._metas),
-            checksum=checksum(self._metas, self._manifest.adapter_config),
+            count=len(arrived),
+            nbytes=arrived.nbytes,
+            checksum=arrived.checksum(self._manifest.adapter_config),
         )
         receipt.check(self._manifest)
         return self._manifest, receipt
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """xxh3-64 of a contiguous CPU tensor's bytes, hexadecimal."""
-    return xxhash.xxh3_64(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite, in one pass over the bytes: ``isfinite`` on a CPU makes several."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
-def _fill(payload: torch.Tensor, bucket: int, offset: int, name: str, tensor: torch.Tensor) -> TensorMeta:
-    """Copy one tensor into the bucket and describe it."""
+def digest(raw: np.ndarray) -> str:
+    """xxh3-64 of bytes ``[n]`` uint8, hexadecimal."""
+    return xxhash.xxh3_64_hexdigest(raw)
+
+
+def _fill(payload: torch.Tensor, bucket: int, offset: int, name: str, tensor: torch.Tensor) -> Place:
+    """Copy one tensor into the bucket."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise WeightSyncError(f"tensor '{name}' has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
     part = payload[offset : offset + tensor.nbytes]
     part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-    return TensorMeta(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes, digest(part))
+    return Place(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes)
 
 
-def _view(payload: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
-    """The tensor inside a bucket, once its bytes are proven."""
-    dtype = DTYPES.get(meta.dtype)
-    part = payload[meta.offset : meta.offset + meta.nbytes]
-    if dtype is None or part.nbytes != meta.nbytes or torch.Size(meta.shape).numel() * dtype.itemsize != meta.nbytes:
-        raise WeightSyncError(f"tensor '{meta.name}' ({meta.dtype}, shape {meta.shape}) does not fit its bucket")
-    found = digest(part)
-    if found != meta.digest:
-        raise WeightSyncError(f"tensor '{meta.name}' arrived damaged: checksum {found}, sent {meta.digest}")
-    return part.view(dtype).view(meta.shape)
+def _view(payload: torch.Tensor, place: Place) -> torch.Tensor:
+    """The tensor inside a bucket."""
+    dtype, shape = DTYPES.get(place.dtype), place.shape
+    part = payload[place.offset : place.offset + place.nbytes]
+    if dtype is None or part.nbytes != place.nbytes or math.prod(shape) * dtype.itemsize != place.nbytes:
+        raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {shape}) does not fit its bucket")
+    return part.view(dtype).view(shape)
 
 
-def _compare(arrived: dict[str, TensorMeta], sent: dict[str, TensorMeta]) -> None:
-    """Raise ``WeightSyncError`` naming the tensors in which two sets differ."""
+def _compare(received: TensorList, announced: TensorList) -> None:
+    """Raise ``WeightSyncError`` naming the tensors in which two lists differ."""
+    arrived, sent = (
+        {place.name: (place, found) for place, found in zip(part.places, part.digests, strict=True)}
+        for part in (received, announced)
+    )
     for problem, names in (
         ("did not arrive", sent.keys() - arrived.keys()),
         ("arrived but is not in the manifest", arrived.keys() - sent.keys()),

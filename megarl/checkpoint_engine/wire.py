@@ -1,14 +1,16 @@
 """Records that both ends of a weight transfer share, and their JSON form.
 
 A transfer is a sequence of buckets followed by one manifest. Every tensor carries its own digest, so that an error can
-name the tensor; the checksum of a whole transfer covers names, dtypes, shapes and digests in sending order.
+name the tensor; the checksum of a whole transfer covers names, dtypes, shapes and digests in sending order. An adapter
+of a mixture has tens of thousands of tensors: what is said of each at every sync is its digest, the rest once.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, Self, get_args
+from functools import cached_property, lru_cache
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import xxhash
 
@@ -17,10 +19,14 @@ from megarl.errors import WeightSyncError
 Kind = Literal["adapter", "base"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
+# Characters of a tensor's digest.
+DIGEST = 16
+# Buckets whose places are kept, encoded and parsed: more than a run's base and adapter have together.
+CACHED = 4096
 
-@dataclass(frozen=True)
-class TensorMeta:
-    """Where one tensor lies and what it must be.
+
+class Place(NamedTuple):
+    """Where one tensor lies and what it must be; the same at every sync of a run.
 
     Attributes:
         name: PEFT's on-disk name (adapter) or the Hugging Face name (base).
@@ -29,7 +35,6 @@ class TensorMeta:
         bucket: index of the bucket that holds it.
         offset: byte offset in that bucket.
         nbytes: bytes.
-        digest: xxh3-64 of the bytes, hexadecimal.
     """
 
     name: str
@@ -38,7 +43,55 @@ class TensorMeta:
     bucket: int
     offset: int
     nbytes: int
-    digest: str
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """The tensors of a bucket or of a transfer, in sending order.
+
+    On the wire the places, encoded and parsed once per process however many syncs use them, come before the digests.
+
+    Attributes:
+        places: one per tensor.
+        digests: xxh3-64 of each tensor's bytes, 16 hexadecimal digits.
+    """
+
+    places: tuple[Place, ...]
+    digests: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.nbytes for place in self.places)
+
+    def checksum(self, adapter_config: dict[str, Any] | None = None) -> str:
+        """xxh3-128 over name, dtype, shape and digest of the tensors in order, and the adapter's config."""
+        state = xxhash.xxh3_128(_encode(adapter_config))
+        state.update(_identity(self.places))
+        state.update("".join(self.digests).encode())
+        return state.hexdigest()
+
+    def to_bytes(self) -> bytes:
+        """Return a line of JSON and the digests."""
+        return _encode_places(self.places) + b"\n" + "".join(self.digests).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Parse ``to_bytes``'s form; raises ``WeightSyncError`` where it is malformed."""
+        head, _, digests = data.partition(b"\n")
+        try:
+            places = _decode_places(head)
+            text = digests.decode("ascii")
+        except (ValueError, TypeError) as error:
+            raise WeightSyncError(f"malformed list of tensors: {error!r}") from error
+        if len(text) != DIGEST * len(places):
+            raise WeightSyncError(
+                f"malformed list of tensors: {len(text)} characters of digests for {len(places)} tensors"
+            )
+        return cls(places, tuple(text[start : start + DIGEST] for start in range(0, len(text), DIGEST)))
 
 
 @dataclass(frozen=True)
@@ -48,18 +101,18 @@ class Manifest:
     Attributes:
         version: policy version.
         kind: ``"adapter"`` or ``"base"``.
-        tensors: in sending order, names unique.
+        tensors: all of them, names unique.
         adapter_config: PEFT's ``adapter_config.json`` (adapters), else None.
     """
 
     version: int
     kind: Kind
-    tensors: tuple[TensorMeta, ...]
+    tensors: TensorList
     adapter_config: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         check_sync(self.version, self.kind)
-        names = [meta.name for meta in self.tensors]
+        names = [place.name for place in self.tensors.places]
         if not names:
             raise WeightSyncError(f"the {self.kind} of version {self.version} holds no tensor; nothing was exported")
         if twice := [name for name, count in Counter(names).items() if count > 1]:
@@ -72,16 +125,17 @@ class Manifest:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(meta.nbytes for meta in self.tensors)
+        return self.tensors.nbytes
 
-    @property
+    @cached_property
     def checksum(self) -> str:
         """Digest of names, dtypes, shapes and bytes of all tensors and of the adapter's config."""
-        return checksum(self.tensors, self.adapter_config)
+        return self.tensors.checksum(self.adapter_config)
 
     def to_bytes(self) -> bytes:
-        """Return the JSON form."""
-        return _encode(asdict(self))
+        """Return a line of JSON, and the tensors."""
+        head = {"version": self.version, "kind": self.kind, "adapter_config": self.adapter_config}
+        return _encode(head) + b"\n" + self.tensors.to_bytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -90,11 +144,11 @@ class Manifest:
         Raises:
             WeightSyncError: not JSON, a field missing or unknown.
         """
-        tree = _decode(data, "manifest")
+        head, _, tensors = data.partition(b"\n")
+        tree = _decode(head, "manifest")
         try:
-            metas = tuple(_meta(entry) for entry in tree.pop("tensors"))
-            return cls(tensors=metas, **tree)
-        except (KeyError, TypeError, AttributeError) as error:
+            return cls(tensors=TensorList.from_bytes(tensors), **tree)
+        except TypeError as error:
             raise WeightSyncError(f"malformed manifest: {error!r}") from error
 
 
@@ -165,30 +219,23 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(f"'{name}'" for name in ordered[:most]) + more
 
 
-def checksum(metas: Sequence[TensorMeta], adapter_config: dict[str, Any] | None = None) -> str:
-    """xxh3-128 over name, dtype, shape and digest of each tensor in order, and the adapter's config."""
-    state = xxhash.xxh3_128(_encode(adapter_config))
-    for meta in metas:
-        state.update(_encode([meta.name, meta.dtype, meta.shape, meta.digest]))
-    return state.hexdigest()
+@lru_cache(maxsize=CACHED)
+def _encode_places(places: tuple[Place, ...]) -> bytes:
+    return _encode(places)
 
 
-def metas_to_bytes(metas: Sequence[TensorMeta]) -> bytes:
-    """JSON form of one bucket's contents."""
-    return _encode([asdict(meta) for meta in metas])
+@lru_cache(maxsize=CACHED)
+def _decode_places(data: bytes) -> tuple[Place, ...]:
+    return tuple(
+        Place(name, dtype, tuple(shape), bucket, offset, nbytes)
+        for name, dtype, shape, bucket, offset, nbytes in json.loads(data)
+    )
 
 
-def metas_from_bytes(data: bytes) -> tuple[TensorMeta, ...]:
-    """Parse ``metas_to_bytes``'s form; raises ``WeightSyncError`` where it is malformed."""
-    try:
-        return tuple(_meta(entry) for entry in json.loads(data))
-    except (ValueError, TypeError, KeyError) as error:
-        raise WeightSyncError(f"malformed bucket header: {error!r}") from error
-
-
-def _meta(entry: dict[str, Any]) -> TensorMeta:
-    """One ``TensorMeta`` from its JSON form."""
-    return TensorMeta(**{**entry, "shape": tuple(entry["shape"])})
+@lru_cache(maxsize=CACHED)
+def _identity(places: tuple[Place, ...]) -> bytes:
+    """What a checksum covers of the places: not how they were cut into buckets."""
+    return _encode([place[:3] for place in places])
 
 
 def _encode(tree: Any) -> bytes:

@@ -15,7 +15,7 @@ import torch
 
 from megarl.checkpoint_engine.base import TRANSPORTS, Link, open_receiver, open_sender
 from megarl.checkpoint_engine.shm import ROOT, remove_stale
-from megarl.checkpoint_engine.stream import Inbox, send_tensors
+from megarl.checkpoint_engine.stream import Inbox, is_finite, send_tensors
 from megarl.errors import ConfigError, WeightSyncError
 
 RECEIVERS = 2
@@ -189,3 +189,15 @@ class TestShm:
         assert Path(mine.endpoint()["folder"]).is_dir()
         mine.close()
         assert not list(ROOT.glob(f"*megarl-*-{os.getpid()}-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype, value):
+    for size in (1, 7, 64, 4099):
+        tensor = torch.randn(size).to(dtype)
+        assert is_finite(tensor) and is_finite(tensor[:0])
+        for place in {0, size // 2, size - 1}:
+            broken = tensor.clone()
+            broken[place] = value
+            assert not is_finite(broken)

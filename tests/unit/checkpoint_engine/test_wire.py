@@ -1,17 +1,24 @@
 """Records survive the wire, and no difference between what was sent and what is held goes unnoticed."""
 
+import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.checkpoint_engine import wire
 from megarl.checkpoint_engine.plan import ALIGNMENT, plan_buckets
-from megarl.checkpoint_engine.wire import Manifest, Receipt, TensorMeta, metas_from_bytes, metas_to_bytes
+from megarl.checkpoint_engine.wire import Manifest, Place, Receipt, TensorList
 from megarl.errors import WeightSyncError
 
-META = TensorMeta("a.lora_A.weight", "bfloat16", (4, 8), 0, 0, 64, "0123456789abcdef")
-MANIFEST = Manifest(3, "adapter", (META, replace(META, name="b.lora_A.weight", offset=64)), {"r": 4})
+PLACE = Place("a.lora_A.weight", "bfloat16", (4, 8), 0, 0, 64)
+OTHER = PLACE._replace(name="b.lora_A.weight", offset=64)
+DIGEST = "0123456789abcdef"
+LIST = TensorList((PLACE, OTHER), (DIGEST, DIGEST[::-1]))
+ONE = TensorList((PLACE,), (DIGEST,))
+MANIFEST = Manifest(3, "adapter", LIST, {"r": 4})
 
 
 def receipt(manifest: Manifest) -> Receipt:
@@ -20,7 +27,8 @@ def receipt(manifest: Manifest) -> Receipt:
 
 def test_records_survive_the_wire() -> None:
     assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
-    assert metas_from_bytes(metas_to_bytes(MANIFEST.tensors)) == MANIFEST.tensors
+    assert TensorList.from_bytes(LIST.to_bytes()) == LIST
+    assert [type(place) for place in TensorList.from_bytes(LIST.to_bytes()).places] == [Place, Place]
     assert Receipt.from_bytes(receipt(MANIFEST).to_bytes()) == receipt(MANIFEST)
 
 
@@ -28,14 +36,16 @@ def test_records_survive_the_wire() -> None:
     "change", [{"name": "c"}, {"dtype": "float16"}, {"shape": (8, 4)}, {"digest": "f123456789abcdef"}]
 )
 def test_the_checksum_covers_every_tensors_name_dtype_shape_and_bytes(change: dict) -> None:
-    changed = replace(MANIFEST, tensors=(replace(META, **change), MANIFEST.tensors[1]))
+    digests = (change.pop("digest", DIGEST), LIST.digests[1])
+    changed = replace(MANIFEST, tensors=TensorList((PLACE._replace(**change), OTHER), digests))
     assert changed.checksum != MANIFEST.checksum
     with pytest.raises(WeightSyncError, match="checksum"):
         receipt(changed).check(MANIFEST)
 
 
 def test_the_checksum_covers_order_and_the_adapters_config() -> None:
-    assert replace(MANIFEST, tensors=MANIFEST.tensors[::-1]).checksum != MANIFEST.checksum
+    for tensors in (TensorList(LIST.places[::-1], LIST.digests[::-1]), replace(LIST, digests=LIST.digests[::-1])):
+        assert replace(MANIFEST, tensors=tensors).checksum != MANIFEST.checksum
     assert replace(MANIFEST, adapter_config={"r": 8}).checksum != MANIFEST.checksum
 
 
@@ -48,13 +58,13 @@ def test_a_receipt_that_differs_is_refused_by_field(change: dict) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, "adapter", (META,), {}), "version is -1"),
-        ((True, "adapter", (META,), {}), "version is True"),
-        ((0, "delta", (META,), {}), "kind is 'delta'"),
-        ((0, "adapter", (), {}), "holds no tensor"),
-        ((0, "adapter", (META, META), {}), "holds twice: 'a.lora_A.weight'"),
-        ((0, "adapter", (META,), None), "adapter_config"),
-        ((0, "base", (META,), {}), "adapter_config"),
+        ((-1, "adapter", ONE, {}), "version is -1"),
+        ((True, "adapter", ONE, {}), "version is True"),
+        ((0, "delta", ONE, {}), "kind is 'delta'"),
+        ((0, "adapter", TensorList((), ()), {}), "holds no tensor"),
+        ((0, "adapter", TensorList((PLACE, PLACE), (DIGEST, DIGEST)), {}), "holds twice: 'a.lora_A.weight'"),
+        ((0, "adapter", ONE, None), "adapter_config"),
+        ((0, "base", ONE, {}), "adapter_config"),
     ],
 )
 def test_an_impossible_manifest_cannot_be_made(arguments: tuple, message: str) -> None:
@@ -67,6 +77,28 @@ def test_a_malformed_record_is_a_sync_error(data: bytes) -> None:
     for parse in (Manifest.from_bytes, Receipt.from_bytes):
         with pytest.raises(WeightSyncError, match="malformed"):
             parse(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"3\n", b"[]\n0", b'[["a", "float32", [1], 0, 0]]\n' + b"0" * 16, LIST.to_bytes()[:-1],
+     LIST.to_bytes() + b"0", b"\n" + LIST.to_bytes(), LIST.to_bytes()[:-1] + b"\xff", b"[3]\n" + b"0" * 16],
+)  # fmt: skip
+def test_a_malformed_list_of_tensors_is_a_sync_error(data: bytes) -> None:
+    with pytest.raises(WeightSyncError, match="malformed list of tensors"):
+        TensorList.from_bytes(data)
+
+
+def test_places_are_encoded_and_parsed_once_whatever_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire._encode_places.cache_clear()
+    wire._decode_places.cache_clear()
+    calls = Counter()
+    monkeypatch.setattr(wire, "_encode", lambda tree, real=wire._encode: calls.update(["encode"]) or real(tree))
+    monkeypatch.setattr(wire.json, "loads", lambda data, real=json.loads: calls.update(["parse"]) or real(data))
+    for version in range(20):
+        part = TensorList(LIST.places, (f"{version:016x}", DIGEST))
+        assert TensorList.from_bytes(part.to_bytes()) == part
+    assert calls == {"encode": 1, "parse": 1}
 
 
 @given(st.lists(st.integers(0, 500), max_size=40), st.integers(1, 700))
