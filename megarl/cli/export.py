@@ -34,9 +34,9 @@ def export_run(run: Path, form: str, out: Path) -> None:
             check_base(last, read_state(last), base)
         merge_folder(base, adapter, out)
         return
-    from megarl.lora.peft_io import write_directory
+    from megarl.files import write_directory, writing
 
-    with write_directory(out) as partial:
+    with writing(out, ConfigError), write_directory(out) as partial:
         shutil.copytree(adapter, partial, dirs_exist_ok=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.cli import bench, verify
 from megarl.errors import ConfigError, MegarlError
+from megarl.files import user_path
 from megarl.launch.processes import stop_on_sigterm
 
 INTERRUPTED = 130
@@ -69,13 +70,13 @@ def _train(arguments: argparse.Namespace) -> None:
     # Only now: torch, Ray and transformers take seconds to import.
     from megarl.launch.run import train
 
-    print(train(config, recipe.expanduser().resolve().parent))
+    print(train(config, user_path("recipe", recipe).resolve().parent))
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from megarl.cli.export import export_run
 
-    export_run(Path(arguments.source).expanduser(), arguments.format, Path(arguments.out).expanduser())
+    export_run(user_path("RUN", arguments.source), arguments.format, user_path("--out", arguments.out))
     print(arguments.out)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from megarl.config import RunConfig, load_config
 from megarl.config.train import AUTO
 from megarl.errors import ConfigError
+from megarl.files import user_path
 
 KEY = "train.resume="
 
@@ -22,7 +23,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     resume = next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")
     if resume in ("", "null", AUTO):
         return load_config(recipe, overrides)
-    saved = Path(resume).expanduser() / "config.yaml"
+    saved = user_path("train.resume", resume) / "config.yaml"
     if not saved.is_file():
         raise ConfigError(f"train.resume is '{resume}', which is not a run folder: it holds no config.yaml")
     return load_config(saved, overrides)

@@ -1,6 +1,9 @@
 """What all config sections share."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
+
+# Every integer is at most this; smaller bounds are at the fields.
+LARGEST = 2**53
 
 
 class Section(BaseModel):
@@ -12,3 +15,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_bounds(cls, value: object) -> object:
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise ValueError(f"it is {value}; it must be within +-{LARGEST}")
+        return value

@@ -1,10 +1,10 @@
 """Checks across sections, and against the model's ``config.json``. Every message names field, value and fix."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError, UnsupportedError
+from megarl.files import user_path
 
 if TYPE_CHECKING:
     from megarl.config.model import ModelConfig
@@ -76,7 +76,7 @@ def cross_check(config: "RunConfig") -> None:
             "the learning rate would never reach train.learning_rate"
         )
     adapter = config.lora.init_from
-    if adapter and not (Path(adapter).expanduser() / "adapter_config.json").is_file():
+    if adapter and not (user_path("lora.init_from", adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init_from is '{adapter}', which holds no adapter_config.json; give a PEFT folder")
 
 
@@ -127,7 +127,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the folder or the file is missing, or is not JSON.
     """
-    file = Path(path).expanduser() / "config.json"
+    file = user_path("model.path", path) / "config.json"
     if not file.parent.is_dir():
         raise ConfigError(f"model.path is '{path}', which is not a folder; give a local Hugging Face folder")
     if not file.is_file():

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from megarl.config.explain import explain
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.files import user_path
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -66,7 +67,7 @@ def _resolve(tree: DictConfig, overrides: Sequence[str], source: str) -> RunConf
 
 
 def _read_recipe(recipe: str | Path) -> DictConfig:
-    file = Path(recipe).expanduser()
+    file = user_path("recipe", recipe)
     if not file.is_file():
         raise ConfigError(f"recipe '{recipe}' {'is not a file' if file.exists() else 'does not exist'}")
     expected = f"recipe '{recipe}' must hold a mapping of sections ({', '.join(RunConfig.model_fields)})"

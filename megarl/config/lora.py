@@ -1,10 +1,22 @@
 """The adapter, by PEFT's own names."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megarl.config.base import Section
+
+
+def _check_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
 
 
 class LoraConfig(Section):
@@ -14,13 +26,13 @@ class LoraConfig(Section):
     """The update is scaled by ``lora_alpha / r`` (``lora_alpha / sqrt(r)`` with ``use_rslora``)."""
     lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout on the adapter's input while training."""
-    target_modules: Literal["all-linear"] | str | list[str] = "all-linear"
+    target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Hugging Face module names (``[q_proj, v_proj]``), a regular expression, or ``all-linear``."""
     use_rslora: bool = False
     """Rank-stabilised scaling (Kalajdzievski 2023)."""
-    rank_pattern: dict[str, int] = Field(default_factory=dict)
+    rank_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Module name or pattern -> rank, where it differs from ``r``."""
-    alpha_pattern: dict[str, int] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Module name or pattern -> alpha, where it differs from ``lora_alpha``."""
     init_from: str | None = None
     """A PEFT adapter directory to start from; its own config replaces the fields above."""

@@ -6,11 +6,11 @@ from megarl.config.base import Section
 
 
 class SamplerConfig(Section):
-    engines: int = Field(1, ge=1)
+    engines: int = Field(1, ge=1, le=4096)
     """vLLM engines; prompts are spread over them."""
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, le=1024)
     """Tensor parallel size of one engine."""
-    samples_per_prompt: int = Field(8, ge=2)
+    samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)
     """Applied on both sides: the policy is softmax(logits / temperature). At least 0.01: vLLM samples at 0.01 where
@@ -31,5 +31,5 @@ class SamplerConfig(Section):
     """Share of a GPU that vLLM may assume is free for one engine when it starts (CUDA only)."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences decoded at the same time in one engine."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Base of the engines' seeds."""

@@ -13,7 +13,7 @@ AUTO = "auto"
 class TrainConfig(Section):
     steps: int = Field(100, ge=1)
     """Policy versions to make: one rollout, ``updates_per_step`` optimizer steps and one sync each."""
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(32, ge=1, le=1_000_000)
     """Prompts per rollout; times ``sampler.samples_per_prompt`` completions."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; more than one makes the later ones off-policy (old logprobs are computed)."""
@@ -54,7 +54,7 @@ class TrainConfig(Section):
     backward pass; more are computed again, chunk by chunk."""
     micro_batch_tokens: int = Field(8192, ge=2)
     """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Adapter initialisation, data order, dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto``: CUDA where torch sees it."""

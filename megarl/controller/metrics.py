@@ -14,7 +14,7 @@ from megarl.controller.roles import TrainerGroup
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
 from megarl.errors import CheckpointError
-from megarl.model.durable import discard
+from megarl.files import discard
 
 METRICS, SUMMARY, PLOT, CONFIG = "metrics.jsonl", "summary.json", "plot.png", "config.yaml"
 # Steps that reward_first and reward_last average over.

@@ -6,6 +6,7 @@ from megarl.config import RunConfig, load_config
 from megarl.config.train import AUTO
 from megarl.controller.metrics import CONFIG, SUMMARY, checkpoints
 from megarl.errors import MegarlError
+from megarl.files import user_path
 
 
 def find_run(config: RunConfig) -> RunConfig:
@@ -20,7 +21,7 @@ def find_run(config: RunConfig) -> RunConfig:
     if config.train.resume != AUTO:
         return config
     wanted = with_resume(config, None)
-    parent = Path(config.train.output).expanduser().resolve()
+    parent = user_path("train.output", config.train.output).resolve()
     found = [folder for folder in parent.glob(f"{config.task.name}-*") if can_continue(folder, wanted)]
     newest = max(found, key=lambda folder: (checkpoints(folder)[-1].stat().st_mtime, folder.name), default=None)
     return with_resume(config, newest and str(newest))

@@ -22,7 +22,8 @@ from megarl.controller.roles import EngineHandle, SamplerGroup, TrainerGroup, wa
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
-from megarl.errors import MegarlError, ModelError, pick
+from megarl.errors import ConfigError, MegarlError, ModelError, pick
+from megarl.files import user_path
 from megarl.launch import placement
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
@@ -104,8 +105,8 @@ def check_names(config: RunConfig) -> None:
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """Resolve ``model.path`` and ``lora.init_from`` here: an actor's working directory may be another."""
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).expanduser().absolute())})
-    adapter = config.lora.init_from and str(Path(config.lora.init_from).expanduser().absolute())
+    model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
+    adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
     lora = config.lora.model_copy(update={"init_from": adapter})
     return config.model_copy(update={"model": model, "lora": lora})
 
@@ -135,17 +136,29 @@ def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
 
 
 def run_folder(config: RunConfig) -> Path:
-    """The folder to write to: that of ``train.resume``, or a new one below ``train.output``."""
+    """The folder to write to: that of ``train.resume``, or a new one below ``train.output``.
+
+    Raises:
+        ConfigError: no folder can be made there.
+    """
     if config.train.resume:
-        return Path(config.train.resume).expanduser().resolve()
+        return user_path("train.resume", config.train.resume).resolve()
     name = f"{config.task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    parent = Path(config.train.output).expanduser().resolve()
+    parent = user_path("train.output", config.train.output).resolve()
     for number in range(1000):
         folder = parent / (name if not number else f"{name}-{number}")
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
             return folder
-    raise FileExistsError(f"{parent / name} and 999 more exist")
+        except FileExistsError:
+            if not parent.is_dir():
+                raise ConfigError(f"train.output is '{config.train.output}', which is not a folder") from None
+        except OSError as error:
+            raise ConfigError(
+                f"train.output is '{config.train.output}', where no folder can be made: {error.strerror}"
+            ) from error
+    raise ConfigError(f"train.output is '{config.train.output}', which holds '{name}' and 999 more of its name")
 
 
 @contextlib.contextmanager

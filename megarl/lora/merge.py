@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
-from megarl.lora.peft_io import WEIGHTS, load_peft_config, write_directory
+from megarl.files import write_directory
+from megarl.lora.peft_io import WEIGHTS, load_peft_config
 from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling, resolve_targets, unties
 from megarl.model.families import names_of
 from megarl.model.families.base import EMBEDDING, OUTPUT

@@ -1,11 +1,7 @@
 """PEFT directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` and vLLM read them."""
 
-import contextlib
 import dataclasses
 import json
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, nearest
+from megarl.files import user_path, write_directory
 from megarl.lora.targets import (
     ALL_LINEAR,
     BASE_WEIGHT,
@@ -65,26 +62,6 @@ def write(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) 
         raise AdapterError(f"adapter directory '{path}' cannot be written: {error}") from error
 
 
-@contextlib.contextmanager
-def write_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes ``target`` when the block ends well, by a rename; else nothing is left.
-
-    An old directory there is removed only once the new one has its place.
-    """
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    old = target.with_name(f".{target.name}.{os.getpid()}.old")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        if target.exists():
-            target.rename(old)
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def load_peft_config(path: str | Path) -> LoraConfig:
     """Read ``adapter_config.json``. How the saved matrices once started no longer matters and is not kept, except where
     that start also changed the base model (PiSSA, OLoRA, ...).
@@ -93,7 +70,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         AdapterError: missing, not JSON, not LoRA, or a field PEFT does not know.
         UnsupportedError: a setting that is not supported.
     """
-    file = Path(path).expanduser() / CONFIG
+    file = user_path("adapter", path) / CONFIG
     try:
         plain = json.loads(file.read_text())
     except FileNotFoundError as error:
@@ -118,7 +95,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
 
 def load(path: str | Path, adapter: "LoraAdapter") -> None:
     """Check everything, then fill the adapter's matrices; see ``LoraAdapter.load``."""
-    folder = Path(path).expanduser()
+    folder = user_path("adapter", path)
     _check_same_targets(load_peft_config(folder), adapter, folder)
     file = folder / WEIGHTS
     try:

@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError
+from megarl.files import publish
 from megarl.model.adapter import Adapter
-from megarl.model.durable import BackgroundWriter, publish
+from megarl.model.durable import BackgroundWriter
 from megarl.model.identity import difference
 from megarl.model.optim import AdapterOptimizer
 from megarl.model.sharding import ShardedTensor, collect

@@ -30,7 +30,7 @@ class ArithmeticOptions(Section):
     """Numbers in a sum."""
     operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
     """Drawn at random, one between each two operands; ``*`` binds tighter."""
-    size: int = Field(10_000, ge=1)
+    size: int = Field(10_000, ge=1, le=10_000_000)
     """Prompts in the data set."""
 
     @model_validator(mode="after")

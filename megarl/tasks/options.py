@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.errors import ConfigError
+from megarl.files import user_path
 from megarl.tasks.base import TaskContext
 
 Options = TypeVar("Options", bound=Section)
@@ -62,8 +63,8 @@ def find_file(context: TaskContext, field: str, value: str) -> Path:
     Raises:
         ConfigError: no such file.
     """
-    path = Path(value).expanduser()
-    places = [path] if path.is_absolute() else [context.recipe_dir / path, Path.cwd() / path]
+    given = user_path(field, value)
+    places = [given] if value.startswith(("~", "/")) else [context.recipe_dir / value, given]
     for place in places:
         if place.is_file():
             return place.resolve()

@@ -88,7 +88,7 @@ class FakeTrainers:
         assert method == "finish_checkpoint"
         return self.answer
 
-    def write(self, path):  # under another name until it is whole, as megarl.model.durable.publish
+    def write(self, path):  # under another name until it is whole, as megarl.files.publish
         partial = path.with_name(f".{path.name}.partial")
         partial.mkdir()
         (partial / "state.json").write_text("{}")

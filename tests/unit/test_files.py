@@ -2,14 +2,17 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from megarl.errors import CheckpointError
-from megarl.model import durable
-from megarl.model.durable import BackgroundWriter, discard, publish
+from megarl import files
+from megarl.errors import CheckpointError, ConfigError
+from megarl.files import FolderLock, append_line, discard, publish, user_path, write_text
+from megarl.model.durable import BackgroundWriter
 
 
 def fill(folder):
@@ -70,8 +73,8 @@ def test_what_killed_writers_left_is_removed_by_the_next_but_never_while_another
 
 
 def test_a_folder_that_another_process_keeps_locked_is_refused_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "LOCK_SECONDS", 0.1)
-    with durable._only_writer(tmp_path), pytest.raises(CheckpointError, match="give each run its own folder"):
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.1)
+    with files._only_writer(tmp_path), pytest.raises(CheckpointError, match="give each run its own folder"):
         publish(tmp_path / "new", fill)
 
 
@@ -106,3 +109,60 @@ def test_jobs_run_one_after_the_other_and_a_failure_is_raised_once_by_the_next_c
     writer.wait()
     writer.wait()
     assert done == ["first", "third"]
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from megarl.files import append_line, write_text
+folder = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # the disk is full
+for write in (lambda: append_line(folder / "lines", "x" * 80), lambda: write_text(folder / "text", "x" * 200)):
+    try:
+        write()
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_old_file(tmp_path):
+    append_line(tmp_path / "lines", "a" * 60)
+    write_text(tmp_path / "text", "old")
+    ran = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines() == ["File too large"] * 2, ran.stderr
+    assert (tmp_path / "lines").read_text() == "a" * 60 + "\n"
+    assert (tmp_path / "text").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lines", "text"]
+
+
+def test_a_folder_has_one_holder_who_is_named_and_freed_when_it_ends(tmp_path):
+    first = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"is in use by process {os.getpid()} on .*; wait until it ends"):
+        FolderLock(tmp_path)
+    first.release()
+    first.release()
+    code = "import sys; from pathlib import Path; from megarl.files import FolderLock; FolderLock(Path(sys.argv[1]))"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=True)
+    FolderLock(tmp_path).release()
+
+
+def test_a_folder_that_is_deleted_or_replaced_is_noticed(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = FolderLock(folder)
+    lock.check()
+    shutil.rmtree(folder)
+    with pytest.raises(CheckpointError, match="run' is gone: it was deleted"):
+        lock.check()
+    folder.mkdir()
+    other = FolderLock(folder)
+    with pytest.raises(CheckpointError, match="run' is another one now"):
+        lock.check()
+    other.check()
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "n" * 300, "a\0b"])
+def test_a_path_that_cannot_be_is_refused_with_its_setting(path):
+    with pytest.raises(ConfigError, match=r"^train\.output is .*, which cannot be a path: "):
+        user_path("train.output", path)
