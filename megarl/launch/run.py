@@ -14,7 +14,6 @@ import ray
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, dump_config
-from megarl.config.checks import read_model_shape
 from megarl.controller import loop
 from megarl.controller.data import PromptStream
 from megarl.controller.metrics import Recorder, last_checkpoint
@@ -28,7 +27,7 @@ from megarl.launch import placement
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.loss import build_loss
-from megarl.model.families import family_of
+from megarl.model.inspection import inspect_folder
 from megarl.sampler.settings import check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
@@ -98,8 +97,7 @@ def check_names(config: RunConfig) -> None:
     build_loss(config.loss)
     if config.checkpoint_engine.transport != "auto":
         pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
-    hf_config = read_model_shape(config.model.path)
-    family_of(hf_config).settings(hf_config)
+    inspect_folder(config.model.path, config.parallel)
     check_sampled(config)
 
 

@@ -18,7 +18,7 @@ from megarl.lora.peft_io import WEIGHTS, load_peft_config
 from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling, resolve_targets, unties
 from megarl.model.families import names_of
 from megarl.model.families.base import EMBEDDING, OUTPUT
-from megarl.model.hf_folder import INDEX, WeightFolder, read_config
+from megarl.model.hf_folder import INDEX, WeightFolder, parse_json, read_config
 
 SHARD_BYTES = 4 << 30
 
@@ -105,7 +105,7 @@ def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: P
             dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
         (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1))
         _copy_others(model, partial)
-        config = read_config(model)
+        config = parse_json(model / "config.json")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
         if OUTPUT[1] in where:  # of tied embeddings only where the merge made them differ
             config["tie_word_embeddings"] = False
@@ -162,7 +162,7 @@ def _merged(name: str, tensor: torch.Tensor, adapter: Any, targets: set[str], co
 
 def _note_untied(folder: Path) -> None:
     """Say in config.json, and in the index if there is one, that lm_head has a weight of its own."""
-    config = read_config(folder) | {"tie_word_embeddings": False}
+    config = parse_json(folder / "config.json") | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     index = folder / INDEX
     if index.is_file():

@@ -77,12 +77,15 @@ def load_base(
     """
     groups = groups or current_groups()
     folder, names = WeightFolder(path), names_of(hf_config)
+    folder.check_names(names)
     for chunk in chunks:
         tensors = base_tensors(chunk, names, groups)
         if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
             # The last stage's own copy of tied embeddings: loaded here, but never exported.
             tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
         _check_all_used(folder, folder.load(tensors, groups), chunk)
+        if chunk.share_embeddings_and_output_weights and chunk.pre_process:
+            _check_tied(folder, tensors[0], groups)
 
 
 def _check_all_used(folder: WeightFolder, used: set[str], chunk: GPTModel) -> None:
@@ -92,6 +95,20 @@ def _check_all_used(folder: WeightFolder, used: set[str], chunk: GPTModel) -> No
     # Old Llama folders hold the frequencies of RoPE, which follow from config.json.
     if lost := sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq")):
         raise ModelError(f"{folder.path} holds '{lost[0]}', which the model has no place for; check config.json")
+
+
+def _check_tied(folder: WeightFolder, embedding: ShardedTensor, groups: Groups) -> None:
+    """A stored copy of tied embeddings must be one: transformers does not tie two that differ."""
+    if OUTPUT[1] not in folder.where:
+        return
+    _, rank, size = groups.along(embedding.axis)
+    table, output = folder.get_slice(embedding.name), folder.get_slice(OUTPUT[1])
+    here = embedding.local_slice(rank, size)
+    if table.get_shape() != output.get_shape() or not torch.equal(table[here], output[here]):
+        raise ModelError(
+            f"{folder.path}: config.json has tie_word_embeddings true, but '{OUTPUT[1]}' differs from "
+            f"'{embedding.name}', and transformers uses both then; set it to false, or remove '{OUTPUT[1]}'"
+        )
 
 
 def _vocabulary(

@@ -9,9 +9,9 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import ModelType
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig
-from megarl.errors import UnsupportedError
+from megarl.config.checks import check_layout_fits_model
 from megarl.model.backends import BlockSpec, backend_settings, block_spec
-from megarl.model.families import Family, family_of
+from megarl.model.families import Family, family_of, full_config
 from megarl.model.gpt import PackedGPTModel
 from megarl.model.recompute import recompute_settings
 from megarl.model.rope import rope_of
@@ -29,13 +29,11 @@ def transformer_config(
     device: torch.device,
     recompute: dict[str, Any],
 ) -> TransformerConfig:
-    """mcore's config for a parsed ``config.json``.
+    """mcore's config for a completed ``config.json``.
 
     Raises:
         UnsupportedError: a setting that changes the computation and has no proven counterpart.
     """
-    if hf.get("hidden_act", "silu") != "silu":
-        raise UnsupportedError(f"config.json: hidden_act is '{hf['hidden_act']}'; supported is 'silu'")
     dtype = DTYPES[model.dtype]
     heads = hf["num_attention_heads"]
     settings: dict[str, Any] = {
@@ -43,7 +41,7 @@ def transformer_config(
         "hidden_size": hf["hidden_size"],
         "ffn_hidden_size": hf["intermediate_size"],
         "num_attention_heads": heads,
-        "num_query_groups": hf.get("num_key_value_heads") or heads,
+        "num_query_groups": hf["num_key_value_heads"],
         "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf["rms_norm_eps"],
@@ -113,8 +111,12 @@ def build_chunks(
         One chunk per virtual pipeline stage.
 
     Raises:
-        UnsupportedError: the family or a setting is not supported.
+        ConfigError: the layout does not divide the model.
+        ModelError, UnsupportedError: the family or a setting is wrong or not supported.
     """
+    hf = full_config(hf)
+    # Again: what config.json leaves out is known only now.
+    check_layout_fits_model(parallel, hf)
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
     spec = block_spec(model)
@@ -131,10 +133,10 @@ def _build_chunk(
             config=config,
             transformer_layer_spec=spec(config, vp_stage),
             vocab_size=padded_vocab(hf["vocab_size"], groups.topology.tensor),
-            max_sequence_length=hf.get("max_position_embeddings", 0),
+            max_sequence_length=hf["max_position_embeddings"],
             pre_process=groups.first_stage and first,
             post_process=groups.last_stage and last,
-            share_embeddings_and_output_weights=bool(hf.get("tie_word_embeddings", False)),
+            share_embeddings_and_output_weights=hf["tie_word_embeddings"],
             vp_stage=vp_stage,
             **rope.model_settings(),
         )

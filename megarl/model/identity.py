@@ -10,18 +10,10 @@ from typing import Any
 
 import torch
 
+from megarl.model.families import family_of
 from megarl.model.hf_folder import WeightFolder, read_config
 from megarl.model.rope import rope_of
 
-# Fields of config.json that decide what the weights mean.
-FIELDS = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts",
-    "moe_intermediate_size", "n_routed_experts", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank",
-    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_act", "rms_norm_eps", "attention_bias",
-    "sliding_window", "num_experts_per_tok", "norm_topk_prob", "n_shared_experts", "n_group", "topk_group",
-    "routed_scaling_factor", "scoring_func",
-)  # fmt: skip
 ROPE = "rope_parameters"
 # So many tensors, spread over the model, and one row of each: a few reads, however large the model is.
 TENSORS = 64
@@ -64,7 +56,7 @@ def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
     rope = rope_of(config)  # alike for all the ways in which config.json may write it
     frequencies = None if rope.frequencies is None else _digest(rope.frequencies)
-    fields = {name: config[name] for name in FIELDS if config.get(name) is not None}
+    fields = {name: config[name] for name in sorted(family_of(config).reads) if config.get(name) is not None}
     return fields | {ROPE: {"rope_theta": rope.base, "factor": rope.attention_factor, "frequencies": frequencies}}
 
 

@@ -1,16 +1,20 @@
 """Rotary position embedding (Su et al., arXiv:2104.09864), scaled as transformers scales it: by its own functions."""
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megarl.errors import UnsupportedError
+from megarl.errors import ModelError, UnsupportedError
+from megarl.model.families import full_config
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
 
 # Types whose frequencies do not depend on the length of the sequence.
 SUPPORTED = ("default", "linear", "llama3", "yarn")
@@ -40,7 +44,7 @@ class Rope:
             return {}
         return {"softmax_scale": self.attention_factor**2 * head_dim**-0.5}
 
-    def install(self, chunk: GPTModel) -> None:
+    def install(self, chunk: "GPTModel") -> None:
         """Give a built model these frequencies."""
         if self.frequencies is not None:
             chunk.rotary_pos_emb.inv_freq = self.frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
@@ -52,7 +56,7 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
     Raises:
         UnsupportedError: a type that is not supported, one per kind of layer, or parameters that transformers rejects.
     """
-    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    given = _given(hf)
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind not in SUPPORTED:
         raise UnsupportedError(f"config.json: rope_type is '{kind}'; supported are {', '.join(SUPPORTED)}")
@@ -60,15 +64,27 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
         raise UnsupportedError(f"config.json: rope_parameters differ by layer ({nested[0]}); supported is one for all")
     partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        # transformers ignores it in the families supported here, vLLM and mcore do not.
+        # No class of transformers of the families supported here has it: they ignore it; vLLM and mcore do not.
         raise UnsupportedError(f"config.json: partial_rotary_factor is {partial}; supported is 1.0")
-    plain = {key: value for key, value in copy.deepcopy(dict(hf)).items() if key != "model_type"}
+    full = {key: value for key, value in copy.deepcopy(dict(full_config(hf))).items() if key != "model_type"}
     try:
-        config = AutoConfig.for_model(hf["model_type"], **plain)
+        config = AutoConfig.for_model(hf["model_type"], **full)
         base = float(config.rope_parameters["rope_theta"])
+        if not 1.0 < base < math.inf:
+            raise ValueError(f"rope_theta is {base}")
         if kind == "default":
             return Rope(base)
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        if not (frequencies.isfinite().all() and 0.0 < factor < math.inf):
+            raise ValueError("its frequencies are not finite")
+    except Exception as error:  # whatever a library raises that was given anything at all
         raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
     return Rope(base, frequencies.float(), float(factor))
+
+
+def _given(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``rope_parameters``, or what older releases called so."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: rope_parameters is {given!r}; it must be an object")
+    return given

@@ -10,8 +10,9 @@ from megarl.config import RunConfig
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
 from megarl.lora import load_peft_config
 from megarl.lora.targets import check_supported, resolve_targets
-from megarl.model.families import names_of
-from megarl.model.hf_folder import WeightFolder, read_config
+from megarl.model.families import full_config, names_of
+from megarl.model.hf_folder import parse_json
+from megarl.model.inspection import inspect_folder
 from megarl.verify.adapters import make_adapter
 from megarl.verify.cases import Case, Place
 from megarl.verify.layouts import allowed_layouts, describe_refused, label
@@ -56,11 +57,11 @@ def verify_matrix(config: RunConfig, ranks: int, report: Say) -> tuple[list[Repo
 
 def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
     """Write a tiny random model of the config's family to a folder; the config for it."""
-    hf_config = read_config(config.model.path)
     try:
-        names_of(hf_config)
-        write_tiny(hf_config, folder, dtype=config.model.dtype, seed=config.train.seed)
-    except UnsupportedError as error:
+        hf_config = parse_json(Path(config.model.path).expanduser() / "config.json")
+        hf_config.pop("quantization_config", None)  # the tiny model is written in the run's dtype
+        write_tiny(full_config(hf_config), folder, dtype=config.model.dtype, seed=config.train.seed)
+    except (ModelError, UnsupportedError) as error:
         raise ConfigError(str(error)) from error
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
@@ -79,8 +80,7 @@ def _check(config: RunConfig) -> None:
         ConfigError: the model's family, its files, or the adapter.
     """
     try:
-        names = names_of(read_config(config.model.path))
-        WeightFolder(config.model.path)
+        names = names_of(inspect_folder(config.model.path, config.parallel))
         peft_config = _peft_config(config)
         check_supported(peft_config)
         check_dropout(peft_config.lora_dropout, f"lora_dropout of lora.init_from '{config.lora.init_from}'")

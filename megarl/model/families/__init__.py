@@ -6,6 +6,7 @@ from typing import Any
 from megarl.errors import UnsupportedError, pick
 from megarl.model.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from megarl.model.families.base import Family
+from megarl.model.families.completion import FullConfig, complete
 from megarl.model.families.weight_map import WeightMap
 
 _FAMILIES = (
@@ -30,6 +31,16 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)
 
 
+def full_config(hf_config: Mapping[str, Any]) -> FullConfig:
+    """A parsed ``config.json`` with transformers' defaults for what it leaves out; see ``completion.complete``.
+
+    Raises:
+        ModelError: a value that transformers rejects, or that is no size.
+        UnsupportedError: a ``model_type`` that is not registered, or a key that no part of megarl reads.
+    """
+    return complete(hf_config, family_of(hf_config))
+
+
 def check_length(hf_config: Mapping[str, Any], length: int, what: str) -> None:
     """Refuse sequences that are longer than the model's sliding window: only full attention is supported.
 
@@ -41,7 +52,7 @@ def check_length(hf_config: Mapping[str, Any], length: int, what: str) -> None:
     Raises:
         UnsupportedError: it exceeds the window.
     """
-    longest = family_of(hf_config).longest(hf_config)
+    longest = family_of(hf_config).longest(full_config(hf_config))
     if longest and length > longest:
         raise UnsupportedError(
             f"config.json: sliding_window is {longest}, but {what} is {length}; supported are full attention and a "
@@ -53,6 +64,6 @@ def names_of(hf_config: Mapping[str, Any]) -> WeightMap:
     """The names of the model of a parsed ``config.json``.
 
     Raises:
-        UnsupportedError: its ``model_type`` is not registered.
+        ModelError, UnsupportedError: as ``full_config``.
     """
-    return WeightMap(family_of(hf_config), hf_config)
+    return WeightMap(family_of(hf_config), full_config(hf_config))

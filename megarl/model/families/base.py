@@ -22,6 +22,11 @@ def everywhere(hf: Mapping[str, Any], layer: int) -> bool:
     return True
 
 
+def nowhere(hf: Mapping[str, Any], layer: int) -> bool:
+    """The usual ``bias``."""
+    return False
+
+
 @dataclass(frozen=True)
 class LinearMap:
     """A linear layer of a transformer layer.
@@ -34,6 +39,7 @@ class LinearMap:
         fusion: how the parts interleave along the output dimension.
         expert: index of the expert it belongs to, or None.
         where: the layers that have it.
+        bias: the layers where it has a bias.
     """
 
     mcore: str
@@ -42,6 +48,7 @@ class LinearMap:
     fusion: Fusion = "single"
     expert: int | None = None
     where: Where = everywhere
+    bias: Where = nowhere
 
 
 @dataclass(frozen=True)
@@ -70,12 +77,21 @@ class MoeMap:
     sparse: Where
 
 
+# Keys of config.json that decide what any model of the supported families computes.
+READ_BY_ALL = frozenset({
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
+    "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Family:
     """One model family.
 
     Attributes:
         model_types: ``model_type`` values in config.json.
+        reads: keys of config.json that decide what the model computes; of any other, only the default is supported.
         attention: linears of every transformer layer.
         mlp: linears of the layers without experts.
         vectors: of every transformer layer.
@@ -86,6 +102,7 @@ class Family:
     """
 
     model_types: tuple[str, ...]
+    reads: frozenset[str]
     attention: tuple[LinearMap, ...]
     mlp: tuple[LinearMap, ...]
     vectors: tuple[VectorMap, ...]

@@ -2,12 +2,11 @@
 
 from megarl.model.families.base import LinearMap, VectorMap
 
-ATTENTION = (
-    LinearMap(
-        "self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "column", "qkv"
-    ),
-    LinearMap("self_attention.linear_proj", ("self_attn.o_proj",), "row"),
+QKV = LinearMap(
+    "self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "column", "qkv"
 )
+OUT = LinearMap("self_attention.linear_proj", ("self_attn.o_proj",), "row")
+ATTENTION = (QKV, OUT)
 
 MLP = (
     LinearMap("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), "column", "gated"),

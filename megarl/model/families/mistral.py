@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.base import Family
+from megarl.model.families.base import READ_BY_ALL, Family
 from megarl.model.families.dense import ATTENTION, MLP, NORMS
 
 
 def _longest(hf: Mapping[str, Any]) -> int | None:
-    # transformers' default where config.json is silent.
-    return hf.get("sliding_window", 4096)
+    return hf["sliding_window"]
 
 
-FAMILY = Family(("mistral",), ATTENTION, MLP, NORMS, lambda hf: {}, longest=_longest)
+READS = READ_BY_ALL | {"head_dim", "sliding_window"}
+FAMILY = Family(("mistral",), READS, ATTENTION, MLP, NORMS, lambda hf: {}, longest=_longest)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import UnsupportedError
-from megarl.model.families.base import Family, MoeMap
+from megarl.model.families.base import READ_BY_ALL, Family, MoeMap
 from megarl.model.families.dense import ATTENTION, NORMS
 from megarl.model.families.moe import expert_settings, experts, num_experts, router
 
@@ -12,13 +12,17 @@ _BLOCK = "block_sparse_moe"
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    if hf.get("router_jitter_noise"):
+    if hf["router_jitter_noise"]:
         raise UnsupportedError(f"config.json: router_jitter_noise is {hf['router_jitter_noise']}; supported is 0")
     return expert_settings(hf, hidden=hf["intermediate_size"], renormalise=True)
 
 
+READS = READ_BY_ALL | {
+    "head_dim", "sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok", "router_jitter_noise",
+}  # fmt: skip
 FAMILY = Family(
     ("mixtral",),
+    READS,
     ATTENTION,
     (),
     NORMS,
@@ -29,5 +33,5 @@ FAMILY = Family(
         count=num_experts,
         sparse=lambda hf, layer: True,
     ),
-    longest=lambda hf: hf.get("sliding_window"),
+    longest=lambda hf: hf["sliding_window"],
 )

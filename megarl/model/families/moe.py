@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.checks import EXPERT_COUNTS
-from megarl.errors import UnsupportedError
+from megarl.errors import ModelError
 from megarl.model.families.base import LinearMap
 
 
@@ -22,15 +22,8 @@ def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
 
 
 def num_experts(hf: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; families write different names.
-
-    Raises:
-        UnsupportedError: config.json has none of them.
-    """
-    count = next((hf[key] for key in EXPERT_COUNTS if hf.get(key)), None)
-    if not count:
-        raise UnsupportedError(f"config.json has none of {', '.join(EXPERT_COUNTS)}; a mixture of experts has one")
-    return int(count)
+    """Routed experts of a layer; families write different names."""
+    return next(hf[key] for key in EXPERT_COUNTS if hf.get(key))
 
 
 def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) -> dict[str, Any]:
@@ -41,10 +34,16 @@ def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) ->
         hidden: inner size of an expert.
         renormalise: whether the chosen experts' probabilities are scaled to add up to 1, which equals the softmax over
             the chosen logits alone.
+
+    Raises:
+        ModelError: a token takes more experts than there are.
     """
+    count, chosen = num_experts(hf), hf["num_experts_per_tok"]
+    if chosen > count:
+        raise ModelError(f"config.json: num_experts_per_tok ({chosen}) exceeds the {count} experts of a layer")
     return {
-        "num_moe_experts": num_experts(hf),
-        "moe_router_topk": hf["num_experts_per_tok"],
+        "num_moe_experts": count,
+        "moe_router_topk": chosen,
         "moe_ffn_hidden_size": hidden,
         "moe_router_pre_softmax": not renormalise,
         "moe_router_load_balancing_type": "none",

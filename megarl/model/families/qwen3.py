@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import UnsupportedError
-from megarl.model.families.base import Family, VectorMap
+from megarl.model.families.base import READ_BY_ALL, Family, VectorMap
 from megarl.model.families.dense import ATTENTION, MLP, NORMS
 
 QK_NORMS = (
@@ -19,11 +19,13 @@ def attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UnsupportedError: sliding-window attention, or biases (mcore has none on the output projection alone).
     """
-    if hf.get("use_sliding_window"):
+    if hf["use_sliding_window"]:
         raise UnsupportedError("config.json: use_sliding_window is true; supported is full attention only")
-    if hf.get("attention_bias"):
+    if hf["attention_bias"]:
         raise UnsupportedError("config.json: attention_bias is true; supported is a qwen3 without biases")
     return {"qk_layernorm": True}
 
 
-FAMILY = Family(("qwen3",), ATTENTION, MLP, NORMS + QK_NORMS, attention_settings)
+ATTENTION_KEYS = {"head_dim", "attention_bias", "use_sliding_window", "sliding_window"}
+READS = READ_BY_ALL | ATTENTION_KEYS | {"max_window_layers", "layer_types"}
+FAMILY = Family(("qwen3",), READS, ATTENTION, MLP, NORMS + QK_NORMS, attention_settings)

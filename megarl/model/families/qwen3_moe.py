@@ -3,24 +3,29 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.families.base import Family, MoeMap
+from megarl.model.families.base import READ_BY_ALL, Family, MoeMap
 from megarl.model.families.dense import ATTENTION, MLP, NORMS
 from megarl.model.families.moe import expert_settings, experts, num_experts, router
-from megarl.model.families.qwen3 import QK_NORMS, attention_settings
+from megarl.model.families.qwen3 import ATTENTION_KEYS, QK_NORMS, attention_settings
 
 
 def _sparse(hf: Mapping[str, Any], layer: int) -> bool:
-    return layer not in (hf.get("mlp_only_layers") or ()) and (layer + 1) % (hf.get("decoder_sparse_step") or 1) == 0
+    return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     pattern = [int(_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])]
-    experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=bool(hf.get("norm_topk_prob")))
+    experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"])
     return attention_settings(hf) | experts_of | {"moe_layer_freq": pattern}
 
 
+READS = READ_BY_ALL | ATTENTION_KEYS | {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "mlp_only_layers", "decoder_sparse_step", "max_window_layers",
+}  # fmt: skip
 FAMILY = Family(
     ("qwen3_moe",),
+    READS,
     ATTENTION,
     MLP,
     NORMS + QK_NORMS,

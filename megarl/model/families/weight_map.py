@@ -1,10 +1,10 @@
 """A family applied to one model: which linears each of its layers has."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megarl.model.families.base import HF_LAYER, Family, LinearMap, VectorMap
+from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, OUTPUT, Family, LinearMap, VectorMap
 
 
 class WeightMap:
@@ -51,6 +51,35 @@ class WeightMap:
             for linear in self.linears(layer)
             for hf in linear.hf
         ]
+
+    def tensor_names(self) -> set[str]:
+        """Hugging Face names of every tensor of the model, over all layers and ranks."""
+        names = {EMBEDDING[1], FINAL_NORM.hf}
+        if not self.hf_config["tie_word_embeddings"]:
+            names.add(OUTPUT[1])
+        for layer in range(self.num_layers):
+            prefix = HF_LAYER.format(layer)
+            names |= {f"{prefix}{vector.hf}" for vector in self.vectors(layer)}
+            for linear in self.linears(layer):
+                names |= {f"{prefix}{hf}.weight" for hf in linear.hf}
+                if linear.bias(self.hf_config, layer):
+                    names |= {f"{prefix}{hf}.bias" for hf in linear.hf}
+        return names
+
+    def optional_names(self, names: Iterable[str]) -> set[str]:
+        """Those of a folder's tensor names that are not the model's and may be dropped.
+
+        They are a copy of tied embeddings (whoever reads values sees to it that it is one), the frequencies of RoPE
+        that old folders hold, and the layers after the last that predict further tokens (DeepSeek-V3).
+        """
+        names = set(names)
+        extra = {
+            HF_LAYER.format(self.num_layers + index)
+            for index in range(self.hf_config.get("num_nextn_predict_layers") or 0)
+        }
+        predicting = tuple(prefix for prefix in extra if f"{prefix}eh_proj.weight" in names)
+        copies = {OUTPUT[1]} if self.hf_config["tie_word_embeddings"] else set()
+        return copies | {name for name in names if name.endswith(".rotary_emb.inv_freq") or name.startswith(predicting)}
 
     def router_names(self) -> set[str]:
         """Those of ``linear_names`` that are routers."""

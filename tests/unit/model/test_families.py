@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.errors import UnsupportedError
-from megarl.model.families import check_length, family_of
+from megarl.model.families import check_length, family_of, full_config
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from megarl.model.families import check_length, family_of
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "mixtral", "sliding_window": 16}, 16),
         ({"model_type": "mixtral"}, None),
-        ({"model_type": "llama", "sliding_window": 16}, None),
+        ({"model_type": "llama"}, None),
     ],
 )
 def test_a_sequence_longer_than_the_sliding_window_is_refused(config, longest):
@@ -24,8 +24,12 @@ def test_a_sequence_longer_than_the_sliding_window_is_refused(config, longest):
             check_length(config, longest + 1, "a sample's length")
 
 
+def settings(config):
+    return family_of(config).settings(full_config(config))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_attention_biases_are_refused(family):
     with pytest.raises(UnsupportedError, match="attention_bias"):
-        family_of({"model_type": family}).settings({"attention_bias": True})
-    family_of({"model_type": family}).settings({"attention_bias": False})
+        settings({"model_type": family, "attention_bias": True})
+    settings({"model_type": family, "attention_bias": False})

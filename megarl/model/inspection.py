@@ -1,0 +1,26 @@
+"""What can be told of a Hugging Face folder before any rank is started: its config, its layout, its tensors' names."""
+
+from pathlib import Path
+
+from megarl.config import ParallelConfig
+from megarl.config.checks import check_layout_fits_model
+from megarl.model.families import family_of, names_of
+from megarl.model.families.completion import FullConfig
+from megarl.model.hf_folder import WeightFolder, read_config
+from megarl.model.rope import rope_of
+
+
+def inspect_folder(path: str | Path, parallel: ParallelConfig) -> FullConfig:
+    """Check a model's folder as far as that reads no weights; returns its completed config.
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+        ModelError: a damaged or incomplete folder, or files that do not fit each other.
+        UnsupportedError: a model that is not supported; the message names the setting.
+    """
+    hf_config = read_config(path)
+    family_of(hf_config).settings(hf_config)
+    rope_of(hf_config)
+    check_layout_fits_model(parallel, hf_config)
+    WeightFolder(path).check_names(names_of(hf_config))
+    return hf_config
