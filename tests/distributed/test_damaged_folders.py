@@ -1,7 +1,6 @@
 """A folder whose files do not make the model of its config.json is refused by name, never loaded in part."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest

@@ -127,7 +127,7 @@ def test_a_window_that_transformers_ignores_in_llama_is_refused():
 
 
 def test_an_unknown_key_of_rope_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match="rope_scaling.mrope_section is"):
+    with pytest.raises(UnsupportedError, match=r"rope_scaling\.mrope_section is"):
         full_config({"model_type": "llama", "rope_scaling": {"type": "default", "mrope_section": [16, 24, 24]}})
 
 

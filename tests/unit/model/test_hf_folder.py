@@ -78,7 +78,7 @@ def test_layers_that_predict_further_tokens_are_dropped_and_others_are_not(tmp_p
     weights = load_file(folder / "model.safetensors")
     further = {name.replace(".3.", ".4."): tensor.clone() for name, tensor in weights.items() if ".layers.3." in name}
     save_file(weights | further, folder / "model.safetensors")
-    with pytest.raises(MegarlError, match="holds 'model.layers.4.input_layernorm.weight', which the model"):
+    with pytest.raises(MegarlError, match=r"holds 'model[.]layers[.]4[.]input_layernorm[.]weight', which the model"):
         inspect_folder(folder, ParallelConfig())
     further["model.layers.4.eh_proj.weight"] = torch.ones(48, 96)
     save_file(weights | further, folder / "model.safetensors")
