@@ -10,6 +10,9 @@ class SamplerConfig(Section):
     """vLLM engines; prompts are spread over them."""
     tensor: int = Field(1, ge=1, le=1024)
     """Tensor parallel size of one engine."""
+    share_gpus: bool | None = None
+    """Put engines on the trainer's GPUs, ``gpu_memory_utilization`` of each; at most one engine of ``tensor`` 1 per
+    rank. Default: only where the trainer's ranks take all GPUs of the cluster."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

@@ -1,7 +1,8 @@
-"""Ray resources -> where trainer ranks and sampler engines go."""
+"""Ray's side of placement: its nodes, the reservation of a plan's bundles, and what an actor asks for."""
 
 import os
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -10,72 +11,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, WorkerError
+from megarl.launch.plan import Node, Plan, plan_placement
 
 PLACEMENT_SECONDS = 120
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Bundles and who uses which.
-
-    Attributes:
-        bundles: Ray resource bundles.
-        trainer: bundle index of each trainer rank.
-        engine: bundle index of each sampler engine.
-        trainer_gpus, engine_gpus: GPUs (or the share of one) that each asks of its bundle.
-        threads: CPU threads of each trainer rank and each engine.
-    """
-
-    bundles: list[dict[str, float]]
-    trainer: list[int]
-    engine: list[int]
-    trainer_gpus: float
-    engine_gpus: float
-    trainer_threads: int
-    engine_threads: int
-
-
-def plan_placement(config: RunConfig, gpus: int, cpus: int) -> Plan:
-    """Decide without asking Ray.
-
-    With enough GPUs every rank and engine has its own. With enough for the trainer only, engines share the trainer's.
-    Without GPUs everything runs on CPUs, which trainer and sampler use in turns.
-
-    Args:
-        config: the run.
-        gpus: in the whole cluster; 0 for a CPU run.
-        cpus: in the whole cluster.
-
-    Raises:
-        ConfigError: too few GPUs for the trainer ranks, or an engine that would need several shared GPUs.
-    """
-    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.tensor
-    if not gpus:
-        return Plan(
-            bundles=[{"CPU": 1.0}] * (ranks + engines),
-            trainer=list(range(ranks)),
-            engine=list(range(ranks, ranks + engines)),
-            trainer_gpus=0,
-            engine_gpus=0,
-            trainer_threads=max(1, cpus // ranks),
-            engine_threads=max(1, cpus // engines),
-        )
-    if gpus >= ranks + engines * width:
-        bundles = [{"CPU": 1.0, "GPU": 1.0}] * ranks + [{"CPU": 1.0, "GPU": float(width)}] * engines
-        return Plan(bundles, list(range(ranks)), list(range(ranks, ranks + engines)), 1, width, 1, 4)
-    if gpus < ranks:
-        raise ConfigError(
-            f"parallel.tensor x pipeline x context x data needs {ranks} GPUs, Ray sees {gpus}; "
-            "make the layout smaller or add nodes"
-        )
-    if width > 1 or engines > ranks:
-        raise ConfigError(
-            f"{ranks} trainer ranks and {engines} engines of sampler.tensor {width} do not fit on {gpus} GPUs; "
-            "sharing a GPU is supported for sampler.tensor 1 and at most one engine per trainer rank"
-        )
-    share = config.sampler.gpu_memory_utilization
-    bundles = [{"CPU": 2.0, "GPU": 1.0}] * ranks
-    return Plan(bundles, list(range(ranks)), list(range(engines)), round(1 - share, 4), share, 1, 4)
+POLL_SECONDS = 1.0
 
 
 def start_ray(config: RunConfig) -> None:
@@ -100,21 +39,64 @@ def start_ray(config: RunConfig) -> None:
         raise WorkerError(f"{where}: {error}") from error
 
 
-def reserve(plan: Plan) -> PlacementGroup:
-    """Reserve the bundles, as close together as they fit.
+def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, PlacementGroup]:
+    """Plan the run on the nodes of the cluster and reserve its bundles there.
+
+    Waits for what other jobs (or the end of this one's last session) hold.
 
     Raises:
-        WorkerError: the cluster cannot hold them.
+        ConfigError: the cluster could not hold the run even if it were empty.
+        WorkerError: too little has become free within ``seconds``.
     """
-    group = placement_group(plan.bundles, strategy="PACK")
+    whole = plan_placement(config, cluster_nodes())
+    # What other jobs hold for now may only delay the run, not change what it is.
+    sampler = config.sampler.model_copy(update={"share_gpus": whole.shares_gpus})
+    train = config.train.model_copy(update={"device": "cuda" if whole.trainer_gpus else "cpu"})
+    decided = config.model_copy(update={"sampler": sampler, "train": train})
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            plan = plan_placement(decided, cluster_nodes(ray._private.state.available_resources_per_node()))
+            if whole.with_controller and not plan.with_controller:
+                raise WorkerError("the controller's node has too few free GPUs for trainer rank 0")
+            return plan, reserve(plan, deadline - time.monotonic())
+        except (ConfigError, WorkerError) as error:
+            if time.monotonic() > deadline:
+                raise WorkerError(f"other jobs hold what this run needs, for {seconds:.0f} s now: {error}") from error
+        time.sleep(POLL_SECONDS)
+
+
+def cluster_nodes(free: Mapping[str, Mapping[str, float]] | None = None) -> list[Node]:
+    """Nodes of the cluster that are alive, this process's own first.
+
+    Args:
+        free: node id -> Ray resources that may be used; default: all of each node.
+    """
+    own = ray.get_runtime_context().get_node_id()
+    nodes = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            usable = node["Resources"] if free is None else free.get(node["NodeID"], {})
+            cpus = int(usable.get("CPU", 0))
+            cores = min(cpus, os.cpu_count() or 1) if node["NodeID"] == own else cpus
+            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+            nodes.append(Node(node["NodeID"], name, int(usable.get("GPU", 0)), cpus, cores))
+    return sorted(nodes, key=lambda node: (node.id != own, node.id))
+
+
+def reserve(plan: Plan, seconds: float = PLACEMENT_SECONDS) -> PlacementGroup:
+    """Reserve each bundle on its node. Ray alone would put them on any nodes, in any order.
+
+    Raises:
+        WorkerError: a node does not have what the plan counts on.
+    """
+    where = [{"ray.io/node-id": node.id} for node in plan.nodes]
+    group = placement_group(plan.bundles, strategy="PACK", bundle_label_selector=where)
     try:
-        ray.get(group.ready(), timeout=PLACEMENT_SECONDS)
+        ray.get(group.ready(), timeout=max(seconds, POLL_SECONDS))
     except ray.exceptions.GetTimeoutError:
-        have = ray.cluster_resources()
-        raise WorkerError(
-            f"Ray cannot place {len(plan.bundles)} bundles {plan.bundles[0]} ... within {PLACEMENT_SECONDS} s; the "
-            f"cluster has {have.get('CPU', 0):.0f} CPUs and {have.get('GPU', 0):.0f} GPUs"
-        ) from None
+        ray.util.remove_placement_group(group)
+        raise WorkerError(f"Ray did not reserve this within {seconds:.0f} s:\n{plan.describe()}") from None
     return group
 
 

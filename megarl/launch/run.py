@@ -1,7 +1,6 @@
 """A training run from recipe to summary; ends everything it started, whatever happens."""
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -172,10 +171,8 @@ def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, Sa
     engines: list[Any] = []
     group = None
     try:
-        resources = ray.cluster_resources()
-        gpus = 0 if config.train.device == "cpu" else int(resources.get("GPU", 0))
-        plan = placement.plan_placement(config, gpus, os.cpu_count() or 1)
-        group = placement.reserve(plan)
+        plan, group = placement.place(config)
+        screen.say(plan.describe())
         screen.phase("building")
         shared = ray.put(config)
         for index, bundle in enumerate(plan.trainer):

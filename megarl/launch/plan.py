@@ -1,0 +1,300 @@
+"""Nodes and their free GPUs -> where each trainer rank and each engine goes. Pure arithmetic: no Ray.
+
+Ranks that talk most are adjacent (mcore's order), so consecutive ranks are kept together in blocks that lie inside one
+node: context and expert parallel groups where they fit, tensor parallel groups always. Rank 0 writes the checkpoints
+and the controller prunes them, so rank 0's block lies on the controller's node if that has the GPUs. An engine's ranks
+are one vLLM on one node.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from megarl.config import ParallelConfig, RunConfig
+from megarl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Node:
+    """What may be used of a node of the Ray cluster.
+
+    Attributes:
+        id: Ray's.
+        name: for people: host name and address.
+        gpus, cpus: as Ray counts them, whole ones.
+        cores: that the host has; Ray may count more CPUs on a small one.
+    """
+
+    id: str
+    name: str
+    gpus: int
+    cpus: int
+    cores: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bundles of Ray resources and who uses which.
+
+    Attributes:
+        bundles: Ray resource bundles.
+        nodes: the node of each bundle.
+        trainer: bundle index of each trainer rank.
+        engine: bundle index of each sampler engine.
+        trainer_gpus, engine_gpus: GPUs (or the share of one) that each asks of its bundle.
+        trainer_threads, engine_threads: CPU threads of each rank and each engine.
+        idle_gpus: GPUs of the cluster that the run does not use.
+        with_controller: whether rank 0 is on the controller's node.
+    """
+
+    bundles: list[dict[str, float]]
+    nodes: list[Node]
+    trainer: list[int]
+    engine: list[int]
+    trainer_gpus: float
+    engine_gpus: float
+    trainer_threads: int
+    engine_threads: int
+    idle_gpus: int
+    with_controller: bool
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether engines are on the trainer's GPUs."""
+        return 0 < self.trainer_gpus < 1
+
+    def describe(self) -> str:
+        """One line per node: who is there; and what is shared or idle."""
+        lines = []
+        for node in dict.fromkeys(self.nodes):
+            ranks = [rank for rank, bundle in enumerate(self.trainer) if self.nodes[bundle] == node]
+            engines = [index for index, bundle in enumerate(self.engine) if self.nodes[bundle] == node]
+            held = [f"{what} {_runs(found)}" for what, found in (("ranks", ranks), ("engines", engines)) if found]
+            lines.append(f"placement: {', '.join(held)} on {node.name}")
+        if self.shares_gpus:
+            lines.append("placement: engines share the trainer's GPUs (sampler.share_gpus)")
+        if self.idle_gpus:
+            lines.append(f"placement: {self.idle_gpus} GPUs stay idle")
+        return "\n".join(lines)
+
+
+def plan_placement(config: RunConfig, nodes: Sequence[Node]) -> Plan:
+    """Place the run on the cluster's nodes.
+
+    Without GPUs everything runs on CPUs, which trainer and sampler use in turns.
+
+    Args:
+        config: the run.
+        nodes: the controller's node first; the others in any order.
+
+    Raises:
+        ConfigError: the nodes cannot hold the run; the message says what is missing and what to change.
+    """
+    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.tensor
+    gpus = 0 if config.train.device == "cpu" else sum(node.gpus for node in nodes)
+    if not gpus:
+        if config.train.device == "cuda":
+            raise ConfigError("train.device is 'cuda', but Ray sees no GPU; set train.device=cpu, or add GPU nodes")
+        return _on_cpus(config, nodes)
+    _check_widths(config, nodes)
+    first = nodes[0] if nodes[0].gpus >= block_sizes(config.parallel)[-1] else None
+    nodes = sorted(nodes, key=lambda node: (node is not first, -node.gpus))
+    slots = [node.gpus for node in nodes]
+    if not _shares(config, gpus):
+        counts = _assign(config.parallel, slots, width, engines, first is not None)
+        bundles = [{"CPU": 1.0, "GPU": 1.0}] * ranks + [{"CPU": 1.0, "GPU": float(width)}] * engines
+        where = _expand(nodes, counts[0]) + _expand(nodes, counts[1])
+        engine, trainer_gpus, engine_gpus = list(range(ranks, ranks + engines)), 1.0, float(width)
+    else:
+        where = _expand(nodes, _assign(config.parallel, slots, 1, 0, first is not None)[0])
+        bundles = [{"CPU": 2.0, "GPU": 1.0}] * ranks
+        engine = [index * ranks // engines for index in range(engines)]
+        engine_gpus = config.sampler.gpu_memory_utilization
+        trainer_gpus = round(1 - engine_gpus, 4)
+    idle = gpus - round(sum(bundle["GPU"] for bundle in bundles))
+    plan = Plan(bundles, where, list(range(ranks)), engine, trainer_gpus, engine_gpus, 1, 4, idle, first is not None)
+    _check_cpus(plan)
+    return plan
+
+
+def block_sizes(parallel: ParallelConfig) -> list[int]:
+    """Sizes of the blocks of consecutive ranks that should lie inside a node, best first; the last one must.
+
+    The last holds a tensor parallel group and an expert-tensor parallel one; those before it the context parallel and
+    expert parallel groups, or only one of the two.
+    """
+    tensor, context = parallel.tensor, parallel.context
+    expert, expert_tensor = parallel.expert, parallel.expert_tensor
+    sizes = [
+        lcm(tensor * context, expert_tensor * expert),
+        lcm(tensor * context, expert_tensor),
+        lcm(tensor, expert_tensor * expert),
+        lcm(tensor, expert_tensor),
+    ]
+    return list(dict.fromkeys(sizes))
+
+
+def fit(
+    slots: Sequence[int], block: int, blocks: int, width: int, engines: int, on_first: int = 0
+) -> tuple[list[int], list[int]] | None:
+    """Fill nodes in order with as many blocks of ranks as leave room for the engines, then with engines.
+
+    Exact: None only where nothing fits.
+
+    Args:
+        slots: free places of each node.
+        block, blocks: places that a block takes, and how many there are.
+        width, engines: the same of the engines.
+        on_first: blocks that the first node must get at least.
+
+    Returns:
+        Blocks per node and engines per node.
+    """
+    count = len(slots)
+    # most[n][b]: the most engines that nodes n .. hold beside b blocks; -1 where they cannot hold the blocks.
+    most = [[-1] * (blocks + 1) for _ in range(count + 1)]
+    most[count][0] = 0
+    for n in reversed(range(count)):
+        for b in range(blocks + 1):
+            options = [
+                most[n + 1][b - here] + (slots[n] - here * block) // width
+                for here in range(min(b, slots[n] // block) + 1)
+                if most[n + 1][b - here] >= 0
+            ]
+            most[n][b] = max(options, default=-1)
+    left, held, taken, room = blocks, 0, [], []
+    for n in range(count):
+        for here in reversed(range(0 if n else on_first, min(left, slots[n] // block) + 1)):
+            beside = (slots[n] - here * block) // width
+            rest = most[n + 1][left - here]
+            if rest >= 0 and held + beside + rest >= engines:
+                break
+        else:
+            return None
+        taken.append(here)
+        room.append(beside)
+        left, held = left - here, held + beside
+    placed = []
+    for beside in room:
+        placed.append(min(beside, engines - sum(placed)))
+    return taken, placed
+
+
+def _assign(
+    parallel: ParallelConfig, slots: Sequence[int], width: int, engines: int, with_controller: bool
+) -> tuple[list[int], list[int]]:
+    """Ranks per node and engines per node.
+
+    Raises:
+        ConfigError: no way to place them.
+    """
+    ranks, sizes = parallel.world_size, block_sizes(parallel)
+    for size in sizes:
+        found = fit(slots, size, ranks // size, width, engines, int(with_controller))
+        if found is not None:
+            return [blocks * size for blocks in found[0]], found[1]
+    beside = f" and {engines} engines of sampler.tensor {width}" if engines else ""
+    raise ConfigError(
+        f"{ranks // sizes[-1]} x {sizes[-1]} trainer ranks (parallel.tensor, expert_tensor){beside} do not fit into "
+        f"nodes with {', '.join(map(str, slots))} free places, none of them split over nodes and rank 0 with the "
+        "controller (on the first); change parallel.tensor, sampler.tensor or sampler.engines, or add nodes"
+    )
+
+
+def _on_cpus(config: RunConfig, nodes: Sequence[Node]) -> Plan:
+    ranks, engines = config.parallel.world_size, config.sampler.engines
+    total = sum(node.cpus for node in nodes)
+    if total < ranks + engines:
+        raise ConfigError(
+            f"{ranks} trainer ranks and {engines} engines need {ranks + engines} CPUs, Ray sees {total} free ones; "
+            "make the layout smaller or add nodes"
+        )
+    nodes = [nodes[0], *sorted(nodes[1:], key=lambda node: -node.cpus)]
+    for_ranks, for_engines = _assign(config.parallel, [node.cpus for node in nodes], 1, engines, True)
+    return Plan(
+        bundles=[{"CPU": 1.0}] * (ranks + engines),
+        nodes=_expand(nodes, for_ranks) + _expand(nodes, for_engines),
+        trainer=list(range(ranks)),
+        engine=list(range(ranks, ranks + engines)),
+        trainer_gpus=0,
+        engine_gpus=0,
+        trainer_threads=_threads(nodes, for_ranks),
+        engine_threads=_threads(nodes, for_engines),
+        idle_gpus=0,
+        with_controller=True,
+    )
+
+
+def _threads(nodes: Sequence[Node], counts: Sequence[int]) -> int:
+    """CPUs of each of ``counts[n]`` processes on node n, where they are fewest: the others would wait for these."""
+    return max(1, min(node.cores // count for node, count in zip(nodes, counts, strict=True) if count))
+
+
+def _shares(config: RunConfig, gpus: int) -> bool:
+    """Whether engines use the trainer's GPUs.
+
+    Raises:
+        ConfigError: too few GPUs, and sharing is not asked for or not possible.
+    """
+    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.tensor
+    share, wanted = config.sampler.share_gpus, ranks + engines * width
+    if gpus < ranks:
+        raise ConfigError(
+            f"parallel.tensor x pipeline x context x data needs {ranks} GPUs, Ray sees {gpus}; "
+            "make the layout smaller or add nodes"
+        )
+    if share is None:
+        share = gpus == ranks
+    if not share:
+        if gpus < wanted:
+            fewer, idle = (gpus - ranks) // width, gpus - ranks
+            raise ConfigError(
+                f"{ranks} trainer ranks and {engines} engines of sampler.tensor {width} need {wanted} GPUs, Ray sees "
+                f"{gpus}; set {f'sampler.engines={fewer}, or ' if fewer else ''}sampler.share_gpus=true, which puts "
+                f"the engines on the trainer's {ranks} GPUs{f' and leaves {idle} idle' if idle else ''}"
+            )
+        return False
+    if width > 1 or engines > ranks:
+        raise ConfigError(
+            f"{ranks} trainer ranks and {engines} engines of sampler.tensor {width} cannot share {ranks} GPUs: sharing "
+            "is supported for sampler.tensor 1 and at most one engine per trainer rank"
+        )
+    return True
+
+
+def _check_widths(config: RunConfig, nodes: Sequence[Node]) -> None:
+    """Refuse groups that no node can hold."""
+    largest = max(node.gpus for node in nodes)
+    for name, size in (
+        ("sampler.tensor", config.sampler.tensor),
+        ("parallel.tensor", config.parallel.tensor),
+        ("parallel.expert_tensor", config.parallel.expert_tensor),
+    ):
+        if size > largest:
+            raise ConfigError(f"{name} is {size}, but no node has more than {largest} GPUs; it must fit in a node")
+
+
+def _check_cpus(plan: Plan) -> None:
+    """Each actor takes one CPU of its node."""
+    for node in dict.fromkeys(plan.nodes):
+        bundles = [bundle for bundle, at in zip(plan.bundles, plan.nodes, strict=True) if at == node]
+        needed = round(sum(bundle["CPU"] for bundle in bundles))
+        if needed > node.cpus:
+            raise ConfigError(
+                f"{needed} trainer ranks and engines need a CPU each on {node.name}, Ray sees {node.cpus}"
+            )
+
+
+def _expand(nodes: Sequence[Node], counts: Sequence[int]) -> list[Node]:
+    return [node for node, count in zip(nodes, counts, strict=True) for _ in range(count)]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` -> ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,80 @@
+"""Placement with real Ray: four nodes of eight GPUs each that only Ray's bookkeeping has."""
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from megarl.errors import WorkerError
+from megarl.launch import placement
+from megarl.launch.plan import Plan
+from tests.unit.launch.test_plan import run
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """Joined by this process through the head; its node id."""
+    started = Cluster()
+    try:
+        for index in range(4):
+            # Not a Python process for each of a node's CPUs, just in case.
+            head = {"_system_config": {"prestart_worker_first_driver": False}, "include_dashboard": False}
+            resources = {"num_cpus": 24, "num_gpus": 8, "object_store_memory": 80 * 2**20}
+            started.add_node(**resources, **({} if index else head), wait=index == 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", started.address)
+            placement.start_ray(run())
+        yield ray.get_runtime_context().get_node_id()
+    finally:
+        ray.shutdown()
+        started.shutdown()
+
+
+def nodes_of(group: PlacementGroup) -> list[str]:
+    """Where Ray has put each bundle."""
+    where = placement_group_table(group)["bundles_to_node_id"]
+    return [where[index] for index in range(len(where))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "block"),
+    [
+        ({"parallel__tensor": 8, "parallel__data": 3, "sampler__engines": 8}, 8),
+        ({"parallel__tensor": 8, "parallel__data": 2, "sampler__engines": 2, "sampler__tensor": 8}, 8),
+        ({"parallel__tensor": 4, "parallel__context": 2, "parallel__data": 2, "sampler__engines": 16}, 8),
+        ({"parallel__tensor": 2, "parallel__data": 12, "sampler__engines": 4, "sampler__tensor": 2}, 2),
+        ({"parallel__tensor": 4, "parallel__data": 1, "sampler__engines": 3, "sampler__tensor": 4}, 4),
+        ({"parallel__tensor": 8, "parallel__pipeline": 4, "sampler__engines": 32, "sampler__share_gpus": True}, 8),
+    ],
+)
+def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, int], block: int) -> None:
+    plan, group = placement.place(run(**settings), seconds=20)
+    try:
+        found = nodes_of(group)
+        assert found == [node.id for node in plan.nodes]
+        ranks = [found[bundle] for bundle in plan.trainer]
+        assert ranks[0] == cluster
+        assert all(len(set(ranks[first : first + block])) == 1 for first in range(0, len(ranks), block))
+        assert actor_node(plan, group, rank=len(ranks) - 1) == ranks[-1]
+    finally:
+        remove_placement_group(group)
+
+
+def actor_node(plan: Plan, group: PlacementGroup, rank: int) -> str:
+    """The node on which an actor of a rank's bundle really runs."""
+    task = ray.remote(lambda: ray.get_runtime_context().get_node_id())
+    options = placement.options(group, plan.trainer[rank], plan.trainer_gpus) | {"max_restarts": None}
+    return ray.get(task.options(**{k: v for k, v in options.items() if v is not None}).remote())
+
+
+def test_what_another_job_holds_is_waited_for_and_then_named(cluster: str) -> None:
+    other = placement_group([{"GPU": 8}] * 2, bundle_label_selector=[{"ray.io/node-id": cluster}, {}])
+    ray.get(other.ready(), timeout=20)
+    with pytest.raises(WorkerError, match=r"other jobs hold what this run needs, for 2 s now: .*controller's node"):
+        placement.place(run(parallel__tensor=8), seconds=2)
+    remove_placement_group(other)
+    plan, group = placement.place(run(parallel__tensor=8), seconds=20)
+    assert plan.with_controller and nodes_of(group)[0] == cluster
+    remove_placement_group(group)
