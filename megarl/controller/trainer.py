@@ -15,7 +15,7 @@ from megarl.types import Sample
 class TrainerRank(CheckpointEngineMixin):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
-    Every method but ``rendezvous`` is a collective: the controller calls it on all ranks with the same arguments.
+    Every method but ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same arguments.
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:
@@ -34,6 +34,10 @@ class TrainerRank(CheckpointEngineMixin):
     def node(self) -> str:
         """The Ray node this rank is on."""
         return ray.get_runtime_context().get_node_id()
+
+    def sees(self, path: str) -> bool:
+        """Whether a file or folder exists on this rank's node; not a collective."""
+        return os.path.exists(path)
 
     def build(self, address: str, port: int, threads: int) -> dict[str, Any]:
         """Join the group, build the model, load base weights and adapter.

@@ -15,7 +15,7 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, dump_config
 from megarl.controller import loop
 from megarl.controller.data import PromptStream
-from megarl.controller.metrics import Recorder, last_checkpoint
+from megarl.controller.metrics import CONFIG, Recorder, last_checkpoint
 from megarl.controller.roles import EngineHandle, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
@@ -23,6 +23,7 @@ from megarl.controller.trainer import TrainerRank
 from megarl.errors import ConfigError, MegarlError, ModelError, pick
 from megarl.files import user_path
 from megarl.launch import placement
+from megarl.launch.plan import Plan
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.loss import build_loss
@@ -58,7 +59,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
         try:
-            with actors(config, screen) as (trainers, samplers, transport):
+            with actors(config, screen, resumed or folder / CONFIG) as (trainers, samplers, transport):
                 manager = CheckpointEngineManager(trainers, samplers.engines, transport)
                 state = loop.RunState(
                     config=config,
@@ -159,8 +160,13 @@ def run_folder(config: RunConfig) -> Path:
 
 
 @contextlib.contextmanager
-def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
+def actors(config: RunConfig, screen: Screen, needed: Path) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
     """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
+
+    Args:
+        config: resolved.
+        screen: where progress is shown.
+        needed: the checkpoint to go on from, or a file of the new run folder.
 
     Yields:
         The trainer, the samplers, and ``checkpoint_engine`` with its transport resolved.
@@ -185,6 +191,7 @@ def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, Sa
         samplers = SamplerGroup(
             [EngineHandle(engine, index, config.sampler.tensor) for index, engine in enumerate(engines)]
         )
+        check_shared(needed, trainers, plan)
         address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote()})[0]
         calls = trainers.start("build", address, port, plan.trainer_threads)
         calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
@@ -193,6 +200,21 @@ def actors(config: RunConfig, screen: Screen) -> Iterator[tuple[TrainerGroup, Sa
         stop_engines(samplers, screen)
     finally:
         end(ranks + engines, group)
+
+
+def check_shared(needed: Path, trainers: TrainerGroup, plan: Plan) -> None:
+    """Refuse nodes that do not see the run folder: rank 0 writes checkpoints there, and on resume every rank reads one.
+
+    Raises:
+        ConfigError: names the rank and its node.
+    """
+    for rank, seen in enumerate(trainers.call("sees", str(needed))):
+        if not seen and (rank == 0 or needed.is_dir()):
+            raise ConfigError(
+                f"trainer rank {rank} on {plan.nodes[plan.trainer[rank]].name} does not see '{needed}'; put train.output "
+                "on a file system that all nodes share"
+                + (", or copy the checkpoint there" if rank else ", or start the run on a node with GPUs for rank 0")
+            )
 
 
 def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:

@@ -1,15 +1,18 @@
 """Placement with real Ray: four nodes of eight GPUs each that only Ray's bookkeeping has."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from megarl.errors import WorkerError
+from megarl.controller.roles import TrainerGroup
+from megarl.errors import ConfigError, WorkerError
 from megarl.launch import placement
-from megarl.launch.plan import Plan
+from megarl.launch.plan import Plan, plan_placement
+from megarl.launch.run import check_shared
 from tests.unit.launch.test_plan import run
 
 
@@ -78,3 +81,30 @@ def test_what_another_job_holds_is_waited_for_and_then_named(cluster: str) -> No
     plan, group = placement.place(run(parallel__tensor=8), seconds=20)
     assert plan.with_controller and nodes_of(group)[0] == cluster
     remove_placement_group(group)
+
+
+class Rank:
+    """A rank that sees the files of one node."""
+
+    def __init__(self, seen: Path) -> None:
+        self.seen = seen
+
+    def sees(self, path: str) -> bool:
+        return (self.seen / Path(path).name).exists()
+
+
+def test_a_node_that_does_not_see_the_run_folder_is_named(cluster: str, tmp_path: Path) -> None:
+    (tmp_path / "shared" / "step-000001").mkdir(parents=True)
+    (tmp_path / "shared" / "config.yaml").touch()
+    (tmp_path / "own").mkdir()
+    config = run(parallel__tensor=8, parallel__data=2)
+    plan = plan_placement(config, placement.cluster_nodes())
+    actor = ray.remote(Rank).options(num_cpus=0)
+    sees, blind = actor.remote(tmp_path / "shared"), actor.remote(tmp_path / "own")
+    new, checkpoint = tmp_path / "shared" / "config.yaml", tmp_path / "shared" / "step-000001"
+    check_shared(new, TrainerGroup([sees, blind]), plan)
+    with pytest.raises(ConfigError, match=r"rank 0 on .* does not see .*config.yaml'.*or start the run on a node"):
+        check_shared(new, TrainerGroup([blind, sees]), plan)
+    check_shared(checkpoint, TrainerGroup([sees, sees]), plan)
+    with pytest.raises(ConfigError, match=r"rank 1 on .* does not see .*step-000001'.*or copy the checkpoint there"):
+        check_shared(checkpoint, TrainerGroup([sees, blind]), plan)
