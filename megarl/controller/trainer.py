@@ -15,7 +15,8 @@ from megarl.types import Sample
 class TrainerRank(CheckpointEngineMixin):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
-    Every method but ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same arguments.
+    Every method but ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
+    arguments.
     """
 
     def __init__(self, config: RunConfig, rank: int) -> None:

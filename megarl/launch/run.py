@@ -211,8 +211,8 @@ def check_shared(needed: Path, trainers: TrainerGroup, plan: Plan) -> None:
     for rank, seen in enumerate(trainers.call("sees", str(needed))):
         if not seen and (rank == 0 or needed.is_dir()):
             raise ConfigError(
-                f"trainer rank {rank} on {plan.nodes[plan.trainer[rank]].name} does not see '{needed}'; put train.output "
-                "on a file system that all nodes share"
+                f"trainer rank {rank} on {plan.nodes[plan.trainer[rank]].name} does not see '{needed}'; put "
+                "train.output on a file system that all nodes share"
                 + (", or copy the checkpoint there" if rank else ", or start the run on a node with GPUs for rank 0")
             )
 
