@@ -34,5 +34,7 @@ class SamplerConfig(Section):
     """Share of a GPU that vLLM may assume is free for one engine when it starts (CUDA only)."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences decoded at the same time in one engine."""
+    generate_seconds: float = Field(3600.0, gt=0.0)
+    """Limit of sampling one step's completions."""
     seed: int = Field(0, ge=0)
     """Base of the engines' seeds."""

@@ -64,6 +64,15 @@ class TrainConfig(Section):
     """A checkpoint every so many steps, and at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Older checkpoints are deleted."""
+    hang_seconds: float = Field(60.0, ge=5.0)
+    """The run ends when the process of a trainer rank or engine has given no sign of life for so long: it is stopped,
+    frozen or cut off."""
+    build_seconds: float = Field(1800.0, gt=0.0)
+    """Limit of building the model in all trainer ranks, and of starting all engines."""
+    update_seconds: float = Field(3600.0, gt=0.0)
+    """Limit of all updates of one step."""
+    save_seconds: float = Field(1800.0, gt=0.0)
+    """Limit of saving or loading a checkpoint or the adapter."""
     max_mismatch: float | None = Field(None, gt=0.0)
     """The run stops when a step's mean |sampler - trainer| logprob difference exceeds it."""
     resume: str | None = None

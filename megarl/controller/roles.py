@@ -1,59 +1,86 @@
 """The controller's handles on its actors: groups that fan a call out, and errors that say who failed and why."""
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.checkpoint_engine.wire import Kind
-from megarl.config import CheckpointEngineConfig
+from megarl.config import CheckpointEngineConfig, SamplerConfig, TrainConfig
+from megarl.controller.pulse import Watch
 from megarl.errors import MegarlError, WorkerError
 from megarl.types import Completion, Sample
 
+# Between two looks at whether all participants are alive.
+LOOK_SECONDS = 0.5
 
-def wait_all(calls: dict[str, Any], timeout: float | None = None) -> list[Any]:
+
+class Limit(NamedTuple):
+    """How long calls may take, and the setting that says so.
+
+    Attributes:
+        setting: for messages (``"train.update_seconds"``).
+        seconds: the limit.
+    """
+
+    setting: str
+    seconds: float
+
+
+def wait_all(
+    calls: dict[str, Any], watch: Watch | None = None, limit: Limit | None = None, *, alone: bool = False
+) -> list[Any]:
     """Results of remote calls, in order; raises as soon as one fails, whatever the others are doing.
 
     Args:
         calls: participant's name -> object reference.
-        timeout: seconds, or None.
+        watch: tells who is alive, and where the logs are.
+        limit: of all calls together, or None.
+        alone: True looks at the called ones' signs of life only, not at all participants'.
 
     Raises:
-        MegarlError: as the participant raised it.
-        WorkerError: any other exception, a dead process or a timeout; names the participant.
+        MegarlError: as the participant raised it, and where its log is.
+        WorkerError: any other exception, a dead process, one that gives no sign of life, or a limit that was exceeded;
+            names the participant and its log.
     """
     names = {reference: name for name, reference in calls.items()}
     pending = list(names)
+    deadline = time.monotonic() + limit.seconds if limit else float("inf")
     while pending:
-        ready, pending = ray.wait(pending, timeout=timeout)
-        if not ready:
-            late = ", ".join(names[reference] for reference in pending)
-            raise WorkerError(f"{late} did not answer within {timeout:.0f} s")
+        ready, pending = ray.wait(pending, timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
         for reference in ready:
-            result_of(reference, names[reference])
+            result_of(reference, names[reference], watch)
+        if pending and watch:
+            watch.check([names[reference] for reference in pending] if alone else None)
+        if pending and limit and time.monotonic() >= deadline:
+            late = [names[reference] for reference in pending]
+            where = watch.where(late[0]) if watch else ""
+            raise WorkerError(f"{', '.join(late)} did not answer within {limit.setting} ({limit.seconds:g} s){where}")
     return [ray.get(reference) for reference in names]
 
 
-def result_of(reference: Any, name: str) -> Any:
+def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
     """The result of one remote call; errors as in ``wait_all``."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
+        where = watch.where(name) if watch else ""
         cause = error.cause
         if isinstance(cause, MegarlError):
+            cause.args = (f"{cause}{where}",)
             raise cause from None
-        raise WorkerError(f"{name} failed: {type(cause).__name__}: {cause}\n{_traceback_of(error)}") from None
+        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{_described(cause)}{where}") from None
     except RayActorError as error:
+        where = watch.where(name) if watch else ""
         reason = str(error).strip().splitlines()
-        raise WorkerError(f"{name} died: {' '.join(reason[:6])}") from None
-    except GetTimeoutError as error:
-        raise WorkerError(f"{name} did not answer: {error}") from None
+        raise WorkerError(f"{name} died: {' '.join(reason[:6])}{where}") from None
     except RayError as error:
-        raise WorkerError(f"{name} failed: {error}") from None
+        raise WorkerError(f"{name} failed: {error}{watch.where(name) if watch else ''}") from None
 
 
 def _traceback_of(error: RayTaskError) -> str:
@@ -61,15 +88,29 @@ def _traceback_of(error: RayTaskError) -> str:
     return "\n".join(str(error).strip().splitlines()[-12:])
 
 
+def _described(error: BaseException) -> str:
+    """The innermost cause of an exception: its class and message."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"
+
+
 class TrainerGroup:
-    """All trainer ranks as one; also the ``Source`` of a weight sync."""
+    """All trainer ranks as one; also the ``Source`` of a weight sync.
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
-        self.ranks = list(ranks)
+    Args:
+        ranks: the actors.
+        watch: tells who is alive.
+        train: its time limits are used.
+    """
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
-        """Call a method on every rank and wait for all."""
-        return wait_all(self.start(method, *args), timeout)
+    def __init__(self, ranks: Sequence[Any], watch: Watch, train: TrainConfig) -> None:
+        self.ranks, self.watch, self._train = list(ranks), watch, train
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank and wait for all, no longer than ``train.save_seconds``: ``update`` has another
+        limit, and other calls save, load or answer at once."""
+        return wait_all(self.start(method, *args), self.watch, Limit("train.save_seconds", self._train.save_seconds))
 
     def start(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method on every rank without waiting."""
@@ -78,32 +119,33 @@ class TrainerGroup:
 
     def start_on_rank_zero(self, method: str) -> Future:
         """Call a method on rank 0 only; a future, whose errors are as in ``wait_all``."""
-        return _later({"trainer rank 0": getattr(self.ranks[0], method).remote()})
+        return _later({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch, alone=True)
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
         """Train on one rollout; metrics are the same on every rank."""
-        return self.call("update", samples, rates)[0]
+        limit = Limit("train.update_seconds", self._train.update_seconds)
+        return wait_all(self.start("update", samples, rates), self.watch, limit)[0]
 
     def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("prepare_sync", version, kind, config, receivers))
+        return _later(self.start("prepare_sync", version, kind, config, receivers), self.watch)
 
     def send(self) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("send_weights"))
+        return _later(self.start("send_weights"), self.watch)
 
     def finish(self) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("finish_sync"))
+        return _later(self.start("finish_sync"), self.watch)
 
 
-def _later(calls: dict[str, Any]) -> Future:
+def _later(calls: dict[str, Any], watch: Watch, *, alone: bool = False) -> Future:
     """First participant's result once all have one, as a future; errors as in ``wait_all``."""
     future: Future = Future()
 
     def finish() -> None:
         try:
-            future.set_result(wait_all(calls)[0])
+            future.set_result(wait_all(calls, watch, alone=alone)[0])
         except BaseException as error:
             future.set_exception(error)
 
@@ -115,31 +157,38 @@ def _later(calls: dict[str, Any]) -> Future:
 class EngineHandle:
     """One sampler engine; a ``Sink`` of a weight sync."""
 
-    def __init__(self, actor: Any, index: int, receivers: int) -> None:
-        self.actor, self.name, self.receivers = actor, f"sampler {index}", receivers
+    def __init__(self, actor: Any, name: str, receivers: int, watch: Watch) -> None:
+        self.actor, self.name, self.receivers, self.watch = actor, name, receivers, watch
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.receive.remote(endpoint, first)})
+        return _later({self.name: self.actor.receive.remote(endpoint, first)}, self.watch)
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.flip.remote(version, kind, checksum)})
+        return _later({self.name: self.actor.flip.remote(version, kind, checksum)}, self.watch)
 
     def retire(self, version: int) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.retire.remote(version)})
+        return _later({self.name: self.actor.retire.remote(version)}, self.watch)
 
     def refuse(self, reason: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.refuse.remote(reason)})
+        return _later({self.name: self.actor.refuse.remote(reason)}, self.watch)
 
 
 class SamplerGroup:
-    """All engines as one sampler."""
+    """All engines as one sampler.
 
-    def __init__(self, engines: Sequence[EngineHandle]) -> None:
-        self.engines = list(engines)
+    Args:
+        engines: the actors, by name.
+        watch: tells who is alive.
+        config: the ``sampler`` section.
+    """
+
+    def __init__(self, engines: Mapping[str, Any], watch: Watch, config: SamplerConfig) -> None:
+        self.engines = [EngineHandle(actor, name, config.tensor, watch) for name, actor in engines.items()]
+        self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
 
     def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:
         """Spread prompts over the engines; completions per prompt, in the prompts' order.
@@ -155,11 +204,14 @@ class SamplerGroup:
             if share
         }
         results: list[list[Completion]] = [[] for _ in prompts]
-        for share, answers in zip([share for share in shares if share], wait_all(calls), strict=True):
+        for share, answers in zip(
+            [share for share in shares if share], wait_all(calls, self.watch, self._limit), strict=True
+        ):
             for index, completions in zip(share, answers, strict=True):
                 results[index] = completions
         return results
 
-    def close(self, timeout: float) -> None:
-        """Stop all engines."""
-        wait_all({engine.name: engine.actor.close.remote() for engine in self.engines}, timeout)
+    def close(self, seconds: float) -> None:
+        """Stop all engines; raises ``WorkerError`` where that takes longer than ``seconds``."""
+        calls = {engine.name: engine.actor.close.remote() for engine in self.engines}
+        wait_all(calls, self.watch, Limit("the time to stop", seconds), alone=True)

@@ -1,27 +1,37 @@
 """A sampler engine as a Ray actor."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import ray
 
 from megarl.config import RunConfig
+from megarl.controller.logs import logs_exceptions, root_exception
+from megarl.controller.pulse import Place
+from megarl.errors import WorkerError
 from megarl.types import Completion
 
 
+@logs_exceptions
 class SamplerEngine:
     """One vLLM engine in its own process; an asynchronous actor, so that a sync can arrive at any time."""
 
-    def __init__(self, config: RunConfig, index: int, threads: int) -> None:
+    def __init__(self, config: RunConfig, threads: int, place: Place) -> None:
+        self._log, self._log_begins = place.log, place.enter()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # nobody but the log sees it
         from megarl.sampler import prepare_environment
         from megarl.sampler.vllm_sampler import VllmSampler
 
         prepare_environment(threads)
-        self.sampler = VllmSampler(config, engine_index=index)
+        self.sampler = VllmSampler(config, engine_index=place.index)
 
     async def start(self) -> None:
         """Build the engine; nothing can be sampled before the first sync."""
-        await self.sampler.start()
+        with self._with_cause():
+            await self.sampler.start()
 
     async def node(self) -> str:
         """The Ray node this engine is on."""
@@ -29,7 +39,8 @@ class SamplerEngine:
 
     async def generate(self, prompts: list[np.ndarray], version: int) -> list[list[Completion]]:
         """See ``Sampler.generate``."""
-        return await self.sampler.generate(prompts, version)
+        with self._with_cause():
+            return await self.sampler.generate(prompts, version)
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """See ``checkpoint_engine.manager.Sink``."""
@@ -50,3 +61,12 @@ class SamplerEngine:
     async def close(self) -> None:
         """Stop the engine."""
         await self.sampler.close()
+
+    @contextmanager
+    def _with_cause(self) -> Iterator[None]:
+        """vLLM's engine process prints why it ended; its front end only says that it did."""
+        try:
+            yield
+        except WorkerError as error:
+            cause = root_exception(self._log, self._log_begins)
+            raise WorkerError(f"{error}\n{cause}" if cause and cause not in str(error) else str(error)) from error

@@ -9,9 +9,12 @@ import ray
 
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig
+from megarl.controller.logs import logs_exceptions
+from megarl.controller.pulse import Place
 from megarl.types import Sample
 
 
+@logs_exceptions
 class TrainerRank(CheckpointEngineMixin):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
@@ -19,11 +22,12 @@ class TrainerRank(CheckpointEngineMixin):
     arguments.
     """
 
-    def __init__(self, config: RunConfig, rank: int) -> None:
+    def __init__(self, config: RunConfig, place: Place) -> None:
+        place.enter()
         # Takes seconds: here, where all ranks do so at the same time.
         import torch  # noqa: F401
 
-        self.config, self.rank = config, rank
+        self.config, self.rank = config, place.index
 
     def rendezvous(self) -> tuple[str, int]:
         """This node's address and the port of a store that this rank keeps open, for all ranks to meet at."""
@@ -63,7 +67,9 @@ class TrainerRank(CheckpointEngineMixin):
         torch.set_num_threads(threads)
         # Ray shows this actor only its own GPUs.
         device = pick_device(self.config.train.device)
-        groups = init_groups(self.config.parallel, device, seed=self.config.train.seed)
+        groups = init_groups(
+            self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
+        )
         self.model = MegatronModel(self.config, groups, self._attach)
         if self.config.lora.init_from:
             self.model.load_adapter(self.config.lora.init_from)
@@ -135,3 +141,11 @@ class TrainerRank(CheckpointEngineMixin):
         import torch
 
         return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def _longest_wait(config: RunConfig) -> float:
+    """Seconds that a rank may wait for another in a collective: a little longer than the controller's limits, whose
+    errors say more."""
+    train = config.train
+    limits = (train.build_seconds, train.update_seconds, train.save_seconds, config.checkpoint_engine.timeout_seconds)
+    return max(limits) + 60.0

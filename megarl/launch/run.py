@@ -16,7 +16,8 @@ from megarl.config import RunConfig, dump_config
 from megarl.controller import loop
 from megarl.controller.data import PromptStream
 from megarl.controller.metrics import CONFIG, Recorder, last_checkpoint
-from megarl.controller.roles import EngineHandle, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.pulse import Watch
+from megarl.controller.roles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
@@ -59,7 +60,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
         try:
-            with actors(config, screen, resumed or folder / CONFIG) as (trainers, samplers, transport):
+            with actors(config, screen, folder, resumed) as (trainers, samplers, transport):
                 manager = CheckpointEngineManager(trainers, samplers.engines, transport)
                 state = loop.RunState(
                     config=config,
@@ -160,13 +161,16 @@ def run_folder(config: RunConfig) -> Path:
 
 
 @contextlib.contextmanager
-def actors(config: RunConfig, screen: Screen, needed: Path) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
+def actors(
+    config: RunConfig, screen: Screen, folder: Path, resumed: Path | None
+) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
     """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
 
     Args:
         config: resolved.
         screen: where progress is shown.
-        needed: the checkpoint to go on from, or a file of the new run folder.
+        folder: of the run; the actors' output goes to its ``logs``.
+        resumed: the checkpoint to go on from, if any.
 
     Yields:
         The trainer, the samplers, and ``checkpoint_engine`` with its transport resolved.
@@ -175,31 +179,34 @@ def actors(config: RunConfig, screen: Screen, needed: Path) -> Iterator[tuple[Tr
     placement.start_ray(config)
     ranks: list[Any] = []
     engines: list[Any] = []
-    group = None
+    group = watch = None
     try:
         plan, group = placement.place(config)
         screen.say(plan.describe())
         screen.phase("building")
+        rank_names = [f"trainer rank {index}" for index in range(len(plan.trainer))]
+        engine_names = [f"sampler {index}" for index in range(len(plan.engine))]
+        watch = Watch([*rank_names, *engine_names], folder / "logs", config.train.hang_seconds)
         shared = ray.put(config)
-        for index, bundle in enumerate(plan.trainer):
-            place = placement.options(group, bundle, plan.trainer_gpus)
-            ranks.append(ray.remote(TrainerRank).options(**place).remote(shared, index))
-        for index, bundle in enumerate(plan.engine):
-            place = placement.options(group, bundle, plan.engine_gpus)
-            engines.append(ray.remote(SamplerEngine).options(**place).remote(shared, index, plan.engine_threads))
-        trainers = TrainerGroup(ranks)
-        samplers = SamplerGroup(
-            [EngineHandle(engine, index, config.sampler.tensor) for index, engine in enumerate(engines)]
-        )
-        check_shared(needed, trainers, plan)
-        address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote()})[0]
+        for index, name in enumerate(rank_names):
+            place = placement.options(group, plan.trainer[index], plan.trainer_gpus)
+            ranks.append(ray.remote(TrainerRank).options(**place).remote(shared, watch.place(name, index)))
+        for index, name in enumerate(engine_names):
+            place = placement.options(group, plan.engine[index], plan.engine_gpus)
+            arguments = (shared, plan.engine_threads, watch.place(name, index))
+            engines.append(ray.remote(SamplerEngine).options(**place).remote(*arguments))
+        trainers = TrainerGroup(ranks, watch, config.train)
+        samplers = SamplerGroup(dict(zip(engine_names, engines, strict=True)), watch, config.sampler)
+        check_shared(resumed or folder / CONFIG, trainers, plan)
+        limit = Limit("train.build_seconds", config.train.build_seconds)
+        address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote()}, watch, limit)[0]
         calls = trainers.start("build", address, port, plan.trainer_threads)
         calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
-        wait_all(calls)
-        yield trainers, samplers, resolve_transport(config, ranks[0], engines)
+        wait_all(calls, watch, limit)
+        yield trainers, samplers, resolve_transport(config, ranks[0], engines, watch)
         stop_engines(samplers, screen)
     finally:
-        end(ranks + engines, group)
+        end(ranks + engines, group, watch)
 
 
 def check_shared(needed: Path, trainers: TrainerGroup, plan: Plan) -> None:
@@ -225,16 +232,16 @@ def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
         screen.say(f"an engine did not stop by itself and is killed: {error}")
 
 
-def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any]) -> Any:
+def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any], watch: Watch) -> Any:
     """``checkpoint_engine`` with ``auto`` replaced: shared memory on one node, gloo between nodes."""
     section = config.checkpoint_engine
     if section.transport != "auto":
         return section
-    nodes = wait_all({f"actor {i}": actor.node.remote() for i, actor in enumerate([rank0, *engines])})
+    nodes = wait_all({f"actor {i}": actor.node.remote() for i, actor in enumerate([rank0, *engines])}, watch)
     return section.model_copy(update={"transport": "shm" if len(set(nodes)) == 1 else "gloo"})
 
 
-def end(actors_started: Sequence[Any], group: Any) -> None:
+def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:
     """Kill what is left and leave Ray; a second Ctrl-C does not interrupt it."""
     previous = signal.getsignal(signal.SIGINT)
     with contextlib.suppress(ValueError):  # not the main thread
@@ -243,6 +250,9 @@ def end(actors_started: Sequence[Any], group: Any) -> None:
         for actor in actors_started:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
+        if watch is not None:
+            watch.kill_left()
+            watch.close()
         if group is not None:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)

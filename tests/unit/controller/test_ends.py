@@ -11,8 +11,8 @@ from megarl.launch.run import stop_engines
 class SlowEngines:
     """Engines that are not gone in time."""
 
-    def close(self, timeout: float) -> None:
-        raise WorkerError(f"sampler 0 did not answer within {timeout:.0f} s")
+    def close(self, seconds: float) -> None:
+        raise WorkerError(f"sampler 0 did not answer within {seconds:.0f} s")
 
 
 def test_an_engine_that_stops_slowly_does_not_fail_a_complete_run(capsys: pytest.CaptureFixture) -> None:

@@ -1,0 +1,222 @@
+"""Signs of life: every actor gives them from a thread, the controller looks for those that stop coming.
+
+A process that is stopped (SIGSTOP, a frozen container), or whose interpreter hangs, gives no sign; nor does an actor
+while a child of it, such as vLLM's engine process, is stopped. The signs travel through the key-value store of Ray's
+head (``ray.experimental.internal_kv``; checked with Ray 2.60), so that no actor need answer a call.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.controller.logs import log_file, redirect_output
+from megarl.errors import WorkerError
+
+NAMESPACE = b"megarl-pulse"
+BEAT_SECONDS = 1.0
+# Children come and go rarely; finding them means to read all of /proc.
+BEATS_PER_SEARCH = 10
+STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+# Of what is killed on another node.
+KILL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """An actor's part in a run.
+
+    Attributes:
+        run: ``Watch.run``.
+        name: of this participant, for messages.
+        index: of this participant among its like.
+        log: where its output goes.
+    """
+
+    run: str
+    name: str
+    index: int
+    log: Path
+
+    def enter(self) -> int:
+        """Send this process's output to the log and give signs of life from now on. Called first thing in an actor.
+
+        Returns:
+            The size of the log before.
+        """
+        size = redirect_output(self.log)
+        node = ray.get_runtime_context().get_node_id()
+        threading.Thread(target=_beat, args=(f"{self.run}/{self.name}", node), daemon=True).start()
+        return size
+
+
+def _beat(key: str, node: str) -> None:
+    own, children = psutil.Process(), []
+    count = 0
+    while True:
+        if count % BEATS_PER_SEARCH == 0:
+            children = own.children(recursive=True)
+        sign = {
+            "count": count,
+            "host": socket.gethostname(),
+            "node": node,
+            "process": [own.pid, own.create_time()],
+            "children": [[child.pid, child.create_time()] for child in children],
+            "stopped": [_described(child) for child in children if _is_stopped(child)],
+        }
+        # Without its head the cluster ends anyway, and the controller says so.
+        with contextlib.suppress(Exception):
+            internal_kv._internal_kv_put(key, json.dumps(sign), namespace=NAMESPACE)
+        count += 1
+        time.sleep(BEAT_SECONDS)
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() in STOPPED
+    return False
+
+
+def _described(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return f"{process.pid} ({process.name()})"
+    return str(process.pid)
+
+
+@dataclass
+class _Seen:
+    """The last sign of one participant, and when it was new (monotonic seconds)."""
+
+    at: float
+    sign: dict[str, Any]
+
+
+class Watch:
+    """The controller's look-out for signs of life.
+
+    Attributes:
+        run: of the keys under which signs are found.
+        logs: folder of the actors' logs.
+    """
+
+    def __init__(self, names: Sequence[str], logs: Path, hang_seconds: float) -> None:
+        """Begin to look. A participant is watched from its first sign on; until then building has its own limit.
+
+        Args:
+            names: of all participants.
+            logs: folder of the actors' logs.
+            hang_seconds: as ``train.hang_seconds``.
+        """
+        self.run, self.logs, self._limit = f"{os.getpid()}-{time.time_ns()}", logs, hang_seconds
+        self._names, self._node = tuple(names), ray.get_runtime_context().get_node_id()
+        self._seen: dict[str, _Seen] = {}
+        self._looked = time.monotonic()
+        self._end = threading.Event()
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def place(self, name: str, index: int) -> Place:
+        """What the actor that is participant ``name`` needs."""
+        return Place(self.run, name, index, log_file(self.logs, name))
+
+    def check(self, names: Sequence[str] | None = None) -> None:
+        """Raise ``WorkerError`` where a participant has given no sign of life for ``train.hang_seconds``.
+
+        Args:
+            names: those to look at; default: all.
+        """
+        if self._head_silence() > self._limit:
+            time.sleep(3 * BEAT_SECONDS)  # unless this process was stopped itself a moment ago
+            if (silence := self._head_silence()) > self._limit:
+                raise WorkerError(
+                    f"the head of the Ray cluster has not answered for {silence:.0f} s (train.hang_seconds is "
+                    f"{self._limit:g})"
+                )
+        for name in self._names if names is None else names:
+            seen = self._seen.get(name)
+            if seen is not None and self._looked - seen.at > self._limit:
+                raise WorkerError(
+                    f"{name} has given no sign of life for {self._looked - seen.at:.0f} s (train.hang_seconds is "
+                    f"{self._limit:g}): {self._why(seen.sign)}{self.where(name)}"
+                )
+
+    def _head_silence(self) -> float:
+        return time.monotonic() - self._looked
+
+    def _why(self, sign: dict[str, Any]) -> str:
+        if sign["stopped"]:
+            return f"its process {', '.join(sign['stopped'])} on {sign['host']} is stopped"
+        pid = sign["process"][0]
+        with contextlib.suppress(psutil.Error):
+            if sign["node"] == self._node and psutil.Process(pid).status() in STOPPED:
+                return f"its process {pid} on {sign['host']} is stopped"
+        return f"its process {pid} on {sign['host']} is stopped, hangs or is cut off"
+
+    def where(self, name: str) -> str:
+        """The end of an error about a participant: its log, if there is one."""
+        file, seen = log_file(self.logs, name), self._seen.get(name)
+        remote = f" on {seen.sign['host']}" if seen and seen.sign["node"] != self._node else ""
+        return f"\nlog of {name}: {file}{remote}" if remote or file.exists() else ""
+
+    def close(self) -> None:
+        """Stop looking and forget the signs."""
+        self._end.set()
+        with contextlib.suppress(Exception):
+            internal_kv._internal_kv_del(f"{self.run}/", del_by_prefix=True, namespace=NAMESPACE)
+
+    def kill_left(self) -> None:
+        """End with SIGKILL every process that gave a sign, and its children: a stopped one ignores all else."""
+        tasks = []
+        for seen in self._seen.values():
+            victims = [seen.sign["process"], *seen.sign["children"]]
+            if seen.sign["node"] == self._node:
+                kill(victims)
+                continue
+            with contextlib.suppress(Exception):
+                there = NodeAffinitySchedulingStrategy(seen.sign["node"], soft=False)
+                tasks.append(ray.remote(kill).options(num_cpus=0, scheduling_strategy=there).remote(victims))
+        with contextlib.suppress(Exception):
+            ray.wait(tasks, num_returns=len(tasks), timeout=KILL_SECONDS)
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while not self._end.wait(BEAT_SECONDS):
+            now = time.monotonic()
+            if now - before > self._limit / 2:  # this process was stopped itself, not the others
+                for seen in self._seen.values():
+                    seen.at += now - before
+            before = now
+            with contextlib.suppress(Exception):
+                for name in self._names:
+                    self._look_at(name, now)
+                self._looked = now
+
+    def _look_at(self, name: str, now: float) -> None:
+        value = internal_kv._internal_kv_get(f"{self.run}/{name}", namespace=NAMESPACE)
+        if value is None:
+            return
+        sign, seen = json.loads(value), self._seen.get(name)
+        if seen is None:
+            self._seen[name] = _Seen(now, sign)
+        elif sign["count"] != seen.sign["count"]:
+            # A stopped child is a sign of its parent's life, not of its own.
+            self._seen[name] = _Seen(seen.at if sign["stopped"] else now, sign)
+
+
+def kill(processes: Sequence[Sequence[float]]) -> None:
+    """SIGKILL to each ``(pid, start time)`` of this host that is still the same process."""
+    for pid, started in processes:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(int(pid))
+            if abs(process.create_time() - started) < 1:
+                process.kill()
