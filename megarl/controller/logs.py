@@ -22,6 +22,8 @@ SAYS_NOTHING = (
     "EngineCore encountered an issue",
     "WorkerProc initialization failed",
 )
+# What Python prints between an exception and the one that it caused.
+CAUSED = "The above exception was the direct cause of the following exception"
 # Of a log's end, when a cause is looked for.
 LOOKED_AT_BYTES = 256 * 1024
 
@@ -87,26 +89,40 @@ def _printing(method: Callable) -> Callable:
 
 
 def root_exception(file: Path, start: int = 0) -> str | None:
-    """The exception that a process printed first of its last chain: ``"ValueError: Head size 16 is not supported"``.
+    """``root_of`` what a process has printed.
 
     Args:
         file: a log.
         start: byte at which the interesting part begins.
 
     Returns:
-        None where the log holds no exception that says anything.
+        None where the log is not there or holds no exception that says anything.
     """
     try:
         with file.open("rb") as handle:
             handle.seek(max(start, file.stat().st_size - LOOKED_AT_BYTES))
-            lines = handle.read().decode(errors="replace").splitlines()
+            return root_of(handle.read().decode(errors="replace"))
     except OSError:
         return None
-    found = [match for match in map(EXCEPTION.search, lines) if match and not _says_nothing(match)]
+
+
+def root_of(text: str) -> str | None:
+    """The exception that caused the last one of a text: ``"ValueError: Head size 16 is not supported"``.
+
+    Args:
+        text: tracebacks, with whatever a logger puts before each line, and anything else.
+    """
+    lines = text.splitlines()
+    found = [(number, match) for number, line in enumerate(lines) if (match := EXCEPTION.search(line))]
+    found = [(number, match) for number, match in found if not _says_nothing(match)]
     if not found:
         return None
-    name, message = found[-1].groups()
-    return f"{name.rpartition('.')[2]}: {message}" if message else name
+    which = len(found) - 1
+    while which and any(CAUSED in line for line in lines[found[which - 1][0] : found[which][0]]):
+        which -= 1
+    name, message = found[which][1].groups()
+    name = name.rpartition(".")[2]
+    return f"{name}: {message}" if message else name
 
 
 def _says_nothing(match: re.Match) -> bool:

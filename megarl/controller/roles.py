@@ -12,6 +12,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, SamplerConfig, TrainConfig
+from megarl.controller.logs import root_of
 from megarl.controller.pulse import Watch
 from megarl.errors import MegarlError, WorkerError
 from megarl.types import Completion, Sample
@@ -74,7 +75,8 @@ def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
         if isinstance(cause, MegarlError):
             cause.args = (f"{cause}{where}",)
             raise cause from None
-        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{_described(cause)}{where}") from None
+        root = root_of(str(error)) or f"{type(cause).__name__}: {cause}"
+        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{where}") from None
     except RayActorError as error:
         where = watch.where(name) if watch else ""
         reason = str(error).strip().splitlines()
@@ -86,13 +88,6 @@ def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
 def _traceback_of(error: RayTaskError) -> str:
     """The remote traceback's last lines: enough to find the place."""
     return "\n".join(str(error).strip().splitlines()[-12:])
-
-
-def _described(error: BaseException) -> str:
-    """The innermost cause of an exception: its class and message."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
 
 
 class TrainerGroup:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.controller.logs import log_file, logs_exceptions, root_exception
+from megarl.controller.logs import CAUSED, log_file, logs_exceptions, root_exception
 
 PRINT = """
 import subprocess, sys
@@ -47,6 +47,8 @@ def test_output_of_a_process_and_its_children_is_appended_to_the_log(tmp_path: P
     [
         (VLLM + RAISED + FRONT_END, "ValueError: Head size 16 is not supported"),
         (VLLM + FRONT_END, None),
+        (f"{VLLM}[a] OSError: the root\n\n[a] {CAUSED}:\n\n[a] RuntimeError: the surface\n", "OSError: the root"),
+        (f"{VLLM}OSError: mended\nRuntimeError: another\n{FRONT_END}", "RuntimeError: another"),
         (VLLM + "torch.OutOfMemoryError: CUDA out of memory.\n", "OutOfMemoryError: CUDA out of memory."),
         (VLLM + "(EngineCore pid=7) AssertionError\n", "AssertionError"),
         (VLLM + "INFO Error: the word alone, in a sentence about a ValueError that nobody raised\n", None),
