@@ -25,6 +25,7 @@ from megarl.model.optim import AdapterOptimizer
 from megarl.model.sharding import ShardedTensor, collect
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
+from megarl.parallel.mcore import release
 
 FORMAT = 2
 STATE, OPTIMIZER, RNG, ADAPTER = "state.json", "optimizer.safetensors", "rng.safetensors", "adapter"
@@ -63,6 +64,7 @@ def save(
         "version": version,
         "optimizer_steps": optimizer.steps(),
         "topology": vars(groups.topology),
+        "megatron_core": release(),
         "extra": dict(extra),
     }
     text = json.dumps(state, indent=1) + "\n"

@@ -18,7 +18,7 @@ from megarl.model.block import Parts, block_of
 from megarl.model.experts import let_go_of_graphs
 from megarl.model.pointwise import SwiGLU, rms_norm, wants_kernels
 from megarl.model.spare import offer, wanted_by
-from megarl.parallel.mcore import without_deprecation
+from megarl.parallel.mcore import without_remarks
 
 
 class RMSNorm(torch.nn.Module):
@@ -65,7 +65,7 @@ class PackedGPTModel(GPTModel):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with without_deprecation():
+        with without_remarks():
             super().__init__(*args, **kwargs)
         if hasattr(self, "rotary_pos_emb"):
             # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.

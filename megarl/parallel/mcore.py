@@ -28,7 +28,7 @@ class UnsupportedRelease(UnsupportedError, ImportError):
 
 
 def release() -> str | None:
-    """The release that ``import megatron.core`` would find, such as ``"0.19.2"``, without importing it; None without."""
+    """The release that ``import megatron.core`` would find, such as ``"0.19.2"``, without importing it; or None."""
     spec = importlib.util.find_spec("megatron")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         info = Path(place) / "core" / "package_info.py"
@@ -74,7 +74,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def mlp_spec(kind: type, submodules: Any) -> Any:
     """How a ``TransformerLayerSubmodules`` names an ``MLP``.
 
-    From 0.18 on a layer calls what it is given with its process groups and its name, which ``MLP`` itself does not take.
+    From 0.18 on a layer passes its process groups and its name to what it is given; ``MLP`` itself takes neither.
 
     Args:
         kind: ``MLP`` or a class derived from it.
@@ -93,19 +93,26 @@ def gradients_for_norm(optimizer: Any) -> list[Any]:
     return get()
 
 
+# Logger below ``megatron.core`` -> how remarks begin that every model of megarl's would cause on every rank.
+_REMARKS = {
+    # 0.19: ``HybridModel`` is where new features go. megarl needs none of them.
+    "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
+    # Up to 0.17: of an ``MLP`` that is not mcore's own class; what it is built with is the same.
+    "transformer.transformer_layer": "Unknown MLP type",
+}
+
+
 @contextlib.contextmanager
-def without_deprecation() -> Iterator[None]:
-    """Build a ``GPTModel`` without the line by which 0.19 tells every rank that ``HybridModel`` gets the new features.
-
-    megarl needs none of them; its own models are built in one place.
-    """
-    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("GPTModel IS DEPRECATED")
-
-    logger.addFilter(keep)
-    try:
+def without_remarks() -> Iterator[None]:
+    """Build a model without mcore's remarks on its classes."""
+    with contextlib.ExitStack() as stack:
+        for name, start in _REMARKS.items():
+            logger = logging.getLogger(f"megatron.core.{name}")
+            keep = partial(_is_other, start)
+            logger.addFilter(keep)
+            stack.callback(logger.removeFilter, keep)
         yield
-    finally:
-        logger.removeFilter(keep)
+
+
+def _is_other(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)

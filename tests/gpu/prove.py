@@ -1,7 +1,8 @@
 """What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
 Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops
-the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz. Stages:
+the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz. Another megatron-core, first on
+PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names the release. Stages:
 
     smoke, kernels, graphs, parity      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
@@ -22,6 +23,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+
+from megarl.parallel import mcore
 
 MODELS = Path("/tmp/megarl-models")
 MEGARL = [sys.executable, "-m", "megarl.cli.main"]
@@ -98,6 +101,7 @@ def main(out_folder: str, *groups: str) -> int:
     out, work = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-"))
     for stage in [stage for group in groups for stage in group.split("+")]:
         command_of(stage, work)
+    print(f"megatron-core {mcore.release()}", flush=True)
     results: dict[str, tuple[int, float]] = {}
     for group in groups:
         stages = group.split("+")
