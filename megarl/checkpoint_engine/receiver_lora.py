@@ -17,7 +17,7 @@ from peft.utils.other import get_pattern_key
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
-from megarl.checkpoint_engine import receiver_moe, receiver_router
+from megarl.checkpoint_engine import receiver_moe, receiver_router, receiver_stacked
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import UnsupportedError, WeightSyncError
@@ -59,16 +59,21 @@ def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[s
             the experts; an adapter of a router that vLLM would ignore.
     """
     peft_config = _plain_lora(config)
-    halves = _split(tensors)
-    shapes = linear_shapes(manager)
-    _check_targets(halves, shapes, peft_config)
-    inner = manager._adapter_manager
-    receiver_moe.check_stackable(inner, {module: rank_and_scaling(peft_config, module)[0] for module in halves})
+    inner, shapes = manager._adapter_manager, linear_shapes(manager)
+    halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
+    if peft_config.target_parameters:
+        halves, keys, absent = receiver_stacked.unstack(inner, halves, shapes, peft_config)
+    _check_targets(halves, shapes, peft_config, keys)
+    ranks = {module: rank_and_scaling(peft_config, keys.get(module, module))[0] for module in halves}
+    receiver_moe.check_stackable(inner, ranks | dict.fromkeys(absent, 1))
     receiver_router.check_routers(inner, halves)
     dtype, limit = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
-    pairs = {}
+    pairs = {
+        module: Pair(torch.zeros(1, inputs, dtype=dtype), torch.zeros(outputs, 1, dtype=dtype))
+        for module, (inputs, outputs) in absent.items()
+    }
     for module, (a, b) in halves.items():
-        rank, scaling = rank_and_scaling(peft_config, module)
+        rank, scaling = rank_and_scaling(peft_config, keys.get(module, module))
         if rank > limit:
             raise WeightSyncError(f"'{module}' has rank {rank}, above the engine's max_lora_rank {limit}")
         inputs, outputs = shapes[module]
@@ -142,7 +147,8 @@ def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
 
 
 def rank_and_scaling(config: LoraConfig, module: str) -> tuple[int, float]:
-    """Rank and scaling of one module by PEFT's own rules (``get_pattern_key``; ``LoraLayer.update_layer``)."""
+    """Rank and scaling by PEFT's own rules (``get_pattern_key``; ``LoraLayer.update_layer``); of a module by its name,
+    of one that lies in a parameter by the parameter's."""
     rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, module), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
     return rank, alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
@@ -166,13 +172,12 @@ def _plain_lora(config: dict[str, Any]) -> LoraConfig:
         "fan_in_fan_out": False,
         "modules_to_save": None,
         "trainable_token_indices": None,
-        "target_parameters": None,
         "layer_replication": None,
     }
     for key, plain in refused.items():
         if config.get(key) not in (plain, None, [], {}):
             raise UnsupportedError(
-                f"adapter_config.{key} is {config[key]!r}; only plain LoRA on linear layers is proven"
+                f"adapter_config.{key} is {config[key]!r}; only plain LoRA on linear layers and experts is proven"
             )
     if config.get("peft_type", "LORA") != "LORA":
         raise UnsupportedError(f"adapter_config.peft_type is {config['peft_type']!r}; supported is LORA")
@@ -195,19 +200,23 @@ def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, to
     return {module: (found["a"], found["b"]) for module, found in halves.items()}
 
 
-def _check_targets(halves: Any, shapes: dict[str, tuple[int, int]], config: LoraConfig) -> None:
-    """What came must be exactly what the config targets in this model."""
+def _check_targets(
+    halves: Any, shapes: dict[str, tuple[int, int]], config: LoraConfig, parameters: dict[str, str]
+) -> None:
+    """What came must be exactly what the config targets in this model; ``parameters`` are modules that it targets as
+    such."""
     unknown = halves.keys() - shapes.keys()
     if unknown:
         raise WeightSyncError(f"no linear module of the model takes the adapter of {listed(unknown)}")
-    if config.target_modules in ("all-linear", None):
+    if config.target_modules in ("all-linear", None) and not parameters:
         targeted = set(shapes)
     else:
-        targeted = {module for module in shapes if check_target_module_exists(config, module)}
+        chosen = shapes if config.target_modules else ()
+        targeted = {module for module in chosen if check_target_module_exists(config, module)} | parameters.keys()
     if missing := targeted - halves.keys():
-        raise WeightSyncError(f"adapter_config.target_modules covers {listed(missing)}, but no tensor of it came")
+        raise WeightSyncError(f"the adapter_config's targets cover {listed(missing)}, but no tensor of it came")
     if extra := halves.keys() - targeted:
-        raise WeightSyncError(f"tensors came for {listed(extra)}, which adapter_config.target_modules does not cover")
+        raise WeightSyncError(f"tensors came for {listed(extra)}, which the adapter_config's targets do not cover")
 
 
 def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:

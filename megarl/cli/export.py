@@ -36,6 +36,14 @@ def export_run(run: Path, form: str, out: Path) -> None:
         return
     from megarl.files import write_directory, writing
 
+    if config.lora.save_experts != "as_trained":
+        from megarl.lora.peft_io import convert
+        from megarl.model.families import names_of
+        from megarl.model.hf_folder import read_config
+
+        names = names_of(read_config(Path(config.model.path).expanduser()))
+        convert(adapter, out, names, config.lora.save_experts)
+        return
     with writing(out, ConfigError), write_directory(out) as partial:
         shutil.copytree(adapter, partial, dirs_exist_ok=True)
 

@@ -1,7 +1,7 @@
 """The adapter, by PEFT's own names."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -28,6 +28,11 @@ class LoraConfig(Section):
     """Dropout on the adapter's input while training."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Hugging Face module names (``[q_proj, v_proj]``), a regular expression, or ``all-linear``."""
+    target_parameters: list[str] = Field(default_factory=list)
+    """Weights by their names in transformers 5, which stacks a layer's experts: ``[gate_up_proj, down_proj]``. Gate and
+    up then share one A, as in PEFT; experts named in ``target_modules`` have a pair of matrices for each linear."""
+    save_experts: Literal["as_trained", "stacked", "per_expert"] = "as_trained"
+    """The final adapter's experts: ``stacked`` as PEFT 0.21 saves them, or ``per_expert`` as vLLM and older PEFT do."""
     use_rslora: bool = False
     """Rank-stabilised scaling (Kalajdzievski 2023)."""
     rank_pattern: dict[Pattern, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
@@ -36,3 +41,7 @@ class LoraConfig(Section):
     """Module name or pattern -> alpha, where it differs from ``lora_alpha``."""
     init_from: str | None = None
     """A PEFT adapter directory to start from; its own config replaces the fields above."""
+
+    def peft_settings(self) -> dict[str, Any]:
+        """Those of the fields that PEFT's own ``LoraConfig`` has."""
+        return self.model_dump(exclude={"init_from", "save_experts"})

@@ -81,13 +81,16 @@ class TrainerRank(CheckpointEngineMixin):
         from peft import LoraConfig
 
         from megarl.lora import apply_lora, load_peft_config
+        from megarl.lora.arrangements import arrange_config
+        from megarl.model.families import names_of
 
         section = self.config.lora
         if section.init_from:
             peft_config = load_peft_config(section.init_from)
         else:
-            settings = section.model_dump(exclude={"init_from"})
-            peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=self.config.model.path, **settings)
+            base = self.config.model.path
+            peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **section.peft_settings())
+        arrange_config(peft_config, names_of(hf_config), section.save_experts)  # hours before it is saved
         return apply_lora(chunks, peft_config, hf_config, seed=self.config.train.seed, groups=groups)
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
@@ -122,7 +125,7 @@ class TrainerRank(CheckpointEngineMixin):
 
     def save_adapter(self, path: str) -> None:
         """Write the adapter as a PEFT directory."""
-        self.model.save_adapter(path)
+        self.model.save_adapter(path, self.config.lora.save_experts)
 
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
         """Logprobs of the samples' response tokens under the current policy."""

@@ -10,9 +10,11 @@ import torch
 from peft import LoraConfig
 
 from megarl.lora import peft_io
+from megarl.lora.arrangements import AS_TRAINED, arrange, arrange_config
 from megarl.lora.layers import ParallelLoraLinear
 from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.merge import merge_weight
+from megarl.lora.stacked_files import pack, places_of
 from megarl.lora.targets import matrix_name, resolve_targets, unties
 from megarl.model.families import WeightMap
 from megarl.model.sharding import ShardedTensor, collect, parameter_view, placed
@@ -40,7 +42,8 @@ class Slot:
         """PEFT name -> this rank's matrix; empty where another rank has it."""
         if self.own is None:
             return {}
-        return {self.name("A"): self.own.lora_A[self.part.key], self.name("B"): self.own.lora_B[self.part.key]}
+        held = {"A": self.own.lora_A, "B": self.own.lora_B}
+        return {self.name(side): held[side][self.part.key] for side in self.part.sides}
 
     def name(self, side: str) -> str:
         """PEFT's name of A or B in the weights file."""
@@ -49,10 +52,11 @@ class Slot:
     def shapes(self) -> dict[str, tuple[tuple[int, int], int | None]]:
         """PEFT name -> (shape in the file, dimension split over the kind's axis)."""
         part = self.part
-        return {
-            self.name("A"): ((part.rank, part.in_features), self.kind.split_A),
-            self.name("B"): ((part.out_features, part.rank), self.kind.split_B),
+        shapes = {
+            "A": ((part.rank, part.in_features), self.kind.split_A),
+            "B": ((part.out_features, part.rank), self.kind.split_B),
         }
+        return {self.name(side): shapes[side] for side in part.sides}
 
 
 class LoraAdapter:
@@ -113,7 +117,9 @@ class LoraAdapter:
         return [named for slot in self.slots for named in slot.matrices().items()]
 
     def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]:
-        """The stage's matrices as sharded tensors under PEFT's file names, those held elsewhere included.
+        """The stage's matrices as sharded tensors, those held elsewhere included.
+
+        Their names are those of PEFT's file, but where PEFT stacks experts each has its own; see ``in_file``.
 
         Args:
             values: PEFT name -> tensor shaped like the parameter, to be handled in its place (optimizer moments, fp32
@@ -135,8 +141,12 @@ class LoraAdapter:
         return tensors
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream every matrix of the whole adapter, in PEFT's names, on every rank. Collective over TP and PP."""
-        return stream_full(self.tensors(), self.groups)
+        """Stream the tensors of PEFT's file, whole, on every rank. Collective over TP, EP and PP."""
+        return self.in_file(stream_full(self.tensors(), self.groups))
+
+    def in_file(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """A stream of whole tensors under the names of ``tensors()`` -> under those of PEFT's file."""
+        return pack(stream, places_of(resolve_targets(self.config, self.names), self.names))
 
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
         """Base tensors with this adapter added when they are read: in fp32, rounded once, out of place.
@@ -156,23 +166,38 @@ class LoraAdapter:
         """The contents of ``adapter_config.json``."""
         return peft_io.config_dict(self.config, self.names)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, experts: str = AS_TRAINED) -> None:
         """Write a PEFT directory. Collective; rank 0 writes, atomically.
+
+        Args:
+            path: replaced if it exists.
+            experts: ``lora.save_experts``: ``as_trained``, ``stacked`` or ``per_expert``.
 
         Raises:
             AdapterError: the directory cannot be written.
+            UnsupportedError: the experts cannot be saved that way; see ``arrange_config``.
         """
-        write = self.snapshot()
+        write = self.snapshot(experts)
         on_rank_zero(lambda: write(Path(path)))
 
-    def snapshot(self) -> Callable[[Path], None]:
+    def snapshot(self, experts: str = AS_TRAINED) -> Callable[[Path], None]:
         """Copy the adapter to rank 0's host memory. Collective.
+
+        Args:
+            experts: as for ``save``.
 
         Returns:
             For rank 0: writes the copy as a PEFT directory, on any thread and however training went on.
         """
-        tensors, config = collect(self.export()), self.adapter_config()
-        return lambda path: peft_io.write(path, tensors, config)
+        config, names = self.config, self.names
+        arrange_config(config, names, experts)  # before anything is copied
+        tensors = collect(self.export())
+
+        def write(path: Path) -> None:
+            arranged, theirs = arrange(tensors, config, names, experts)
+            peft_io.write(path, arranged, peft_io.config_dict(theirs, names))
+
+        return write
 
     def load(self, path: str | Path) -> None:
         """Read a PEFT directory made at any layout, or by PEFT; each rank reads only its slices.

@@ -15,6 +15,7 @@ from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
 from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
 from megarl.lora.matrices import AdapterMatrices, PartPlan
+from megarl.lora.parameter_targets import as_read
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.vocabulary import plan_vocabulary
@@ -56,7 +57,8 @@ def apply_lora(
 
     Args:
         chunks: this rank's model chunks (one, or one per virtual pipeline stage).
-        config: PEFT's own; ``target_modules`` in Hugging Face names or ``"all-linear"``.
+        config: PEFT's own; ``target_modules`` in Hugging Face names or ``"all-linear"``. Experts among them have a pair
+            of matrices for each linear; among ``target_parameters`` gate and up share A, as in PEFT.
         hf_config: parsed ``config.json`` of the Hugging Face model; names the family.
         name: of the adapter, within the model.
         trainable: False leaves it frozen (a reference policy); such a one may be added at any time.
@@ -75,6 +77,7 @@ def apply_lora(
     for model in models:
         _check_attention(model)
     names = names_of(hf_config)
+    config = as_read(config, names)
     chosen = resolve_targets(config, names)
     existing = wrapped_layers(models)
     _check_name(name, trainable, models)
@@ -155,13 +158,13 @@ def _plan(
     linear: LinearMap,
     prefix: str,
     config: LoraConfig,
-    chosen: set[str],
+    chosen: Mapping[str, str],
     names: WeightMap,
     groups: Groups,
 ) -> tuple[PartPlan | None, ...]:
     """What to add to one linear; all None where nothing is."""
     targets = [f"{prefix}{hf}" for hf in linear.hf]
-    if not chosen.intersection(targets):
+    if chosen.keys().isdisjoint(targets):
         return (None,) * len(targets)
     module = find_linear(layer, linear, names, groups)
     module, owner = unwrap(module), owner_of(linear, names, groups)
@@ -176,10 +179,12 @@ def _plan(
         if name not in chosen:
             plans.append(None)
             continue
-        rank, scaling = rank_and_scaling(config, name)
+        rank, scaling = rank_and_scaling(config, chosen[name])
+        # Of one parameter in PEFT: one A.
+        shares = next((part.key for part in plans if part and chosen[part.name] == chosen[name]), None)
         in_features = local_in * (size if linear.split == "row" else 1)
         out_features = rows * (size if linear.split == "column" else 1)
-        plans.append(PartPlan(name, rank, scaling, in_features, out_features, rows, owner))
+        plans.append(PartPlan(name, rank, scaling, in_features, out_features, rows, owner, shares=shares))
     return tuple(plans)
 
 
@@ -213,6 +218,8 @@ def _matrices(
     for part in filter(None, parts):
         whole = wrapped.initial(part, seed)
         for side, split, matrices in (("A", wrapped.split_A, own.lora_A), ("B", wrapped.split_B, own.lora_B)):
+            if side not in part.sides:
+                continue
             mine = whole[side] if split is None else whole[side].chunk(size, dim=split)[rank]
             parameter = torch.nn.Parameter(mine.to(dtype=dtype, device=groups.device).contiguous())
             wrapped.mark(parameter, split)

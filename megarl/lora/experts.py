@@ -51,7 +51,7 @@ class ExpertColumnLora(_ExpertLora):
 
     def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The update's rows on this rank need the whole A; a collective over ETP."""
-        return gather_full(own.lora_A[part.key].detach(), 1, self.group), own.lora_B[part.key]
+        return gather_full(own.a_of(part).detach(), 1, self.group), own.lora_B[part.key]
 
 
 class ExpertRowLora(_ExpertLora):

@@ -85,11 +85,11 @@ class ParallelLoraLinear(torch.nn.Module):
 
     def layout(self, own: AdapterMatrices) -> Layout:
         """Where an adapter's parts lie in this layer."""
-        return Layout(own.places, own.ranks, own.scalings, self.fusion, self.heads)
+        return Layout(own.places, own.ranks, own.scalings, self.fusion, self.heads, own.starts)
 
     def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``(A, B)`` whose product is this rank's slice of the part's update."""
-        return own.lora_A[part.key], own.lora_B[part.key]
+        return own.a_of(part), own.lora_B[part.key]
 
     def initial(self, part: PartPlan, seed: int) -> dict[str, torch.Tensor]:
         """The whole A and B, float32, from the seed and the module's name alone.

@@ -19,6 +19,7 @@ class PartPlan:
         rows: of the part on this rank.
         owner: the expert-parallel rank that holds it; None if all do.
         padded: of a vocabulary: its size with padding.
+        shares: ``key`` of the part of the same layer whose A it uses; None if it has its own.
     """
 
     name: str
@@ -29,11 +30,17 @@ class PartPlan:
     rows: int
     owner: int | None = None
     padded: int | None = None
+    shares: str | None = None
 
     @property
     def key(self) -> str:
         """Last component of the name, unique within the layer (``q_proj``)."""
         return self.name.rpartition(".")[2]
+
+    @property
+    def sides(self) -> str:
+        """The matrices that are its own: ``"AB"``, or ``"B"`` where A is another part's."""
+        return "B" if self.shares else "AB"
 
 
 class AdapterMatrices(torch.nn.Module):
@@ -43,6 +50,7 @@ class AdapterMatrices(torch.nn.Module):
         parts: one per part of the layer; None where the adapter leaves it alone.
         places, keys, ranks, scalings: of the parts that it adapts, in order; a place is an index in ``parts``, a key
             ``PartPlan.key``.
+        starts: of these parts: the first column in what ``lower`` gives; parts that share A have the same.
         dropout: probability, on the adapter's input.
         lora_A, lora_B: ``PartPlan.key`` -> matrix.
     """
@@ -55,6 +63,7 @@ class AdapterMatrices(torch.nn.Module):
         self.keys = tuple(part.key for _, part in adapted)
         self.ranks = tuple(part.rank for _, part in adapted)
         self.scalings = tuple(part.scaling for _, part in adapted)
+        self.starts = _starts([part for _, part in adapted])
         self.lora_A = torch.nn.ParameterDict()
         self.lora_B = torch.nn.ParameterDict()
 
@@ -74,9 +83,13 @@ class AdapterMatrices(torch.nn.Module):
         return F.linear(inputs, self.matrix_a())
 
     def matrix_a(self) -> torch.Tensor:
-        """Every part's A, one below the other: ``[sum of ranks, I]``."""
-        matrices = [self.lora_A[key] for key in self.keys]
+        """Every A, one below the other: ``[sum of ranks, I]``."""
+        matrices = [self.lora_A[key] for key in self.keys if key in self.lora_A]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+    def a_of(self, part: PartPlan) -> torch.nn.Parameter:
+        """The A that a part uses, its own or a shared one."""
+        return self.lora_A[part.shares or part.key]
 
     def matrices_b(self) -> list[torch.Tensor]:
         """Every part's B."""
@@ -88,6 +101,16 @@ class AdapterMatrices(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{part.key}: r={part.rank}" for part in self.parts if part)
+
+
+def _starts(adapted: list[PartPlan]) -> tuple[int, ...]:
+    """The first column of each part's A among all of a layer."""
+    found: dict[str, int] = {}
+    end = 0
+    for part in adapted:
+        found[part.key] = found[part.shares] if part.shares else end
+        end += 0 if part.shares else part.rank
+    return tuple(found.values())
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:

@@ -2,9 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +13,10 @@ from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
 from megarl.files import write_directory
+from megarl.lora.parameter_targets import as_read
 from megarl.lora.peft_io import WEIGHTS, load_peft_config
-from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling, resolve_targets, unties
+from megarl.lora.stacked_files import AdapterFile
+from megarl.lora.targets import EMBED_MODULE, rank_and_scaling, resolve_targets, unties
 from megarl.model.families import names_of
 from megarl.model.families.base import EMBEDDING, OUTPUT
 from megarl.model.hf_folder import INDEX, WeightFolder, parse_json, read_config
@@ -57,14 +58,17 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
         raise ModelError(f"--out '{out}' exists already; name a new folder")
     hf_config = read_config(model)
     config = load_peft_config(adapter)
-    targets = resolve_targets(config, names_of(hf_config))
+    names = names_of(hf_config)
+    config = as_read(config, names)
+    targets = resolve_targets(config, names)
     folder = WeightFolder(model)
     untie = unties(hf_config, targets)
     held = set(folder.where) | ({OUTPUT[1]} if untie else set())
     if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
         raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")
     try:
-        with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as source:
+        with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as opened:
+            source = AdapterFile(opened, targets, names)
             with write_directory(out) as partial:
                 for file in sorted(set(folder.where.values())):
                     tensors = {
@@ -144,12 +148,14 @@ def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]
                 yield OUTPUT[1], tensor.clone()
 
 
-def _merged(name: str, tensor: torch.Tensor, adapter: Any, targets: set[str], config: LoraConfig) -> torch.Tensor:
+def _merged(
+    name: str, tensor: torch.Tensor, adapter: AdapterFile, targets: Mapping[str, str], config: LoraConfig
+) -> torch.Tensor:
     """One tensor, with the adapter added where it is a target."""
     module = name.removesuffix(".weight")
     if module not in targets:
         return tensor
-    matrix_a, matrix_b = (adapter.get_tensor(matrix_name(module, side)) for side in "AB")
+    matrix_a, matrix_b = adapter.pair(module)
     if module == EMBED_MODULE:
         matrix_a, matrix_b = matrix_b.T, matrix_a.T
     if (matrix_b.shape[0], matrix_a.shape[1]) != tuple(tensor.shape):
@@ -157,7 +163,7 @@ def _merged(name: str, tensor: torch.Tensor, adapter: Any, targets: set[str], co
             f"the adapter of '{module}' is for a {matrix_b.shape[0]} x {matrix_a.shape[1]} layer; the "
             f"model's is {tensor.shape[0]} x {tensor.shape[1]}"
         )
-    return merge_weight(tensor, matrix_a, matrix_b, rank_and_scaling(config, module)[1])
+    return merge_weight(tensor, matrix_a, matrix_b, rank_and_scaling(config, targets[module])[1])
 
 
 def _note_untied(folder: Path) -> None:

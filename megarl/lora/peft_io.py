@@ -2,27 +2,30 @@
 
 import dataclasses
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import AdapterError, nearest
 from megarl.files import user_path, write_directory
+from megarl.lora.arrangements import arrange
+from megarl.lora.parameter_targets import as_read
+from megarl.lora.stacked_files import AdapterFile, places_of
 from megarl.lora.targets import (
-    ALL_LINEAR,
     BASE_WEIGHT,
     EMBED_MODULE,
     OUTPUT_MODULE,
     PREFIX,
     check_supported,
-    matrix_name,
     rank_and_scaling,
     resolve_targets,
-    short_names,
+    settle_patterns,
+    spelt_out,
 )
 from megarl.lora.vocabulary import check_tables
 from megarl.model.families import WeightMap
@@ -32,14 +35,11 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# PEFT's ``init_lora_weights`` that leave the base model as it is.
-HARMLESS_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
-    """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it."""
-    if config.target_modules == ALL_LINEAR:
-        config = dataclasses.replace(config, target_modules=short_names(names.target_names()))
+    """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it, patterns settled."""
+    config = settle_patterns(spelt_out(config, names), names)
     plain = config.to_dict()
     plain.pop("runtime_config", None)
     plain["inference_mode"] = True
@@ -62,13 +62,27 @@ def write(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) 
         raise AdapterError(f"adapter directory '{path}' cannot be written: {error}") from error
 
 
+def convert(source: Path, path: Path, names: WeightMap, experts: str) -> None:
+    """Copy a PEFT directory with its experts as ``lora.save_experts`` names them.
+
+    Raises:
+        AdapterError: a damaged file.
+        UnsupportedError: see ``arrange_config``.
+    """
+    try:
+        tensors = load_file(source / WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{source / WEIGHTS} cannot be read ({error}); it is truncated or damaged") from error
+    tensors, config = arrange(tensors, as_read(load_peft_config(source), names), names, experts)
+    write(path, tensors, config_dict(config, names))
+
+
 def load_peft_config(path: str | Path) -> LoraConfig:
-    """Read ``adapter_config.json``. How the saved matrices once started no longer matters and is not kept, except where
-    that start also changed the base model (PiSSA, OLoRA, ...).
+    """Read ``adapter_config.json``. How the saved matrices once started no longer matters and is not kept.
 
     Raises:
         AdapterError: missing, not JSON, not LoRA, or a field PEFT does not know.
-        UnsupportedError: a setting that is not supported.
+        UnsupportedError: a setting that is not supported, or a start that also changed the base model (PiSSA, OLoRA).
     """
     file = user_path("adapter", path) / CONFIG
     try:
@@ -88,8 +102,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         )
     config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
     check_supported(config)
-    if config.init_lora_weights in HARMLESS_STARTS:
-        config.init_lora_weights = True
+    config.init_lora_weights = True
     return config
 
 
@@ -105,47 +118,58 @@ def load(path: str | Path, adapter: "LoraAdapter") -> None:
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read ({error}); it is truncated or damaged") from error
     with source:
-        _check_names(set(source.keys()), adapter, file)
+        targets = resolve_targets(adapter.config, adapter.names)
+        matrices = AdapterFile(source, targets, adapter.names)
+        _check_names(set(source.keys()), targets, adapter.names, file)
         tensors = adapter.tensors()
         for tensor in tensors:
-            shape = tuple(source.get_slice(tensor.name).get_shape())
+            shape = tuple(matrices.get_slice(tensor.name).get_shape())
             if shape != tensor.shape:
                 raise AdapterError(
                     f"{file}: '{tensor.name}' has shape {list(shape)}, the model needs {list(tensor.shape)}"
                 )
-        stored = sorted(_base_weights(resolve_targets(adapter.config, adapter.names)) & set(source.keys()))
+        stored = sorted(_base_weights(targets) & set(source.keys()))
         check_tables(
             source, stored, {slot.part.name: slot.layer for slot in adapter.slots if slot.layer}, adapter.groups
         )
         for tensor in tensors:
-            tensor.load(source.get_slice(tensor.name), adapter.groups)
+            tensor.load(matrices.get_slice(tensor.name), adapter.groups)
 
 
 def _check_same_targets(config: LoraConfig, adapter: "LoraAdapter", folder: Path) -> None:
     """The file's targets, ranks and scalings must be those the layers were built with."""
+    config = as_read(config, adapter.names)
     theirs = resolve_targets(config, adapter.names)
     ours = resolve_targets(adapter.config, adapter.names)
-    for name in sorted(theirs ^ ours):
+    for name in sorted(theirs.keys() ^ ours.keys()):
         where = "adapted in the file but not here" if name in theirs else "adapted here but not in the file"
         raise AdapterError(f"{folder / CONFIG}: '{name}' is {where}; apply the file's own config (load_peft_config)")
     for name in sorted(ours):
-        if rank_and_scaling(config, name) != rank_and_scaling(adapter.config, name):
+        here, there = rank_and_scaling(adapter.config, ours[name]), rank_and_scaling(config, theirs[name])
+        if here != there:
             raise AdapterError(
-                f"{folder / CONFIG}: '{name}' has (rank, scaling) {rank_and_scaling(config, name)} in the file and "
-                f"{rank_and_scaling(adapter.config, name)} here; apply the file's own config (load_peft_config)"
+                f"{folder / CONFIG}: '{name}' has (rank, scaling) {there} in the file and {here} here; apply the "
+                "file's own config (load_peft_config)"
+            )
+        if ours[name] != theirs[name] and bool(config.target_parameters) != bool(adapter.config.target_parameters):
+            own, read = (
+                "target_parameters" if c.target_parameters else "target_modules" for c in (adapter.config, config)
+            )
+            raise AdapterError(
+                f"{folder / CONFIG}: '{name}' is adapted by {read} in the file and by {own} here; apply the file's own "
+                "config (load_peft_config)"
             )
 
 
-def _base_weights(names: set[str]) -> set[str]:
+def _base_weights(names: Collection[str]) -> set[str]:
     """Names under which PEFT stores the base weights of an adapted vocabulary."""
-    return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in names & {EMBED_MODULE, OUTPUT_MODULE}}
+    return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in {EMBED_MODULE, OUTPUT_MODULE}.intersection(names)}
 
 
-def _check_names(found: set[str], adapter: "LoraAdapter", file: Path) -> None:
-    """The file must hold the matrices of every adapted module of the whole model, and nothing else."""
-    names = resolve_targets(adapter.config, adapter.names)
-    expected = {matrix_name(name, side) for name in names for side in "AB"}
-    found = found - _base_weights(names)
+def _check_names(found: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
+    """The file must hold the matrices of everything adapted in the whole model, and nothing else."""
+    expected = {place.file for place in places_of(targets, names).values()}
+    found = found - _base_weights(targets)
     if missing := sorted(expected - found):
         raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")
     if extra := sorted(found - expected):

@@ -25,6 +25,7 @@ class Layout:
     Attributes:
         places: each adapted part's index among the parts of the layer.
         ranks, scalings: each adapted part's.
+        starts: the first of each part's columns; default: one part's after the other's. Parts may share columns.
         fusion: how the layer's parts interleave.
         heads: on this rank.
     """
@@ -34,11 +35,16 @@ class Layout:
     scalings: tuple[float, ...]
     fusion: Fusion
     heads: HeadLayout
+    starts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.starts:
+            object.__setattr__(self, "starts", tuple(accumulate(self.ranks, initial=0))[:-1])
 
     @property
     def columns(self) -> int:
         """R."""
-        return sum(self.ranks)
+        return max(start + rank for start, rank in zip(self.starts, self.ranks, strict=True))
 
 
 def add_wide(
@@ -141,10 +147,9 @@ def fill_slots(wide: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Lay
 def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
     parts = part_views(wide, layout.fusion, layout.heads)
-    starts = accumulate(layout.ranks, initial=0)
     return [
         parts[place][..., start : start + rank]
-        for place, start, rank in zip(layout.places, starts, layout.ranks, strict=False)
+        for place, start, rank in zip(layout.places, layout.starts, layout.ranks, strict=True)
     ]
 
 

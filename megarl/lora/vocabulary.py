@@ -3,7 +3,7 @@
 Both exist beside each other and beside tied base weights, as in PEFT: an adapter of one never changes the other.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -104,7 +104,11 @@ KINDS: dict[str, tuple[type[ParallelLoraLinear], type[torch.nn.Module]]] = {
 
 
 def plan_vocabulary(
-    models: Sequence[GPTModel], config: LoraConfig, chosen: set[str], hf_config: Mapping[str, Any], groups: Groups
+    models: Sequence[GPTModel],
+    config: LoraConfig,
+    chosen: Collection[str],
+    hf_config: Mapping[str, Any],
+    groups: Groups,
 ) -> list[tuple[PartPlan, Callable[[], ParallelLoraLinear]]]:
     """What to adapt of the vocabulary on this rank, and how to wrap it; nothing is changed yet.
 

@@ -249,14 +249,18 @@ class MegatronModel:
         )
         return extra
 
-    def save_adapter(self, path: str | Path) -> None:
+    def save_adapter(self, path: str | Path, experts: str = "as_trained") -> None:
         """Write the adapter as a PEFT directory.
+
+        Args:
+            path: replaced if it exists.
+            experts: how it holds adapters of experts, see ``lora.save_experts``.
 
         Raises:
             AdapterError: the directory cannot be written.
         """
         self._finish_param_gather()
-        self.adapter.save(path)
+        self.adapter.save(path, experts)
 
     def load_adapter(self, path: str | Path) -> None:
         """Start from a PEFT adapter directory; the optimizer starts anew.
@@ -288,7 +292,10 @@ class MegatronModel:
         return stream_full(self.adapter.merged(tensors), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole accumulated gradient by PEFT name, reduced, float32, on the CPU; ``optim_step`` may follow."""
+        """The whole accumulated gradient as tensors of PEFT's file: reduced, float32, on the CPU.
+
+        ``optim_step`` may follow.
+        """
         self.optimizer.reduce_gradients()
         tensors = self.adapter.tensors(self.optimizer.gradients())
-        return {name: tensor.cpu().clone() for name, tensor in stream_full(tensors, self.groups)}
+        return {n: tensor.cpu().clone() for n, tensor in self.adapter.in_file(stream_full(tensors, self.groups))}

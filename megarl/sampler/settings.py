@@ -128,6 +128,9 @@ def max_lora_rank(config: RunConfig) -> int:
     """
     lora = _lora(config)
     rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
+    if lora.get("target_parameters"):
+        # PEFT then stacks experts named in target_modules too, gate and up in one pair of twice the rank.
+        rank = max(rank, 2 * lora["r"])
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
         raise UnsupportedError(f"the adapter has rank {rank}; vLLM supports at most {LORA_RANKS[-1]}")

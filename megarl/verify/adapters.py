@@ -20,7 +20,7 @@ def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> 
     """A PEFT adapter with random A and B (B is not zero, so that A has gradients too).
 
     PEFT itself decides which modules are adapted and in what shapes. Only where PEFT's modules are not the file's, in
-    mixtures of experts, do they follow from the family.
+    mixtures of experts without ``target_parameters``, do they follow from the family.
 
     Args:
         model: Hugging Face folder; its linears' weights are not read.
@@ -30,7 +30,7 @@ def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> 
     """
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     names, source = names_of(read_config(model)), WeightFolder(model)
-    if names.num_experts:
+    if names.num_experts and not settings.get("target_parameters"):
         if settings["target_modules"] == "all-linear":
             settings["target_modules"] = short_names(names.target_names())
         return _write(
@@ -49,7 +49,7 @@ def _expert_shapes(source: WeightFolder, names: WeightMap, config: LoraConfig) -
     shapes: dict[str, tuple[int, ...]] = {}
     for name in filter(chosen.__contains__, names.target_names()):
         rows, columns = source.get_slice(f"{name}.weight").get_shape()
-        rank = rank_and_scaling(config, name)[0]
+        rank = rank_and_scaling(config, chosen[name])[0]
         shapes |= {matrix_name(name, "A"): (rank, columns), matrix_name(name, "B"): (rows, rank)}
     return shapes
 

@@ -93,14 +93,12 @@ def _peft_config(config: RunConfig) -> LoraConfig:
     section = config.lora
     if section.init_from:
         return load_peft_config(section.init_from)
-    return LoraConfig(**section.model_dump(exclude={"init_from"}))
+    return LoraConfig(**section.peft_settings())
 
 
 def _adapter(config: RunConfig, folder: Path) -> Path:
     """``lora.init_from``, or a random adapter with the section's settings."""
     if config.lora.init_from:
         return Path(config.lora.init_from).expanduser()
-    settings = config.lora.model_dump(exclude={"init_from"})
-    return make_adapter(
-        Path(config.model.path).expanduser(), folder / "adapter", seed=config.train.seed + 1, **settings
-    )
+    model, settings = Path(config.model.path).expanduser(), config.lora.peft_settings()
+    return make_adapter(model, folder / "adapter", seed=config.train.seed + 1, **settings)

@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from transformers import AutoModelForCausalLM
 
 from megarl.config import RunConfig
+from megarl.lora import load_peft_config
 from megarl.model.families import names_of
 from megarl.types import Sample
 from megarl.verify.compare import SLACK, Outcome, relative_error
@@ -49,7 +50,9 @@ def load_reference(
     if adapter is None:
         return base
     adapted = PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
-    hold_zeros(adapted)
+    adapted.experts_apart = not load_peft_config(adapter).target_parameters
+    if adapted.experts_apart:
+        hold_zeros(adapted)
     return adapted.eval()  # no dropout, whatever the adapter was trained with
 
 
@@ -94,11 +97,10 @@ def run_reference(
         rounded: each update's gradient in the dtype under test; ``leeway`` is for ``SLACK`` times what it is off. In
             later updates that is more than rounding: it follows from what Adam made of the rounding before.
     """
-    names = names_of(model.config.to_dict())
     trainable = _trainable(model)
     with model.disable_adapter():
         base_logprobs = all_logprobs(model, samples, config.sampler.temperature)
-    start = unstack(adapter_tensors(model), names)
+    start = _in_our_file(adapter_tensors(model), model)
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
     for step, update in enumerate(each_update(model, samples, weights, config)):
@@ -106,14 +108,14 @@ def run_reference(
         norms.append(update.norm)
         if step == 0:
             logprobs, entropy = update.logprobs, update.entropy
-            gradients = unstack({_in_file(name): found.cpu() for name, found in update.gradients.items()}, names)
+            gradients = _in_our_file({_in_file(n): found.cpu() for n, found in update.gradients.items()}, model)
         theirs = rounded[step] if rounded else {}
         for name, parameter in trainable.items():
             exact = update.gradients[name]
             off = relative_error(theirs[name].to(parameter.device), exact) if name in theirs else 0.0
             leeway[name] += sensitivity(parameter, max(ROUNDING, SLACK * off), update.optimizer, step + 1)
-    adapter = unstack(adapter_tensors(model), names)
-    leeway = unstack({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, names)
+    adapter = _in_our_file(adapter_tensors(model), model)
+    leeway = _in_our_file({_in_file(name): tensor.cpu() for name, tensor in leeway.items()}, model)
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, adapter, start, leeway)
 
 
@@ -165,6 +167,11 @@ def _add_gradients(
 
 def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _in_our_file(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """PEFT's tensors as megarl's file has them: with experts one by one, unless they are ``target_parameters``."""
+    return unstack(tensors, names_of(model.config.to_dict())) if model.experts_apart else dict(tensors)
 
 
 def _in_file(name: str) -> str:

@@ -12,10 +12,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.errors import UnsupportedError
 from megarl.lora import load_peft_config
+from megarl.lora.parameter_targets import as_read
 from megarl.lora.peft_io import WEIGHTS
-from megarl.lora.targets import EMBED_MODULE, matrix_name, rank_and_scaling
+from megarl.lora.stacked_files import AdapterFile
+from megarl.lora.targets import EMBED_MODULE, rank_and_scaling, resolve_targets
+from megarl.model.families import names_of
 from megarl.model.families.base import EMBEDDING
-from megarl.model.hf_folder import WeightFolder
+from megarl.model.hf_folder import WeightFolder, read_config
 from megarl.parallel.device import pick_device
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import (
@@ -205,18 +208,19 @@ def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, 
     """``(name, exact sum in float64, merged tensor)`` of every tensor of the merged folder."""
     from safetensors import safe_open
 
-    before, after, config = WeightFolder(model), WeightFolder(merged), load_peft_config(adapter)
+    before, after, names = WeightFolder(model), WeightFolder(merged), names_of(read_config(model))
+    config = as_read(load_peft_config(adapter), names)
+    targets = resolve_targets(config, names)
     with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
-        adapted = set(source.keys())
+        matrices = AdapterFile(source, targets, names)
         for name in after.where:
             tensor = after.get_slice(name)[:]
             # The base that is merged into is the one that was trained on, rounded to the model's dtype.
             base = name if name in before.where else EMBEDDING[1]  # tied, and parted by the merge
             exact = before.get_slice(base)[:].to(tensor.dtype).double()
             module = name.removesuffix(".weight")
-            keys = [matrix_name(module, side) for side in "BA"]
-            if adapted.issuperset(keys):
-                matrix_b, matrix_a = (source.get_tensor(key).double() for key in keys)
-                delta = rank_and_scaling(config, module)[1] * (matrix_b @ matrix_a)
+            if module in targets:
+                matrix_a, matrix_b = (matrix.double() for matrix in matrices.pair(module))
+                delta = rank_and_scaling(config, targets[module])[1] * (matrix_b @ matrix_a)
                 exact = exact + (delta.T if module == EMBED_MODULE else delta)
             yield name, exact, tensor

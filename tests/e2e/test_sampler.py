@@ -199,7 +199,7 @@ def test_attention_biases_arrive(scenarios: Scenarios) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("part", ["all", "again", "router", "experts", "attention"])
+@pytest.mark.parametrize("part", ["all", "again", "router", "experts", "attention", "stacked", "doubled", "gate_up"])
 def test_adapters_of_routers_and_experts_count_as_in_peft(moe: dict, family: str, part: str) -> None:
     assert moe[family]["errors"][part] < 1e-4
     assert moe[family]["effects"][part] > 1e-1

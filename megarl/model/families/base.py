@@ -117,3 +117,7 @@ OUTPUT = ("output_layer.weight", "lm_head.weight")
 FINAL_NORM = VectorMap(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), "model.norm.weight")
 MCORE_LAYER = "decoder.layers.{}."
 HF_LAYER = "model.layers.{}."
+# transformers 5's names below a layer: of the router, and of the parameters that stack the linears of all experts, one
+# for each template of ``MoeMap.experts``. Files of weights keep the names of ``MoeMap``.
+STACKED_ROUTER = "mlp.gate"
+STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

@@ -5,8 +5,8 @@ sigmoid, with a bias that only the choice of experts sees and groups ranked by t
 under V3's ``model_type``. Multi-token-prediction layers beyond ``num_hidden_layers`` are neither loaded nor exported,
 as in transformers.
 
-PEFT cannot hold adapters of the shared experts or of the MLP of layers without experts (see
-``WeightMap.shadowed_names``): ``gate_proj``, ``up_proj`` and ``down_proj`` mean the routed experts'.
+Adapters of the shared experts and of the MLP of layers without experts are ``target_parameters``: among PEFT's
+``target_modules`` ``gate_proj``, ``up_proj`` and ``down_proj`` mean the routed experts' (``WeightMap.shadowed_names``).
 """
 
 from collections.abc import Mapping

@@ -4,7 +4,17 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, OUTPUT, Family, LinearMap, VectorMap
+from megarl.model.families.base import (
+    EMBEDDING,
+    FINAL_NORM,
+    HF_LAYER,
+    OUTPUT,
+    STACKED_EXPERTS,
+    STACKED_ROUTER,
+    Family,
+    LinearMap,
+    VectorMap,
+)
 
 
 class WeightMap:
@@ -81,6 +91,25 @@ class WeightMap:
         copies = {OUTPUT[1]} if self.hf_config["tie_word_embeddings"] else set()
         return copies | {name for name in names if name.endswith(".rotary_emb.inv_freq") or name.startswith(predicting)}
 
+    def parameter_names(self) -> dict[str, list[str]]:
+        """transformers 5's name of every weight matrix of the layers -> those of ``linear_names`` that lie in it.
+
+        The experts of a layer are stacked in two: gate and up of every expert, one expert after the other, and down.
+        Within a layer that is their order.
+        """
+        found: dict[str, list[str]] = {}
+        for layer in range(self.num_layers):
+            prefix = HF_LAYER.format(layer)
+            for linear in self.linears(layer):
+                if linear.expert is not None:
+                    stack = STACKED_EXPERTS[0 if linear.fusion == "gated" else 1]
+                    found.setdefault(f"{prefix}{stack}", []).extend(f"{prefix}{hf}" for hf in linear.hf)
+                    continue
+                for hf in linear.hf:
+                    name = STACKED_ROUTER if linear.split == "replicated" else hf
+                    found[f"{prefix}{name}.weight"] = [f"{prefix}{hf}"]
+        return found
+
     def router_names(self) -> set[str]:
         """Those of ``linear_names`` that are routers."""
         return self._named(lambda linear: linear.split == "replicated")
@@ -92,16 +121,16 @@ class WeightMap:
     def shadowed_names(self) -> set[str]:
         """Those of ``linear_names`` that share their last component with a routed expert's linear but are none.
 
-        They belong to shared experts and to the MLP of layers without experts. PEFT (0.21) cannot name them: in a
-        model whose experts transformers 5 stacks, it takes ``gate_proj``, with or without a path before it, for the
-        routed experts' alone.
+        They belong to shared experts and to the MLP of layers without experts. In a model whose experts transformers 5
+        stacks, PEFT (0.21) takes ``gate_proj`` among ``target_modules``, with or without a path before it, for the
+        routed experts' alone; it adapts the others by ``target_parameters``.
         """
         experts = self.expert_names()
         shared = {name.rpartition(".")[2] for name in experts}
         return {name for name in self.linear_names() if name.rpartition(".")[2] in shared} - experts
 
     def target_names(self) -> list[str]:
-        """Those of ``linear_names`` that an adapter can have."""
+        """Those of ``linear_names`` that ``target_modules`` can name."""
         shadowed = self.shadowed_names()
         return [name for name in self.linear_names() if name not in shadowed]
 

@@ -13,16 +13,16 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["gate_proj", "up_proj", "down_proj"]
 
 
-def resolve(hf_config: dict, **settings: object) -> set[str]:
+def resolve(hf_config: dict, **settings: object) -> dict[str, str]:
     return resolve_targets(LoraConfig(**settings), names_of(hf_config))
 
 
 def test_all_linear_adapts_attention_router_and_every_expert():
     found = resolve(QWEN3_MOE, target_modules="all-linear")
     assert len(found) == 2 * (4 + 1 + 4 * 3)
-    assert {"model.layers.1.mlp.gate", "model.layers.0.mlp.experts.3.up_proj"} <= found
+    assert {"model.layers.1.mlp.gate", "model.layers.0.mlp.experts.3.up_proj"} <= found.keys()
     found = resolve(MIXTRAL, target_modules=["w1", "w2", "w3"])
-    assert found == {
+    assert set(found) == {
         f"model.layers.{layer}.block_sparse_moe.experts.{e}.w{w}"
         for layer in (0, 1)
         for e in range(4)
@@ -38,6 +38,7 @@ def test_all_linear_adapts_attention_router_and_every_expert():
         ({"target_modules": EXPERTS, "layers_to_transform": [1]}, "(not 'model.layers.0.mlp.experts.0.down_proj')"),
         ({"target_modules": ["gate"], "layers_to_transform": [0]}, "part of the router only"),
         ({"target_modules": ".*proj"}, "target_modules is an expression that matches routers or experts"),
+        ({"target_modules": r".*\.0\.self_attn\.q_proj"}, "it would adapt 'model.layers.1.self_attn.q_proj' too"),
         ({"target_modules": EXPERTS, "lora_dropout": 0.1}, "lora_dropout is 0.1"),
         ({"target_modules": EXPERTS, "use_rslora": True}, "use_rslora is true"),
         ({"target_modules": EXPERTS, "rank_pattern": {"up_proj": 2}}, "rank_pattern matches 'model.layers.0.mlp.exp"),

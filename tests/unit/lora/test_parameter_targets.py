@@ -1,0 +1,99 @@
+"""PEFT's ``target_parameters``: which linears they mean, at which rank, as PEFT itself decides; what is refused."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.errors import AdapterError, UnsupportedError
+from megarl.lora.parameter_targets import as_read
+from megarl.lora.stacked_files import places_of
+from megarl.lora.targets import PREFIX, rank_and_scaling, resolve_targets
+from megarl.model.families import names_of
+from tests.helpers.models import FAMILIES, SHAPE
+
+EVERY = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}
+EVERY["deepseek_v3"] = EVERY["qwen3_moe"]
+
+
+def config_of(family: str, **changes: object) -> dict:
+    config_class, extra = FAMILIES[family]
+    return config_class(**{**SHAPE, **extra, "num_hidden_layers": 2, **changes}).to_dict()
+
+
+SETTINGS = [
+    {"target_modules": [], "target_parameters": ["gate_up_proj", "down_proj", "gate.weight"]},
+    {"target_modules": ["o_proj"], "target_parameters": ["experts.down_proj"], "rank_pattern": {"down_proj": 3}},
+    {
+        "target_modules": ["o_proj"],
+        "target_parameters": ["1.mlp.experts.gate_up_proj", "down_proj"],
+        "use_rslora": True,
+    },
+    {"target_modules": ["o_proj", "EXPERTS"], "target_parameters": ["gate.weight"]},
+    {"target_modules": ["gate", "EXPERTS"], "target_parameters": ["o_proj.weight"], "alpha_pattern": {"down_proj": 7}},
+    {
+        "target_modules": [],
+        "target_parameters": ["gate_up_proj", "o_proj.weight"],
+        "rank_pattern": {"o_proj": 2, "gate_up_proj": 3, r"layers\.0\.mlp\.experts\.gate_up_proj": 5},
+        "layers_to_transform": [0],
+        "exclude_modules": ["o_proj"],
+    },
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("family", EVERY)
+def test_names_shapes_and_scalings_are_pefts(family, settings):
+    """Every tensor of PEFT's own file, from a model in which PEFT put the adapter."""
+    listed = [*settings["target_modules"]]
+    if "EXPERTS" in listed:
+        listed = [name for name in listed if name != "EXPERTS"] + EVERY[family]
+    settings = {"r": 4, "lora_alpha": 6, **settings, "target_modules": listed}
+    hf_config = config_of(family)
+    with torch.device("meta"):
+        model = get_peft_model(
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)), LoraConfig(**settings)
+        )
+    theirs = {
+        name.replace(".default", ""): parameter.shape
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name
+    }
+    names = names_of(hf_config)
+    config = as_read(LoraConfig(**settings), names)
+    targets = resolve_targets(config, names)
+    places = places_of(targets, names)
+    assert {place.file for place in places.values()} == theirs.keys()
+    for name, key in targets.items():
+        rank, scaling = rank_and_scaling(config, key)
+        place = places[f"{PREFIX}{name}.lora_A.weight"]
+        assert theirs[place.file][0] == rank * place.experts
+        module = model.get_submodule(place.file.removesuffix(".lora_A.weight"))
+        assert math.isclose(module.scaling["default"], scaling)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "part"),
+    [
+        ({"target_parameters": ["down_proj"], "lora_dropout": 0.1}, UnsupportedError, "lora_dropout is 0.1"),
+        ({"target_parameters": ["embed_tokens.weight"]}, UnsupportedError, "matches 'model.embed_tokens.weight'"),
+        ({"target_parameters": ["weight"]}, UnsupportedError, "target_parameters has 'weight', which matches"),
+        ({"target_parameters": ["gate_upproj"]}, AdapterError, "which the model lacks; did you mean"),
+        ({"target_parameters": ["o_proj.weight"], "target_modules": ["o_proj"]}, AdapterError, "both adapt 'model.lay"),
+        ({"target_parameters": ["gate.weight"], "target_modules": ["up_proj"]}, AdapterError, "'up_proj' without 'gat"),
+        ({"target_parameters": ["gate.weight"], "target_modules": ".*o_proj"}, UnsupportedError, "the expression"),
+    ],
+)
+def test_what_peft_refuses_or_cannot_mean_is_refused(settings, error, part):
+    with pytest.raises(error) as failure:
+        resolve_targets(LoraConfig(**{"target_modules": [], **settings}), names_of(config_of("qwen3_moe")))
+    assert part in str(failure.value)
+
+
+def test_a_dense_model_has_parameters_too():
+    names = names_of({"model_type": "llama", "num_hidden_layers": 2})
+    found = resolve_targets(LoraConfig(target_modules=["o_proj"], target_parameters=["q_proj.weight"]), names)
+    assert found["model.layers.1.self_attn.q_proj"] == "model.layers.1.self_attn.q_proj.weight"
+    assert len(found) == 4
