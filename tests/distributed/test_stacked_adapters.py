@@ -36,7 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 LAUNCHES: list[dict[str, dict[str, Any]]] = [
-    {"TP1": {}},
     {"EP2xDP2": {"expert": 2, "data": 2}, "TP2+SPxETP2": {"tensor": 2, "expert_tensor": 2}, "PP2": {"pipeline": 2}},
     {
         "TP2+SPxEP2xETP2xDP2": {"tensor": 2, "expert": 2, "expert_tensor": 2, "data": 2},
@@ -48,7 +47,7 @@ LAUNCHES: list[dict[str, dict[str, Any]]] = [
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stacked")
-    return [make_case(folder, name, tied=False, **settings) for name, settings in CASES.items()]
+    return [make_case(folder, name, tied=False, num_hidden_layers=2, **settings) for name, settings in CASES.items()]
 
 
 @pytest.mark.parametrize("layouts", LAUNCHES, ids=lambda layouts: ",".join(layouts))
