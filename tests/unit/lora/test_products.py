@@ -56,3 +56,22 @@ def test_an_output_that_the_base_needs_again_is_not_silently_changed() -> None:
     ours = add_wide(kept, torch.randn(4, 2), [b], Layout((0,), (2,), (1.0,), "single", HEADS))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         ours.sum().backward()
+
+
+def test_parts_that_share_a_equal_one_product_with_both_bs() -> None:
+    """Gate and up of one parameter: the same columns of ``low`` for both, whose gradients add up."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    hidden, weight, a, b = draw(TOKENS, 1, INPUTS), draw(16, INPUTS), draw(3, INPUTS), [draw(8, 3), draw(8, 3)]
+    layout = Layout((0, 1), (3, 3), (0.5, 0.5), "gated", HEADS, (0, 0))
+    assert layout.columns == 3
+    through, low = project_through(hidden, a)
+    ours = add_wide(through @ weight.T, low, b, layout)
+    truth = hidden @ (weight + 0.5 * torch.cat(b) @ a).T
+    torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    mix, leaves = torch.linspace(-1, 2, truth.numel(), dtype=torch.float64).view_as(truth), (hidden, weight, a, *b)
+    found = torch.autograd.grad((mix * ours).sum(), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)
