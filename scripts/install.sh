@@ -3,8 +3,10 @@
 # Scripts do not call this; they source scripts/env.sh, which does.
 #
 #   PYTHON=/path/to/python   interpreter to build on (default: python3.11; python3.12 on a CUDA host)
-#   MEGARL_DEVICE=cpu|cuda   which requirements (default: cuda where nvidia-smi works)
+#   MEGARL_DEVICE=cpu|cuda   which requirements (default: those that .venv has; at first, cuda where nvidia-smi works)
+#   MEGARL_INSTALL=never     change nothing: fail where something would have to be installed
 #
+# .venv may be shared by hosts that see it at other paths, of which some have no GPU: neither changes what is in it.
 # pip's own settings (find-links, index-url and cert, from PIP_... or pip.conf) are honoured. All output goes to stderr.
 set -euo pipefail
 exec >&2
@@ -27,13 +29,24 @@ detect_device() {
 
 version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>/dev/null; }
 
-# What the installation depends on; equal to the stamp when nothing has to be done.
+# What the installation depends on; equal to the stamp when nothing has to be done. Not the path and not the last part
+# of Python's version, which may differ between hosts that share it.
 fingerprint() {
-  cat "$requirements" "$overrides" requirements/dev.txt setup.py "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1
-  echo "$requirements python $(version_of "$python") at $PWD"
+  local version
+  version=$(version_of "$python")
+  cat "$requirements" "$overrides" requirements/dev.txt setup.py scripts/install.sh | sha256sum | cut -d' ' -f1
+  echo "$requirements python ${version%.*}"
 }
 
-is_done() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ] && [ -n "$(version_of "$venv/bin/python")" ]; }
+is_done() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; }
+
+# The device whose requirements .venv holds; nothing where there is no finished installation.
+installed_device() {
+  case $(tail -n 1 "$stamp" 2>/dev/null) in
+    requirements/cpu.txt*) echo cpu ;;
+    requirements/gpu.txt*) echo cuda ;;
+  esac
+}
 
 # Value of one of pip's settings, from its environment variable or its files; uv reads neither. Not `pip config get`,
 # which overlooks /etc/pip.conf. Several values, which pip separates by newlines, come separated by spaces.
@@ -89,20 +102,27 @@ install() {
   fingerprint >"$stamp"
 }
 
-device=${MEGARL_DEVICE:-$(detect_device)}
+installed=$(installed_device)
+device=${MEGARL_DEVICE:-${installed:-$(detect_device)}}
 case $device in
   cpu) requirements=requirements/cpu.txt overrides=requirements/cpu-overrides.txt python=${PYTHON:-python3.11} ;;
   cuda) requirements=requirements/gpu.txt overrides=requirements/gpu-overrides.txt python=${PYTHON:-python3.12} ;;
   *) die "MEGARL_DEVICE is '$device'; it must be cpu or cuda (unset: found out with nvidia-smi)" ;;
 esac
-# A finished environment goes on working where the interpreter that it was built with is no longer on PATH.
-if [ -z "${PYTHON:-}" ] && ! command -v "$python" >/dev/null && [ -n "$(version_of "$venv/bin/python")" ] &&
-  ! grep -qsx unfinished "$stamp"; then
-  python=$venv/bin/python
+if [ -n "$installed" ]; then
+  # It may run on the hosts that it was made on: nothing that this host lacks is a reason to take it away from them.
+  [ -n "$(version_of "$venv/bin/python")" ] || die "$PWD/$venv/bin/python does not run on this host, where the" \
+    "interpreter that it was built with is missing; put it there, set MEGARL_PYTHON, or remove .venv to install anew"
+  # Without PYTHON its own interpreter counts, whatever python3.11 or python3.12 is on this host.
+  [ -n "${PYTHON:-}" ] || [ "$device" != "$installed" ] || python=$venv/bin/python
+  [ "$device" = cuda ] || [ -n "${MEGARL_DEVICE:-}" ] || ! nvidia-smi -L >/dev/null 2>&1 ||
+    echo "megarl install: this host has GPUs, but .venv holds $requirements; MEGARL_DEVICE=cuda installs the others"
 fi
 [ -n "$(version_of "$python")" ] || die "'$python' does not run; install it, or name another one: PYTHON=/path/to/python"
 
 if is_done; then exit 0; fi
+[ "${MEGARL_INSTALL:-}" != never ] || die "$PWD/$venv does not hold what $requirements asks for, and this node must not" \
+  "change it; run 'bash scripts/install.sh' on one node first, or set MEGARL_PYTHON to an interpreter that has everything"
 mkdir -p "$venv"
 exec 9>"$lock"
 if ! flock --nonblock 9; then

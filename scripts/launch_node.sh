@@ -11,10 +11,13 @@
 #   HEAD_PORT=6379      port of Ray's head, the same on every node
 #   JOIN_TIMEOUT=300    seconds to wait for the head, and for all nodes
 #   NODE_CPUS, NODE_GPUS   what Ray may use of this node (default: all of it)
+#   MEGARL_PYTHON       an interpreter that has everything; else .venv of this repository, which only rank 0 installs
 #
 # Recipe, model and output paths must mean the same on every node (a shared file system, or copies).
 set -euo pipefail
 
+# Several nodes may share .venv: one of them installs.
+[ "${NODE_RANK:-0}" = 0 ] || export MEGARL_INSTALL=never
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-exec python -m megarl.launch.node "$@"
+exec "$MEGARL_INTERPRETER" -m megarl.launch.node "$@"

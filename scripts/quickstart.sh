@@ -9,5 +9,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 # Later values win, so a model.path of the user's own replaces this one.
-model=$(python -m megarl.cli.prepare | tail -n 1)
-exec megarl train "$MEGARL_ROOT/examples/arithmetic/run.yaml" "model.path=$model" "$@"
+model=$("$MEGARL_INTERPRETER" -m megarl.cli.prepare | tail -n 1)
+exec "$MEGARL_INTERPRETER" -m megarl.cli.main train "$MEGARL_ROOT/examples/arithmetic/run.yaml" "model.path=$model" "$@"

@@ -23,7 +23,7 @@ check() {
 
 check ruff check .
 check ruff format --check .
-check mypy megarl
+check python -m mypy megarl
 check shellcheck --external-sources scripts/*.sh scripts/slurm.sbatch .ci/run
 check python -m pytest -n 2 --dist loadfile "$@"
 

@@ -17,6 +17,9 @@ from megarl.errors import MegarlError
 from megarl.loss.advantages import group_advantages
 from megarl.tasks.base import Task
 
+# Time limit of the checkpoint that a run makes when it is interrupted; its rest takes the controller's rescue.
+INTERRUPTED_SECONDS = 10.0
+
 
 @dataclass
 class RunState:
@@ -29,6 +32,7 @@ class RunState:
         recorder: metrics, rollouts and checkpoints of the run folder.
         step: steps made so far.
         updates: optimizer steps made so far, which is the policy version.
+        saved: step of the newest checkpoint.
     """
 
     config: RunConfig
@@ -41,6 +45,7 @@ class RunState:
     recorder: Recorder
     step: int = 0
     updates: int = 0
+    saved: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -50,6 +55,7 @@ class RunState:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint's ``to_json``."""
         self.step, self.updates = state["step"], state["updates"]
+        self.saved = self.step
         self.stream.restore(state["stream"])
 
 
@@ -59,7 +65,28 @@ def run(state: RunState) -> None:
     while state.step < state.config.train.steps:
         step(state)
         if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
-            state.recorder.checkpoint(state.trainers, state.step, state.to_json())
+            save(state, state.to_json())
+
+
+def save(state: RunState, kept: dict[str, Any], timeout: float | None = None) -> None:
+    """Checkpoint the trainers' weights, which are those of ``kept``, a ``to_json``."""
+    state.recorder.checkpoint(state.trainers, kept["step"], kept, timeout)
+    state.saved = kept["step"]
+
+
+@contextmanager
+def saved_if_interrupted(state: RunState) -> Iterator[None]:
+    """While the trainers are idle: Ctrl-C and SIGTERM lose no step that was made."""
+    begun = state.to_json()  # its cursor is before the prompts that the block draws
+    try:
+        yield
+    except KeyboardInterrupt:
+        if state.step > state.saved:
+            try:
+                save(state, begun, INTERRUPTED_SECONDS)
+            except MegarlError as error:
+                state.recorder.screen.say(f"step {state.step} could not be saved: {error}")
+        raise
 
 
 def first_sync(state: RunState) -> None:
@@ -71,22 +98,10 @@ def first_sync(state: RunState) -> None:
 
 def step(state: RunState) -> None:
     """One rollout, its updates, one sync."""
-    config, train = state.config, state.config.train
+    train = state.config.train
     state.seconds = {}
-    with timed(state, "sample"):
-        prompts = state.stream.next(train.prompts_per_step)
-        completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
-    with timed(state, "reward"):
-        rollout = score(
-            prompts,
-            completions,
-            state.task,
-            state.decode,
-            lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
-            group=config.sampler.samples_per_prompt,
-            version=state.updates,
-            threads=config.task.reward_threads,
-        )
+    with saved_if_interrupted(state):
+        rollout = collect(state)
     with timed(state, "train"):
         rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
         metrics = state.trainers.update(rollout.samples(), rates)
@@ -96,6 +111,25 @@ def step(state: RunState) -> None:
         report = state.manager.sync(state.updates, "adapter")
     state.step += 1
     record(state, rollout, metrics | {"sync_bytes": float(report.nbytes)})
+
+
+def collect(state: RunState) -> Rollout:
+    """Completions of the next prompts by the current policy, scored. The trainers are idle meanwhile."""
+    config, train = state.config, state.config.train
+    with timed(state, "sample"):
+        prompts = state.stream.next(train.prompts_per_step)
+        completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
+    with timed(state, "reward"):
+        return score(
+            prompts,
+            completions,
+            state.task,
+            state.decode,
+            lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
+            group=config.sampler.samples_per_prompt,
+            version=state.updates,
+            threads=config.task.reward_threads,
+        )
 
 
 def check_mismatch(metrics: dict[str, float], limit: float | None) -> None:

@@ -2,9 +2,14 @@
 
 Rank 0 starts Ray's head, waits until all nodes have joined, runs the job with RAY_ADDRESS set and leaves its exit
 status in the cluster; the others join, and leave when they find that status or lose the head. Whatever happens, only
-processes that this launcher started are ended (``ray stop`` would end every Ray process on the host), and all of them.
+processes that this launcher started are ended, and all of them.
+
+``ray symmetric-run`` (Ray 2.60) does not fit: it ends with a plain ``ray stop``, which ends every Ray process of the
+host, refuses a host on which any other Ray runs, and knows no signals: a job could not save its checkpoint first.
 """
 
+import contextlib
+import math
 import os
 import resource
 import signal
@@ -12,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.launch import processes
@@ -21,10 +27,13 @@ from megarl.launch.settings import NodeSettings, read_settings
 POLL_SECONDS = 1.0
 # A head that has not answered for so long is gone. Ray itself would wait for a minute.
 HEAD_SECONDS = 15.0
-# How long the job may take to end after a signal, Ray after SIGTERM, and the workers to leave.
-JOB_GRACE = 30.0
+# How long the job may take to end after a signal (it saves a checkpoint), Ray after SIGTERM, and the workers to leave.
+JOB_GRACE = 40.0
 RAY_GRACE = 10.0
 LEAVE_SECONDS = 15.0
+# A scheduler signals all nodes at once. A worker that left at once would take its ranks from the job that is saving its
+# checkpoint; so it waits for the head's word, but no longer than the head itself may take.
+WORKER_GRACE = JOB_GRACE + LEAVE_SECONDS
 
 
 class Node:
@@ -51,6 +60,7 @@ class Node:
         processes.end_descendants()
 
     def _run_head(self) -> int:
+        self._tell_pid()
         self._start_ray("--head", f"--port={self.settings.port}", f"--node-ip-address={self.settings.host_ip}")
         self._wait_for_head()
         cluster = Cluster(self.settings.address)
@@ -71,8 +81,24 @@ class Node:
         self.say(f"joining {self.settings.address}")
         self._start_ray(f"--address={self.settings.address}")
         cluster = Cluster(self.settings.address)
-        heard = time.monotonic()
-        while time.monotonic() - heard < HEAD_SECONDS:
+        try:
+            return self._wait_for_end(cluster)
+        except processes.Signalled as stopped:
+            self.say(
+                f"{stopped}: waiting up to {WORKER_GRACE:.0f} s for the head to end the job (a second one leaves now)"
+            )
+            with contextlib.suppress(WorkerError):
+                self._wait_for_end(cluster, WORKER_GRACE)
+            raise
+
+    def _wait_for_end(self, cluster: Cluster, seconds: float = math.inf) -> int:
+        """The job's exit status.
+
+        Raises:
+            WorkerError: the head or this node's Ray is gone, or the job has not ended within ``seconds``.
+        """
+        heard = started = time.monotonic()
+        while time.monotonic() - heard < HEAD_SECONDS and time.monotonic() - started < seconds:
             self._check_ray()
             try:
                 status = cluster.job_status()
@@ -86,11 +112,16 @@ class Node:
         raise WorkerError(f"the head {self.settings.address} has not answered for {HEAD_SECONDS:.0f} s; leaving")
 
     def _start_ray(self, *arguments: str) -> None:
-        command = ["ray", "start", "--block", "--disable-usage-stats", *arguments]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats", *arguments]
         command += ["--include-dashboard=false"] if self.settings.rank == 0 else []
         command += [] if self.settings.cpus is None else [f"--num-cpus={self.settings.cpus}"]
         command += [] if self.settings.gpus is None else [f"--num-gpus={self.settings.gpus}"]
         self.ray = processes.start(command, self.environment, self.log.file)
+
+    def _tell_pid(self) -> None:
+        """Write this process's id to MEGARL_PID_FILE, for a batch script that ends the job by a signal to it."""
+        if file := os.environ.get("MEGARL_PID_FILE"):
+            Path(file).write_text(f"{os.getpid()}\n")
 
     def _check_ray(self) -> None:
         """Raise when this node's Ray has ended."""

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.launch.plan import Node, Plan, plan_placement
+from megarl.launch.processes import handlers_kept
 
 PLACEMENT_SECONDS = 120
 POLL_SECONDS = 1.0
@@ -33,7 +34,8 @@ def start_ray(config: RunConfig) -> None:
         # Ray counts cores; on a small host trainer and sampler take turns on the same ones.
         options |= {"address": "local", "num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}
     try:
-        ray.init(**options)
+        with handlers_kept():
+            ray.init(**options)
     except (ConnectionError, RuntimeError, OSError) as error:
         where = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
         raise WorkerError(f"{where}: {error}") from error

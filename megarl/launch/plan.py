@@ -174,7 +174,7 @@ def fit(
         taken.append(here)
         room.append(beside)
         left, held = left - here, held + beside
-    placed = []
+    placed: list[int] = []
     for beside in room:
         placed.append(min(beside, engines - sum(placed)))
     return taken, placed

@@ -5,6 +5,7 @@ import ctypes
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,10 @@ def raise_on_signals() -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Let a clean-up of bounded length finish, however often Ctrl-C is pressed."""
+    """Let a clean-up of bounded length finish, however often Ctrl-C is pressed. Outside the main thread: do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -47,16 +51,40 @@ def signals_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM (Slurm, ``kill``) like Ctrl-C, so that nothing is left behind."""
+    """Treat SIGTERM (Slurm, ``kill``) and SIGHUP (a terminal that is gone) like Ctrl-C, so that nothing is left behind.
+
+    Only the first one counts: Slurm and the launcher may both send it, and the second must not cut a checkpoint short.
+    A SIGHUP that is ignored (``nohup``) stays so.
+    """
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def interrupt(number: int, frame: Any) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt(f"signal {signal.Signals(number).name}")
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Put the signal handlers back that the block replaces: ``ray.init`` installs its own for SIGTERM, which ends the
+    process there and then."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = [signal.getsignal(number) for number in numbers]
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Ray replaces none
+            for number, handler in zip(numbers, previous, strict=True):
+                signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:

@@ -24,7 +24,7 @@ def find_run(config: RunConfig) -> RunConfig:
     parent = user_path("train.output", config.train.output).resolve()
     found = [folder for folder in parent.glob(f"{config.task.name}-*") if can_continue(folder, wanted)]
     newest = max(found, key=lambda folder: (checkpoints(folder)[-1].stat().st_mtime, folder.name), default=None)
-    return with_resume(config, newest and str(newest))
+    return with_resume(config, str(newest) if newest else None)
 
 
 def can_continue(folder: Path, wanted: RunConfig) -> bool:

@@ -1,7 +1,6 @@
 """A training run from recipe to summary; ends everything it started, whatever happens."""
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from megarl.errors import ConfigError, MegarlError, ModelError, pick
 from megarl.files import user_path
 from megarl.launch import placement
 from megarl.launch.plan import Plan
+from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.loss import build_loss
@@ -242,11 +242,8 @@ def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any], wat
 
 
 def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:
-    """Kill what is left and leave Ray; a second Ctrl-C does not interrupt it."""
-    previous = signal.getsignal(signal.SIGINT)
-    with contextlib.suppress(ValueError):  # not the main thread
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    """Kill what is left and leave Ray; no signal interrupts it."""
+    with signals_ignored():
         for actor in actors_started:
             with contextlib.suppress(Exception):
                 ray.kill(actor, no_restart=True)
@@ -257,9 +254,6 @@ def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
-    finally:
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGINT, previous)
 
 
 def _shown(value: Any) -> str:

@@ -3,6 +3,7 @@
 import errno
 import shutil
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,4 +128,4 @@ def _command(arguments: Sequence[str]) -> tuple[str, ...]:
         return tuple(arguments[1:])
     if not Path(arguments[0]).expanduser().is_file():
         raise ConfigError(f"recipe '{arguments[0]}' does not exist on this node (working folder {Path.cwd()})")
-    return ("megarl", "train", *arguments)
+    return (sys.executable, "-m", "megarl.cli.main", "train", *arguments)

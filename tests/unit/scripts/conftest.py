@@ -20,9 +20,13 @@ class Traced:
     def __init__(self) -> None:
         self.mark = f"MEGARL_TEST_MARK={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
-        # Ray and pytest's own environment must not leak in; bin/ of this interpreter holds ray and megarl.
+        # Ray and pytest's own environment must not leak in. This interpreter has everything: nothing is installed.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-        self.environment = kept | {name: value, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        self.environment = kept | {
+            name: value,
+            "MEGARL_PYTHON": sys.executable,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        }
 
     def processes(self) -> list[psutil.Process]:
         """Every live process that inherited the mark."""
@@ -63,10 +67,3 @@ def port() -> int:
                 continue
             return candidate
     raise RuntimeError("no free port")
-
-
-@pytest.fixture
-def installed() -> None:
-    """Skip where the tests do not run in the repository's own .venv: the scripts would install one."""
-    if Path(sys.prefix).resolve() != (ROOT / ".venv").resolve():
-        pytest.skip("needs the repository's .venv (scripts/test.sh)")

@@ -16,7 +16,11 @@ SMALL = "iniconfig==2.3.1\n"
 
 
 def run(repository: Path, command: str = "bash scripts/install.sh", **extra: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHON", "MEGARL_ROOT")}
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("VIRTUAL_ENV", "PYTHON", "PYTHONPATH", "MEGARL_ROOT", "MEGARL_PYTHON")
+    }
     environment |= {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable, **extra}
     return subprocess.run(
         ["bash", "-c", command], cwd=repository, env=environment, capture_output=True, text=True, timeout=200
@@ -75,6 +79,81 @@ def test_a_changed_pin_is_installed(repository: Path) -> None:
     finally:
         requirements.write_text(SMALL)
         run(repository)
+
+
+def test_neither_another_path_nor_a_relative_call_nor_another_patch_release_of_python_installs_anything(
+    repository: Path, tmp_path: Path
+) -> None:
+    stamp = (repository / ".venv/.megarl-installed").read_text()
+    moved = repository.rename(tmp_path / "mounted elsewhere")
+    try:
+        relative = (
+            "cd .. && bash 'mounted elsewhere/scripts/install.sh' && cd / && bash ../$OLDPWD/*/scripts/install.sh"
+        )
+        for command in ("bash scripts/install.sh", relative, "cd scripts && bash ./install.sh"):
+            done = run(moved, command, MEGARL_INSTALL="never")
+            assert (done.returncode, done.stderr) == (0, ""), command
+        assert (moved / ".venv/.megarl-installed").read_text() == stamp
+        assert "." not in stamp.split()[-1].replace("3.", "", 1)
+        # This checkout's megarl, though the installation knows it by its old path.
+        where = run(moved, "source scripts/env.sh && cd / && python -c 'import megarl; print(megarl.__file__)'")
+        assert where.stdout.strip() == str(moved / "megarl/__init__.py")
+    finally:
+        moved.rename(repository)
+
+
+def test_a_host_without_gpus_leaves_a_cuda_installation_as_it_is(repository: Path) -> None:
+    for name, text in {"gpu.txt": SMALL, "gpu-overrides.txt": ""}.items():
+        (repository / "requirements" / name).write_text(text)
+    try:
+        assert run(repository, MEGARL_DEVICE="cuda").returncode == 0
+        stamp = (repository / ".venv/.megarl-installed").read_text()
+        assert "requirements/gpu.txt" in stamp
+        done = run(repository, "unset MEGARL_DEVICE PYTHON; PATH=/usr/bin:/bin; bash scripts/install.sh")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert (repository / ".venv/.megarl-installed").read_text() == stamp
+    finally:
+        run(repository)
+
+
+def test_a_node_that_must_not_install_changes_nothing_and_says_what_to_do(repository: Path, tmp_path: Path) -> None:
+    requirements = repository / "requirements/cpu.txt"
+    requirements.write_text(SMALL + "no-such-package==1\n")
+    stamp = (repository / ".venv/.megarl-installed").read_text()
+    try:
+        for place in (repository, make_repository(tmp_path / "empty")):
+            done = run(place, "bash scripts/launch_node.sh", NODE_RANK="1")
+            assert done.returncode == 1
+            assert "this node must not change it; run 'bash scripts/install.sh' on one node first" in done.stderr
+        assert not (tmp_path / "empty/.venv").exists()
+        assert (repository / ".venv/.megarl-installed").read_text() == stamp
+    finally:
+        requirements.write_text(SMALL)
+
+
+def test_an_installation_whose_interpreter_this_host_lacks_is_not_replaced(repository: Path) -> None:
+    interpreter = repository / ".venv/bin/python"
+    target = interpreter.readlink()
+    interpreter.unlink()
+    interpreter.symlink_to("/no/such/python")
+    try:
+        done = run(repository)
+        assert done.returncode == 1 and "does not run on this host" in done.stderr
+    finally:
+        interpreter.unlink()
+        interpreter.symlink_to(target)
+    assert imports(repository, "iniconfig")
+
+
+def test_an_interpreter_of_the_users_own_is_used_as_it_is(tmp_path: Path) -> None:
+    folder = make_repository(tmp_path / "r")
+    command = "source scripts/env.sh && command -v python && python -c 'import megarl; print(megarl.__file__)'"
+    done = run(folder, command, MEGARL_PYTHON=sys.executable, PYTHON="no-such-python")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == [sys.executable, str(folder / "megarl/__init__.py")]
+    assert not (folder / ".venv").exists()
+    bare = run(folder, "source scripts/env.sh; echo $?", MEGARL_PYTHON="/usr/bin/false")
+    assert bare.stdout == "1\n" and "MEGARL_PYTHON is '/usr/bin/false', which does not run or lacks ray" in bare.stderr
 
 
 def test_wheels_named_only_by_pips_configuration_are_found(repository: Path, tmp_path: Path) -> None:

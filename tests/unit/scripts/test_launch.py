@@ -75,7 +75,6 @@ def start(traced: Traced, port: int, tmp_path: Path, tmp_path_factory: pytest.Te
     subprocess.run(["rm", "-rf", str(ray_folder)], check=True)
 
 
-@pytest.mark.usefixtures("installed")
 def test_job_reaches_both_nodes_under_a_token_its_status_is_everyones_and_nothing_is_left(
     start: Start, traced: Traced
 ) -> None:
@@ -97,6 +96,11 @@ def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_
     of_worker, of_head = worker.below(), head.below()
     assert any("raylet" in process.name() for process in of_worker)
 
+    # A worker waits for the head, which may be saving a checkpoint; told twice, it leaves.
+    worker.process.send_signal(signal.SIGTERM)
+    worker.wait_for("SIGTERM: waiting up to 55 s for the head to end the job")
+    time.sleep(2)
+    assert worker.process.poll() is None
     worker.process.send_signal(signal.SIGTERM)
     assert worker.wait(20) == 128 + signal.SIGTERM
     assert psutil.wait_procs(of_worker, timeout=3)[1] == []
@@ -107,6 +111,24 @@ def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_
     head.process.send_signal(signal.SIGINT)
     assert head.wait(30) == 128 + signal.SIGINT
     assert (tmp_path / "signal").read_text() == "SIGINT"
+    assert traced.wait_until_gone() == []
+
+
+def test_a_signal_to_all_nodes_at_once_leaves_the_job_its_nodes_until_it_has_ended(
+    start: Start, traced: Traced, tmp_path: Path
+) -> None:
+    # The job saves for longer than a launcher takes to leave.
+    job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal"), "6"]
+    worker, head = start(1, job), start(0, job)
+    head.wait_for_job(tmp_path / "signal")
+    of_worker = worker.below()
+    for node in (worker, head):
+        node.process.send_signal(signal.SIGTERM)
+    time.sleep(5)
+    assert (tmp_path / "signal").read_text() == "SIGTERM"
+    assert [process for process in of_worker if not process.is_running()] == []
+    assert head.wait(30) == worker.wait(30) == 128 + signal.SIGTERM
+    assert "the job has ended with exit status 143" in worker.err.read_text()
     assert traced.wait_until_gone() == []
 
 
@@ -150,8 +172,9 @@ def test_a_node_without_the_heads_token_is_told_what_to_do(start: Start, traced:
     assert traced.wait_until_gone() == []
 
 
-@pytest.mark.usefixtures("installed")
-def test_sbatch_runs_the_script_on_every_host_of_the_allocation(start: Start, traced: Traced, tmp_path: Path) -> None:
+@pytest.fixture
+def sbatch(start: Start, traced: Traced, tmp_path: Path) -> Callable[..., Launched]:
+    """The batch script as Slurm runs it."""
     stand_ins = tmp_path / "bin"
     stand_ins.mkdir()
     for name, text in STAND_INS.items():
@@ -160,29 +183,71 @@ def test_sbatch_runs_the_script_on_every_host_of_the_allocation(start: Start, tr
     # Slurm runs a copy from its spool folder, in the folder of submission.
     spooled = tmp_path / "slurm_script"
     spooled.write_text((ROOT / "scripts/slurm.sbatch").read_text())
-    job = ["python", str(JOBS / "every_node.py"), "3", "a=b c"]
-    environment = traced.environment
-    batch = start(
-        0,
-        job,
-        ["bash", str(spooled)],
-        PATH=f"{stand_ins}:{environment['PATH']}",
-        SLURM_SUBMIT_DIR=str(ROOT),
-        SLURM_JOB_NUM_NODES="2",
-        SLURM_JOB_NODELIST="both[1-2]",
-        SLURM_JOB_ID="4711",
-        HEAD_ADDR="overwritten",
-    )
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "both[1-2]"}
+    slurm |= {"SLURM_JOB_ID": "4711", "HEAD_ADDR": "overwritten", "TMPDIR": str(tmp_path)}
+
+    def submit(job: list[str], **changes: str) -> Launched:
+        path = f"{stand_ins}:{traced.environment['PATH']}"
+        return start(0, job, ["bash", str(spooled)], **slurm, **changes, PATH=path)
+
+    return submit
+
+
+def test_sbatch_runs_the_script_on_every_host_of_the_allocation(
+    sbatch: Callable[..., Launched], traced: Traced
+) -> None:
+    batch = sbatch(["python", str(JOBS / "every_node.py"), "3", "a=b c"])
     assert batch.wait(120) == 3, batch.err.read_text()
     assert "nodes=2 pinned=True arguments=['a=b c']\n" in batch.out.read_text()
     assert "--ntasks-per-node=1" in batch.out.read_text()
+    assert "requeue" not in batch.out.read_text()
     assert traced.wait_until_gone() == []
+
+
+def test_sbatch_passes_the_signal_before_the_time_limit_to_the_job_and_queues_it_again(
+    sbatch: Callable[..., Launched], traced: Traced, tmp_path: Path
+) -> None:
+    batch = sbatch([sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal"), "3"])
+    batch.wait_for_job(tmp_path / "signal")
+    batch.process.send_signal(signal.SIGTERM)
+    assert batch.wait(60) == 128 + signal.SIGTERM, batch.err.read_text()
+    assert (tmp_path / "signal").read_text() == "SIGTERM"
+    assert batch.out.read_text().splitlines()[-1] == "scontrol requeue 4711"
+    assert "[node 1] the job has ended with exit status 143" in batch.err.read_text()
+    assert traced.wait_until_gone() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"),
+    [
+        (["r.yaml", "lora.r=4"], "r.yaml train.resume=auto lora.r=4"),
+        (["--", "true"], "-- true"),
+    ],
+)
+def test_a_job_that_is_queued_again_resumes(tmp_path: Path, traced: Traced, arguments: list[str], passed: str) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho one\n")
+    for name in ("srun", "scontrol"):
+        (tmp_path / name).chmod(0o755)
+    environment = traced.environment | {"PATH": f"{tmp_path}:{traced.environment['PATH']}", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "one", "SLURM_SUBMIT_DIR": str(ROOT)}
+    for count, expected in (("0", " ".join(arguments)), ("1", passed)):
+        done = subprocess.run(
+            ["bash", str(ROOT / "scripts/slurm.sbatch"), *arguments],
+            env=environment | {"SLURM_RESTART_COUNT": count},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip().endswith(f"launch_node {expected}")
 
 
 # What the sbatch file asks of Slurm, done on one machine: the command once for each node id, the highest exit status.
 STAND_INS = {
     "scontrol": """#!/bin/bash
+[ "$1" = requeue ] && echo "scontrol $*"
 [ "$*" = "show hostnames both[1-2]" ] && echo 127.0.0.1 && sleep 0.3 && echo localhost
+exit 0
 """,
     "srun": """#!/bin/bash
 while [[ $1 == -* ]]; do echo "srun $1"; shift; done

@@ -1,6 +1,7 @@
 """The environment of launch_node.sh: each mistake is named before anything is started."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def test_defaults_and_the_recipe_becomes_megarl_train(tmp_path: Path) -> None:
     settings = read_settings(GOOD, [str(recipe), "train.steps=3"])
     assert (settings.rank, settings.nodes, settings.address) == (1, 2, "127.0.0.1:6379")
     assert (settings.join_timeout, settings.cpus, settings.gpus) == (300, None, None)
-    assert settings.command == ("megarl", "train", str(recipe), "train.steps=3")
+    assert settings.command == (sys.executable, "-m", "megarl.cli.main", "train", str(recipe), "train.steps=3")
 
 
 def test_a_command_of_the_users_own_is_passed_on_word_by_word() -> None:

@@ -1,4 +1,5 @@
-"""A stand-in job that runs until it is told to stop, and writes which signal told it to the given file."""
+"""A stand-in job that runs until it is told to stop, writes which signal told it to the given file, and then takes the
+given number of seconds to end."""
 
 import signal
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 def stop(number: int, frame: object) -> None:
     Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
     raise SystemExit(5)
 
 
