@@ -17,9 +17,6 @@ from megarl.errors import MegarlError
 from megarl.loss.advantages import group_advantages
 from megarl.tasks.base import Task
 
-# Time limit of the checkpoint that a run makes when it is interrupted; its rest takes the controller's rescue.
-INTERRUPTED_SECONDS = 10.0
-
 
 @dataclass
 class RunState:
@@ -68,9 +65,9 @@ def run(state: RunState) -> None:
             save(state, state.to_json())
 
 
-def save(state: RunState, kept: dict[str, Any], timeout: float | None = None) -> None:
+def save(state: RunState, kept: dict[str, Any]) -> None:
     """Checkpoint the trainers' weights, which are those of ``kept``, a ``to_json``."""
-    state.recorder.checkpoint(state.trainers, kept["step"], kept, timeout)
+    state.recorder.checkpoint(state.trainers, kept["step"], kept)
     state.saved = kept["step"]
 
 
@@ -83,7 +80,7 @@ def saved_if_interrupted(state: RunState) -> Iterator[None]:
     except KeyboardInterrupt:
         if state.step > state.saved:
             try:
-                save(state, begun, INTERRUPTED_SECONDS)
+                save(state, begun)
             except MegarlError as error:
                 state.recorder.screen.say(f"step {state.step} could not be saved: {error}")
         raise

@@ -85,24 +85,15 @@ class Recorder:
             self._writer.add_scalar(name, value, row["step"])
         self.screen.step(row)
 
-    def checkpoint(
-        self, trainers: TrainerGroup, step: int, state: dict[str, Any], timeout: float | None = None
-    ) -> None:
-        """Start saving a checkpoint, once the one before is complete; delete those that are no longer kept.
-
-        Args:
-            trainers: whose weights are saved.
-            step: whose weights they are.
-            state: the controller's, to be saved with them.
-            timeout: seconds until the trainers must have copied the weights; default: no limit of its own.
-        """
+    def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
+        """Start saving a checkpoint, once the one before is complete; delete those that are no longer kept."""
         self.phase("checkpoint")
         target = self.folder / "checkpoints" / f"step-{step:06d}"
         if target.exists():  # left by a session whose later steps were discarded
             discard(target)
         start = time.perf_counter()
         self._saving = target
-        trainers.call("save_checkpoint", str(target), state, timeout=timeout)
+        trainers.call("save_checkpoint", str(target), state)
         self._stops.append(time.perf_counter() - start)
         self._prune()
 
