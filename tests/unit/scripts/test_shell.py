@@ -58,7 +58,7 @@ def test_all_checks_pass_on_a_clean_repository(checked: Path) -> None:
     [
         ("megarl/__init__.py", '"""A package."""\n\nimport os\n', "ruff check"),
         ("megarl/__init__.py", '"""A package."""\n\nNUMBER: int  =  1\n', "ruff format"),
-        ("megarl/__init__.py", '"""A package."""\n\nNUMBER: int = "one"\n', "mypy"),
+        ("megarl/__init__.py", '"""A package."""\n\nNUMBER: int = "one"\n', "python -m mypy"),
         ("scripts/quickstart.sh", "#!/bin/bash\necho $1\n", "shellcheck"),
         ("tests/test_it.py", "def test_it() -> None:\n    assert 1 > 2\n", "python -m pytest"),
     ],
