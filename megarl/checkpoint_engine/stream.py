@@ -129,7 +129,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def digest(raw: np.ndarray) -> str:
     """xxh3-64 of bytes ``[n]`` uint8, hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(raw)
+    return xxhash.xxh3_64_hexdigest(raw.data)
 
 
 def _fill(payload: torch.Tensor, bucket: int, offset: int, name: str, tensor: torch.Tensor) -> Place:
