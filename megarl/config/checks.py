@@ -157,7 +157,9 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_experts(parallel, shape)
     stages = parallel.pipeline * parallel.virtual_pipeline
     axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
-    _check_divides(axis, stages, "num_hidden_layers", shape)
+    layers = shape.get("num_hidden_layers")
+    if layers and layers < stages:
+        raise ConfigError(f"{axis} ({stages}) exceeds the model's num_hidden_layers ({layers}); a stage needs a layer")
 
 
 def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[str, Any]) -> None:

@@ -100,6 +100,9 @@ def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
 class PackedAttention(torch.nn.Module):
     """Causal attention within each packed sequence; mcore's ``core_attention`` for the ``local`` back end.
 
+    Attributes:
+        window: how many tokens a token attends to, itself included; None for all before it.
+
     Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value
     ``[T, 1, kv_heads, value_dim]`` of this rank's tokens, returns ``[T, 1, heads * value_dim]``.
 
@@ -113,6 +116,8 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale
+        windows = getattr(config, "windows", ())
+        self.window: int | None = windows[kwargs["layer_number"] - 1] if windows else None
         self.context = getattr(pg_collection, "cp", None)
 
     def forward(
@@ -129,7 +134,7 @@ class PackedAttention(torch.nn.Module):
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if packed_seq_params.key_rows is not None:
             key, value = (_GatherRows.apply(t, packed_seq_params.key_rows, self.context) for t in (key, value))
-        out = attend_runs(query, key, value, packed_seq_params, self.softmax_scale)
+        out = attend_runs(query, key, value, packed_seq_params, self.softmax_scale, self.window)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -157,7 +162,12 @@ class _GatherRows(torch.autograd.Function):
 
 
 def attend_runs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's runs, each to its own keys, aligned to the lower right.
 
@@ -167,16 +177,24 @@ def attend_runs(
         value: ``[sum(key_lengths), kv_heads, value_dim]``, ``value_dim`` at most ``head_dim``.
         packed: the runs.
         scale: of the logits; default: 1 / sqrt(head_dim).
+        window: the last keys that each query sees, its own included; default: all.
 
     Returns:
         ``[T, heads, value_dim]``.
     """
+    if window is not None and packed.longest_key <= window:
+        window = None
     attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
-    return attend(query, key, value, packed, scale)
+    return attend(query, key, value, packed, scale, window)
 
 
 def _attend_each(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """One SDPA call per run: no work across sequences."""
     queries = query.transpose(0, 1).split(packed.query_lengths, dim=1)
@@ -185,7 +203,11 @@ def _attend_each(
     for q, k, v in zip(queries, keys, values, strict=True):
         before = k.shape[1] - q.shape[1]
         # SDPA's own causal mask is aligned to the upper left.
-        mask = q.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before) if before else None
+        mask = None
+        if before or window is not None:
+            mask = q.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before)
+        if mask is not None and window is not None:
+            mask = mask.triu(before - window + 1)
         outs.append(
             F.scaled_dot_product_attention(
                 q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
@@ -195,7 +217,12 @@ def _attend_each(
 
 
 def _attend_varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None,
 ) -> torch.Tensor:
     """torch's variable-length flash attention; needs CUDA and 16-bit inputs.
 
@@ -205,13 +232,16 @@ def _attend_varlen(
     """
     from torch.nn.attention.varlen import varlen_attn
 
+    known = inspect.signature(varlen_attn).parameters
+    if window is not None and "window_size" not in known:
+        return _attend_each(query, key, value, packed, scale, window)
     # The kernel wants one head_dim for all three, a multiple of 8. Zeros in queries and keys add nothing to the logits,
     # zeros in the value stay zeros in the output.
     width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
     head_dim = -(-query.shape[-1] // 8) * 8
     query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
-    known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    before = -1 if window is None else window - 1
+    options: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:
         options["enable_gqa"] = True
     else:  # torch 2.11

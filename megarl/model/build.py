@@ -10,9 +10,11 @@ from megatron.core.transformer.enums import ModelType
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig
 from megarl.config.checks import check_layout_fits_model
+from megarl.errors import UnsupportedError
 from megarl.model.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.families import Family, family_of, full_config
 from megarl.model.gpt import PackedGPTModel
+from megarl.model.packed_config import PackedConfig
 from megarl.model.recompute import recompute_settings
 from megarl.model.rope import rope_of
 from megarl.parallel.device import cuda_names
@@ -76,13 +78,34 @@ def transformer_config(
         "persist_layer_norm": False,
     }
     settings |= rope_of(hf).attention_settings(settings["kv_channels"])
-    settings |= family.settings(hf) | recompute
+    settings |= family.settings(hf) | recompute | _stages(hf["num_hidden_layers"], parallel)
+    windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
+    if model.backend == "te" and (settings.get("attention_bias") or settings.get("mlp_bias")):
+        raise UnsupportedError(
+            "model.backend is 'te', but config.json has attention_bias or mlp_bias true; supported is 'local'"
+        )
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
     if "kv_lora_rank" not in settings:
-        return TransformerConfig(**settings)
+        return PackedConfig(**settings, windows=windows if any(windows) else ())
     # mcore's own flag would leave RoPE to each layer; LatentAttention takes the model's angles like every attention.
     without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")
+
+
+def _stages(layers: int, parallel: ParallelConfig) -> dict[str, Any]:
+    """Where the layers do not divide among the stages: some stages get one more, the outermost last.
+
+    The first stage has the embedding and the last one the loss.
+    """
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    each, more = divmod(layers, stages)
+    if not more:
+        return {}
+    favoured = [*range(1, stages - 1), 0, stages - 1][:more]
+    rows = [["decoder"] * (each + (stage in favoured)) for stage in range(stages)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return {"pipeline_model_parallel_layout": rows}
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:

@@ -19,7 +19,10 @@ def inspect_folder(path: str | Path, parallel: ParallelConfig) -> FullConfig:
         UnsupportedError: a model that is not supported; the message names the setting.
     """
     hf_config = read_config(path)
-    family_of(hf_config).settings(hf_config)
+    family = family_of(hf_config)
+    family.settings(hf_config)
+    for layer in range(hf_config["num_hidden_layers"]):
+        family.window(hf_config, layer)
     rope_of(hf_config)
     check_layout_fits_model(parallel, hf_config)
     WeightFolder(path).check_names(names_of(hf_config))

@@ -21,12 +21,13 @@ from megarl.model.base_tensors import base_tensors, load_base
 from megarl.model.build import build_chunks
 from megarl.model.ddp import without_reduction, wrap_ddp
 from megarl.model.durable import BackgroundWriter
-from megarl.model.families import check_length, names_of
+from megarl.model.families import names_of
 from megarl.model.graphs import graphed, token_unit
 from megarl.model.hf_folder import read_config
 from megarl.model.identity import identify
 from megarl.model.optim import AdapterOptimizer, make_optimizers
 from megarl.model.packing import PackedBatch, pack
+from megarl.model.rope import rope_of
 from megarl.model.sharding import ShardedTensor
 from megarl.model.step import Metrics, Stepper, run_chunk, set_training
 from megarl.model.streaming import stream_full
@@ -63,7 +64,8 @@ class MegatronModel:
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
         longest = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
-        check_length(self.hf_config, longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
+        self._rope = rope_of(self.hf_config)
+        self._rope.check_length(longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
         self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
         load_base(self.chunks, config.model.path, self.hf_config, groups)
         attached = attach(self.chunks, self.hf_config, groups)
@@ -139,7 +141,7 @@ class MegatronModel:
     ) -> PackedBatch:
         """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
         parallel, train = self.config.parallel, self.config.train
-        check_length(self.hf_config, max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
+        self._rope.check_length(max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
         return pack(
             samples,
             weights_S,

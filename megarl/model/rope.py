@@ -16,8 +16,7 @@ from megarl.model.families import full_config
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-# Types whose frequencies do not depend on the length of the sequence.
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,30 @@ class Rope:
         base: rope_theta.
         frequencies: ``[head_dim / 2]`` float32, radians per position; None where they follow from ``base`` alone.
         attention_factor: multiplies rotated queries and keys (YaRN, Peng et al., arXiv:2309.00071).
+        longest: tokens of the longest sequence with these frequencies; longer ones have others, each length its own
+            (dynamic) or all the same (longrope). None where they do not depend on the length.
     """
 
     base: float
     frequencies: torch.Tensor | None = None
     attention_factor: float = 1.0
+    longest: int | None = None
+
+    def check_length(self, length: int, what: str) -> None:
+        """Refuse sequences whose frequencies would be others.
+
+        Args:
+            length: tokens of the longest sequence.
+            what: where the length comes from, for the message.
+
+        Raises:
+            UnsupportedError: it exceeds ``longest``.
+        """
+        if self.longest is not None and length > self.longest:
+            raise UnsupportedError(
+                f"config.json: its dynamic or longrope RoPE changes beyond {self.longest} tokens, but {what} is "
+                f"{length}; supported are sequences up to there"
+            )
 
     def model_settings(self) -> dict[str, Any]:
         """GPTModel's arguments."""
@@ -79,7 +97,8 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
             raise ValueError("its frequencies are not finite")
     except Exception as error:  # whatever a library raises that was given anything at all
         raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
-    return Rope(base, frequencies.float(), float(factor))
+    longest = {"dynamic": full["max_position_embeddings"], "longrope": given.get("original_max_position_embeddings")}
+    return Rope(base, frequencies.float(), float(factor), longest.get(kind))
 
 
 def _given(hf: Mapping[str, Any]) -> Mapping[str, Any]:

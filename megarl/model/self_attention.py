@@ -9,6 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from megarl.model.attention import PackedSequences
 from megarl.model.fusion import HeadLayout, head_layout, split_heads
+from megarl.model.packed_config import PackedConfig
 from megarl.model.pointwise import wants_kernels
 
 
@@ -18,6 +19,9 @@ class PackedSelfAttention(SelfAttention):
     On CUDA in 16 bits everything between the projection and attention is one kernel, unless the norms of queries and
     keys are trained.
     """
+
+    def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config.with_bias(True) if config.attention_bias else config, *args, **kwargs)
 
     def forward(
         self,

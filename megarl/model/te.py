@@ -56,7 +56,8 @@ class PackedTEAttention(TEDotProductAttention):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Attend within each packed sequence; shapes as for ``PackedAttention``."""
-        if query.dtype == torch.float32:
+        # TE's own window would need another config for each layer.
+        if query.dtype == torch.float32 or self.exact.window is not None:
             return self.exact(query, key, value, None, packed_seq_params=packed_seq_params)
         out = super().forward(
             query.squeeze(1),

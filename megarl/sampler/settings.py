@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +93,22 @@ def check_sampled(config: RunConfig) -> None:
     """Refuse what the sampler has not been shown to compute, before anything is started.
 
     Raises:
-        ConfigError: a folder without a readable config.json.
-        UnsupportedError: the model's family, or an adapter of the embedding or lm_head.
+        ConfigError: a folder without a readable config.json, or a stop token that the model cannot draw.
+        UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head.
     """
-    family = read_model_shape(config.model.path).get("model_type")
+    shape = read_model_shape(config.model.path)
+    family = shape.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedError(
             f"model.path: the sampler does not support model_type '{family}'; supported are {', '.join(FAMILIES)}"
         )
+    _check_attention(shape, config.sampler.max_prompt_tokens + config.sampler.max_response_tokens)
+    for token in stop_tokens(config.model.path):
+        if not 0 <= token < shape.get("vocab_size", token + 1):
+            raise ConfigError(
+                f"model.path: eos_token_id {token} is outside the model's vocabulary of {shape['vocab_size']}; no "
+                "completion would ever end"
+            )
     targets = _lora(config)["target_modules"]
     for module in NOT_SAMPLED:
         if isinstance(targets, str):
@@ -111,6 +120,26 @@ def check_sampled(config: RunConfig) -> None:
                 f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
                 "MLPs, experts and routers"
             )
+
+
+def _check_attention(shape: Mapping[str, Any], length: int) -> None:
+    """Refuse what vLLM computes otherwise than transformers and the trainer, or has not been shown to compute alike."""
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind in ("dynamic", "longrope"):
+        # vLLM stretches "dynamic" frequencies at every length, transformers beyond max_position_embeddings only.
+        raise UnsupportedError(f"model.path: the sampler does not support rope_type '{kind}' of its config.json")
+    if shape.get("attention_bias") and shape.get("model_type", "").startswith("qwen3"):
+        # vLLM's class has it on q, k and v alone.
+        raise UnsupportedError("model.path: the sampler does not support attention_bias true of a qwen3's config.json")
+    # transformers' default of a mistral is 4096.
+    window = shape.get("sliding_window", 4096 if shape.get("model_type") == "mistral" else None)
+    used = shape.get("use_sliding_window") or shape.get("model_type") in ("mistral", "mixtral")
+    if window and used and length > window:
+        raise UnsupportedError(
+            f"model.path: sliding_window is {window} in its config.json, but sampler.max_prompt_tokens + "
+            f"sampler.max_response_tokens is {length}; the sampler supports a window that no sequence exceeds"
+        )
 
 
 def _lora(config: RunConfig) -> dict[str, Any]:

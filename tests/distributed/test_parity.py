@@ -21,13 +21,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama-tied": {"family": "llama", "tied": True},
     "llama3": {"family": "llama", "tied": False, "rope_parameters": rope("llama3")},
     "qwen2-yarn": {"family": "qwen2", "tied": True, "rope_parameters": rope("yarn")},
-    "mistral": {"family": "mistral", "tied": False, "rope_parameters": rope("linear"), "sliding_window": 48, "seed": 1},
+    "mistral": {"family": "mistral", "tied": False, "rope_parameters": rope("linear"), "sliding_window": 11, "seed": 1},
+    "llama-biases": {
+        "family": "llama", "tied": False, "attention_bias": True, "mlp_bias": True, "num_hidden_layers": 5,
+        "rope_parameters": rope("longrope"),
+    },
+    "qwen3-windows": {
+        "family": "qwen3", "tied": True, "attention_bias": True, "sliding_window": 9, "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention"] * 2, "rope_parameters": rope("dynamic"),
+    },
     "llama-vocabulary": {"family": "llama", "tied": False},
     "qwen3-tied-vocabulary": {"family": "qwen3", "tied": True},
     "qwen2-patterns": {"family": "qwen2", "tied": False},
     "qwen3-moe": {"family": "qwen3_moe", "tied": False},
     "mixtral": {"family": "mixtral", "tied": False},
-}
+}  # fmt: skip
 # Adapters that are not of all linear layers: keyword arguments of PEFT's LoraConfig.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
@@ -85,7 +93,9 @@ LAUNCHES = [
 # those that split what is special in them. `megarl verify --matrix` runs all products.
 EVERYWHERE = ("qwen3", "llama-tied", "qwen3-moe")
 ELSEWHERE = ("TP2+SP", "PP2")
-ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",), "mistral": ("TP2+SP",)}
+ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",), "mistral": ("TP2+SP", "CP2")}
+# Layers that the stages cannot share evenly; windows shorter than the sequences.
+ONLY |= {"llama-biases": ("TP2+SP", "PP2", "PP2xVPP2"), "qwen3-windows": ("TP2+SPxCP2", "PP2+full")}
 ONLY["qwen3-tied-vocabulary"] = (*ELSEWHERE, "TP2xPP2")
 # lm_head's adapter is used outside its layer's forward pass, and the embedding's before any recomputed layer.
 ONLY["llama-vocabulary"] = (*ELSEWHERE, "TP2", "CP2", "DP2", "DP2+overlap", "PP2+full")

@@ -32,6 +32,16 @@ ROPES = {
     "yarn": {"factor": 4.0},
     "linear": {"factor": 2.0},
 }
+# Those whose frequencies change with the length; not within the longest sequences here, of 128 tokens.
+BY_LENGTH = {
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 2.0,
+        "original_max_position_embeddings": 128,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+        "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
+    },
+}
 # Multi-latent attention: heads of 24 (16 without and 8 with RoPE) but values of 12; the first layer has no experts.
 LATENT = {
     "num_key_value_heads": 4,
@@ -84,7 +94,9 @@ FAMILIES = {
 
 
 def rope(kind: str) -> dict[str, object]:
-    """``rope_parameters`` of a kind of ``ROPES``."""
+    """``rope_parameters`` of a kind of ``ROPES``, or of ``BY_LENGTH`` for heads of 12."""
+    if kind in BY_LENGTH:
+        return {"rope_type": kind, "rope_theta": 10000.0, **BY_LENGTH[kind]}
     original = {} if kind == "linear" else {"original_max_position_embeddings": 8}
     return {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind], **original}
 

@@ -41,25 +41,6 @@ def full_config(hf_config: Mapping[str, Any]) -> FullConfig:
     return complete(hf_config, family_of(hf_config))
 
 
-def check_length(hf_config: Mapping[str, Any], length: int, what: str) -> None:
-    """Refuse sequences that are longer than the model's sliding window: only full attention is supported.
-
-    Args:
-        hf_config: parsed ``config.json``.
-        length: tokens of the longest sequence.
-        what: where the length comes from, for the message.
-
-    Raises:
-        UnsupportedError: it exceeds the window.
-    """
-    longest = family_of(hf_config).longest(full_config(hf_config))
-    if longest and length > longest:
-        raise UnsupportedError(
-            f"config.json: sliding_window is {longest}, but {what} is {length}; supported are full attention and a "
-            "window that no sequence exceeds: use shorter sequences"
-        )
-
-
 def names_of(hf_config: Mapping[str, Any]) -> WeightMap:
     """The names of the model of a parsed ``config.json``.
 

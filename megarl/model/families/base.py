@@ -95,10 +95,10 @@ class Family:
         attention: linears of every transformer layer.
         mlp: linears of the layers without experts.
         vectors: of every transformer layer.
-        settings: config.json -> further ``TransformerConfig`` keyword arguments; with ``kv_lora_rank`` among them those
+        settings: config.json -> further ``PackedConfig`` keyword arguments; with ``kv_lora_rank`` among them those
             of ``MLATransformerConfig``.
         moe: None for dense families.
-        longest: config.json -> tokens of the longest sequence whose attention is full (a sliding window), or None.
+        window: (config.json, layer index from 0) -> how many tokens a token attends to, itself included; None for all.
     """
 
     model_types: tuple[str, ...]
@@ -108,7 +108,7 @@ class Family:
     vectors: tuple[VectorMap, ...]
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     moe: MoeMap | None = None
-    longest: Callable[[Mapping[str, Any]], int | None] = lambda hf: None
+    window: Callable[[Mapping[str, Any], int], int | None] = lambda hf, layer: None
 
 
 # Outside the transformer layers all supported families agree.

@@ -1,4 +1,4 @@
-"""Mistral dense (7B, Nemo, Small): Llama's layer; its sliding window must not come into play."""
+"""Mistral dense (7B, Nemo, Small): Llama's layer, in some releases with a sliding window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ from megarl.model.families.base import READ_BY_ALL, Family
 from megarl.model.families.dense import ATTENTION, MLP, NORMS
 
 
-def _longest(hf: Mapping[str, Any]) -> int | None:
+def _window(hf: Mapping[str, Any], layer: int) -> int | None:
     return hf["sliding_window"]
 
 
 READS = READ_BY_ALL | {"head_dim", "sliding_window"}
-FAMILY = Family(("mistral",), READS, ATTENTION, MLP, NORMS, lambda hf: {}, longest=_longest)
+FAMILY = Family(("mistral",), READS, ATTENTION, MLP, NORMS, lambda hf: {}, window=_window)

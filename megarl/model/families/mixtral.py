@@ -33,5 +33,5 @@ FAMILY = Family(
         count=num_experts,
         sparse=lambda hf, layer: True,
     ),
-    longest=lambda hf: hf["sliding_window"],
+    window=lambda hf, layer: hf["sliding_window"],
 )

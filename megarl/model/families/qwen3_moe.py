@@ -36,4 +36,5 @@ FAMILY = Family(
         count=num_experts,
         sparse=_sparse,
     ),
+    window=lambda hf, layer: hf["sliding_window"],
 )

@@ -65,7 +65,10 @@ WRONG = {
     "a folder that is missing": ("model.path=/nowhere", ["model.path is '/nowhere'", "not a folder"]),
     "9 heads at TP2": ("parallel.tensor=2", ["parallel.tensor (2)", "num_attention_heads (9)", "allowed: 1, 3, 9"]),
     "kv heads at TP9": ("parallel.tensor=9", ["parallel.tensor (9)", "num_key_value_heads (3)", "allowed: 1, 3"]),
-    "30 layers at PP4": ("parallel.pipeline=4", ["parallel.pipeline (4)", "num_hidden_layers (30)", "1, 2, 3, 5, 6"]),
+    "30 layers at PP31": (
+        "parallel.pipeline=31",
+        ["parallel.pipeline (31)", "num_hidden_layers (30)", "needs a layer"],
+    ),
     "9 heads at sampler TP2": ("sampler.tensor=2", ["sampler.tensor (2)", "num_attention_heads (9)"]),
     "an MLP of 1536 at sampler TP9": ("sampler.tensor=9", ["sampler.tensor (9)", "intermediate_size (1536)"]),
     "VPP without PP": ("parallel.virtual_pipeline=2", ["parallel.virtual_pipeline (2)", "parallel.pipeline > 1"]),

@@ -1,35 +1,60 @@
-"""What a family does not support is refused by name, before anything is built."""
+"""Which layers have a sliding window, and which linears a bias, as transformers decides it."""
 
 import pytest
 
-from megarl.errors import UnsupportedError
-from megarl.model.families import check_length, family_of, full_config
+from megarl.errors import ModelError
+from megarl.model.families import family_of, full_config, names_of
+
+MIXED = ["full_attention", "sliding_attention"] * 2
 
 
 @pytest.mark.parametrize(
-    ("config", "longest"),
+    ("config", "windows"),
     [
-        ({"model_type": "mistral"}, 4096),
-        ({"model_type": "mistral", "sliding_window": 16}, 16),
-        ({"model_type": "mistral", "sliding_window": None}, None),
-        ({"model_type": "mixtral", "sliding_window": 16}, 16),
-        ({"model_type": "mixtral"}, None),
-        ({"model_type": "llama"}, None),
+        ({"model_type": "mistral"}, [4096] * 4),
+        ({"model_type": "mistral", "sliding_window": 16}, [16] * 4),
+        ({"model_type": "mistral", "sliding_window": None}, [None] * 4),
+        ({"model_type": "mixtral", "sliding_window": 16}, [16] * 4),
+        ({"model_type": "mixtral"}, [None] * 4),
+        ({"model_type": "llama"}, [None] * 4),
+        ({"model_type": "qwen2", "sliding_window": 16}, [None] * 4),
+        ({"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True}, [None] * 4),
+        (
+            {"model_type": "qwen2", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+            [None, None, None, 16],
+        ),
+        (
+            {"model_type": "qwen3", "sliding_window": 16, "use_sliding_window": True, "layer_types": MIXED},
+            [None, 16] * 2,
+        ),
+        ({"model_type": "qwen3_moe", "sliding_window": 16, "use_sliding_window": True}, [16] * 4),
+        ({"model_type": "qwen3_moe", "sliding_window": 16}, [None] * 4),
     ],
 )
-def test_a_sequence_longer_than_the_sliding_window_is_refused(config, longest):
-    check_length(config, longest or 10**6, "a sample's length")
-    if longest:
-        with pytest.raises(UnsupportedError, match=f"sliding_window is {longest}, but a sample's length is"):
-            check_length(config, longest + 1, "a sample's length")
+def test_each_layers_window_is_transformers(config, windows):
+    full = full_config(config | {"num_hidden_layers": 4})
+    assert [family_of(full).window(full, layer) for layer in range(4)] == windows
 
 
-def settings(config):
-    return family_of(config).settings(full_config(config))
+@pytest.mark.parametrize(
+    "layer_types", [MIXED[:3], ["full_attention"] * 3 + ["chunked_attention"], MIXED], ids=["few", "kind", "windowless"]
+)
+def test_layer_types_that_mean_nothing_are_an_error(layer_types):
+    with pytest.raises(ModelError):
+        full = full_config({"model_type": "qwen2", "num_hidden_layers": 4, "layer_types": layer_types})
+        for layer in range(4):
+            family_of(full).window(full, layer)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_attention_biases_are_refused(family):
-    with pytest.raises(UnsupportedError, match="attention_bias"):
-        settings({"model_type": family, "attention_bias": True})
-    settings({"model_type": family, "attention_bias": False})
+@pytest.mark.parametrize(
+    ("config", "biased"),
+    [
+        ({"model_type": "llama"}, set()),
+        ({"model_type": "qwen2"}, {"q_proj", "k_proj", "v_proj"}),
+        ({"model_type": "qwen3", "attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ({"model_type": "llama", "mlp_bias": True}, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_biases_are_those_of_the_family(config, biased):
+    names = names_of(config | {"num_hidden_layers": 1}).tensor_names()
+    assert {name.split(".")[-2] for name in names if name.endswith(".bias")} == biased

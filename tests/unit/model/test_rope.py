@@ -27,6 +27,22 @@ def test_frequencies_are_those_of_the_transformers_model(family, kind):
     assert found.base == 10000.0
 
 
+@pytest.mark.parametrize(("kind", "longest"), [("dynamic", 256), ("longrope", 128)])
+def test_sequences_whose_frequencies_transformers_changes_are_refused(kind, longest):
+    config = AutoConfig.for_model(**{**LLAMA, "rope_parameters": rope(kind)})
+    found, model = rope_of(config.to_dict()), AutoModel.from_config(config).rotary_emb
+    assert found.longest == longest
+    for length, same in ((longest, True), (longest + 1, False)):
+        model(torch.zeros(1, length, 48), torch.arange(length)[None])
+        assert torch.equal(found.frequencies, model.inv_freq) == same
+        if same:
+            assert found.attention_factor == model.attention_scaling
+            found.check_length(length, "a sample's length")
+        else:
+            with pytest.raises(UnsupportedError, match=f"beyond {longest} tokens, but a sample's length is {length}"):
+                found.check_length(length, "a sample's length")
+
+
 def test_config_json_of_older_transformers_means_the_same():
     scaling = {"rope_type": "llama3", "original_max_position_embeddings": 8, **ROPES["llama3"]}
     old = rope_of({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
@@ -45,11 +61,8 @@ def test_rope_theta_defaults_to_the_familys(family, theta):
 @pytest.mark.parametrize(
     ("rope_parameters", "part"),
     [
-        (
-            {"rope_type": "dynamic", "factor": 2.0},
-            "rope_type is 'dynamic'; supported are default, linear, llama3, yarn",
-        ),
-        ({"type": "longrope"}, "rope_type is 'longrope'"),
+        ({"rope_type": "proportional"}, "rope_type is 'proportional'; supported are default, linear, llama3, yarn"),
+        ({"type": "longrope"}, "transformers rejects it"),
         ({"rope_type": "llama3", "factor": 8.0}, "transformers rejects it"),
         ({"full_attention": {"rope_type": "default"}}, "differ by layer (full_attention)"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; supported is 1.0"),

@@ -138,3 +138,39 @@ def test_the_ranks_are_vllms(tmp_path: Path) -> None:
 def test_settings_need_no_vllm() -> None:
     script = "import sys, megarl.sampler.settings, megarl.sampler.gate; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true of a qwen3"),
+        ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64 .* is 768; the sampler supports"),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
+    ],
+)
+def test_attention_that_vllm_computes_otherwise_is_refused(tmp_path: Path, shape: dict, message: str) -> None:
+    run = config(tmp_path, sampler={"max_prompt_tokens": 512, "max_response_tokens": 256})
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(UnsupportedError, match=message):
+        settings.check_sampled(run)
+
+
+def test_windows_that_are_not_used_or_not_exceeded_are_sampled(tmp_path: Path) -> None:
+    run = config(tmp_path, sampler={"max_prompt_tokens": 512, "max_response_tokens": 256})
+    for shape in ({"model_type": "mistral"}, {"model_type": "qwen2", "sliding_window": 64}):
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        settings.check_sampled(run)
+
+
+@pytest.mark.parametrize("token", [40, -1])
+def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: int) -> None:
+    run = config(tmp_path)
+    for eos, right in ((39, True), (token, False)):
+        shape = {"model_type": "llama", "vocab_size": 40, "eos_token_id": [3, eos]}
+        (tmp_path / "config.json").write_text(json.dumps(shape))
+        if right:
+            settings.check_sampled(run)
+        else:
+            with pytest.raises(ConfigError, match=f"eos_token_id {token} is outside the model's vocabulary of 40"):
+                settings.check_sampled(run)
