@@ -15,6 +15,7 @@ from megarl.errors import AdapterError, nearest
 from megarl.files import user_path, write_directory
 from megarl.lora.arrangements import arrange
 from megarl.lora.parameter_targets import as_read
+from megarl.lora.pattern_order import SIDE_A, restore_order
 from megarl.lora.stacked_files import AdapterFile, places_of
 from megarl.lora.targets import (
     BASE_WEIGHT,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+# Ends of the modules that PEFT wraps stacked experts in.
+STACKED = (".experts", ".experts.base_layer")
 
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
@@ -103,7 +106,20 @@ def load_peft_config(path: str | Path) -> LoraConfig:
     config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
     check_supported(config)
     config.init_lora_weights = True
+    if len(config.rank_pattern) > 1:
+        config = restore_order(config, _ranks(file.with_name(WEIGHTS)), file)
     return config
+
+
+def _ranks(file: Path) -> dict[str, int]:
+    """Module -> rank, of those that are not stacked; empty where the file is missing or damaged: ``load`` says so."""
+    try:
+        with safe_open(str(file), framework="pt") as source:
+            found = {match[1]: name for name in source.keys() if (match := SIDE_A.fullmatch(name))}  # noqa: SIM118
+            plain = {module: name for module, name in found.items() if not module.endswith(STACKED)}
+            return {module: source.get_slice(name).get_shape()[0] for module, name in plain.items()}
+    except (SafetensorError, OSError):
+        return {}
 
 
 def load(path: str | Path, adapter: "LoraAdapter") -> None:

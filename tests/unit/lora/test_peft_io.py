@@ -1,10 +1,17 @@
 """Reading ``adapter_config.json``."""
 
 import pytest
-from peft import LoraConfig
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 
-from megarl.errors import UnsupportedError
+from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora import load_peft_config
+from megarl.lora.peft_io import config_dict, write
+from megarl.lora.targets import rank_and_scaling, resolve_targets
+from megarl.model.families import names_of
+from tests.helpers.models import SHAPE
 
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "orthogonal", "eva"])
@@ -17,4 +24,39 @@ def test_a_start_that_left_the_base_alone_is_forgotten(tmp_path, start):
 def test_a_start_that_changed_the_base_is_refused_with_the_way_out(tmp_path, start):
     LoraConfig(target_modules=["q_proj"], init_lora_weights=start).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=f"init_lora_weights is '{start}'.*path_initial_model_for_weight_conv"):
+        load_peft_config(tmp_path)
+
+
+PATTERNS = [
+    {"q_proj": 2, r"layers\.0\.self_attn\.q_proj": 3},
+    {"self_attn.q_proj": 2, "q_proj": 3, "v.*": 5, ".*_proj": 6},
+    {r"layers\.1\.self_attn\.v_proj": 7, "v_proj": 3, ".*": 2},
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=str)
+def test_the_order_of_patterns_that_peft_lost_when_it_saved_is_found_again(tmp_path, pattern):
+    """PEFT itself refuses its own file then; the ranks, and with them the scalings, are those of the trained model."""
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "rank_pattern": pattern}
+    hf_config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 2})
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_config(hf_config), LoraConfig(**settings))
+    model.save_pretrained(tmp_path)
+    config = load_peft_config(tmp_path)
+    names = names_of(hf_config.to_dict())
+    for name in resolve_targets(config, names):
+        module = model.get_submodule(f"base_model.model.{name}")
+        assert rank_and_scaling(config, name) == (module.r["default"], module.scaling["default"])
+    # What is saved from here PEFT can load.
+    write(tmp_path / "again", load_file(tmp_path / "adapter_model.safetensors"), config_dict(config, names))
+    base = transformers.AutoModelForCausalLM.from_config(hf_config)
+    again = PeftModel.from_pretrained(base, tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items() if ".lora_" in name)
+
+
+def test_alphas_whose_order_nothing_tells_are_refused(tmp_path):
+    settings = {"target_modules": ["q_proj"], "rank_pattern": PATTERNS[0], "alpha_pattern": {"q_proj": 3, ".*proj": 5}}
+    hf_config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_config(hf_config), LoraConfig(**settings))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(AdapterError, match="several keys of alpha_pattern fit 'model"):
         load_peft_config(tmp_path)
