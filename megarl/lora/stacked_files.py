@@ -15,7 +15,11 @@ from megarl.errors import AdapterError
 from megarl.lora.parameter_targets import DOWN, GATE_UP
 from megarl.lora.targets import matrix_name
 from megarl.model.families import WeightMap
+from megarl.model.families.base import STACKED_EXPERTS
 from megarl.model.sharding import Sliceable
+
+# Ends of stacked parameters' names.
+STACKS = tuple(f".{name}" for name in STACKED_EXPERTS)
 
 
 class Place(NamedTuple):
@@ -47,10 +51,10 @@ def places_of(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for name, key in targets.items():
         module = key.removesuffix(".weight") if key in parameters else name
-        if _leaf(key) not in (GATE_UP, DOWN):
+        if not key.endswith(STACKS):
             found |= {matrix_name(name, side): Place(matrix_name(module, side)) for side in "AB"}
     for key, linears in parameters.items():
-        if _leaf(key) in (GATE_UP, DOWN):
+        if key.endswith(STACKS):
             module, parts = _wrapper(key, parameters), len(linears) // names.num_experts
             for number, name in enumerate(linears):
                 expert, part = divmod(number, parts)
@@ -61,14 +65,10 @@ def places_of(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
     return found
 
 
-def _leaf(key: str) -> str:
-    return key.rpartition(".")[2]
-
-
 def _wrapper(key: str, adapted: Iterable[str]) -> str:
     """PEFT's module for a stacked parameter: down's is the outer one of two."""
-    experts = key.rpartition(".")[0]
-    return f"{experts}.base_layer" if _leaf(key) == GATE_UP and f"{experts}.{DOWN}" in adapted else experts
+    experts, _, leaf = key.rpartition(".")
+    return f"{experts}.base_layer" if leaf == GATE_UP and f"{experts}.{DOWN}" in adapted else experts
 
 
 class AdapterFile:

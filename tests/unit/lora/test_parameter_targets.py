@@ -92,6 +92,16 @@ def test_what_peft_refuses_or_cannot_mean_is_refused(settings, error, part):
     assert part in str(failure.value)
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_what_no_parameter_stacks_lies_in_the_file_by_its_own_name(model_type):
+    """Also the MLP of a dense model, whose last component is that of the stacked experts."""
+    names = names_of(config_of(model_type))
+    targets = resolve_targets(LoraConfig(target_modules="all-linear"), names)
+    places = places_of(targets, names)
+    assert {name: place.file for name, place in places.items()} == {name: name for name in places}
+    assert len(places) == 2 * len(targets) and all(place.expert is None for place in places.values())
+
+
 def test_a_dense_model_has_parameters_too():
     names = names_of({"model_type": "llama", "num_hidden_layers": 2})
     found = resolve_targets(LoraConfig(target_modules=["o_proj"], target_parameters=["q_proj.weight"]), names)
