@@ -37,6 +37,8 @@ BOUNDS = {
 SLACK = 4.0
 # The largest bound, whatever the yardstick: times the fixed one in float32; in bfloat16. A lost tensor's error is 1.
 MOST_FLOAT32, MOST_BFLOAT16 = 100.0, 0.75
+# Merged weights are rounded to the dtype of the file, which may be bfloat16.
+MOST_ROUNDED = 0.02
 # Single tensors by norm, in bfloat16: a tensor is a single draw, so more slack than for a row; one of which Hugging
 # Face's own error is larger than ``NOISE`` says nothing and is left out.
 EACH_SLACK, NOISE = 3.0, 0.5
@@ -124,7 +126,9 @@ class Rule:
         """For ``model.dtype``, of a model with or without routers."""
         if dtype == "float32":
             bounds = {row: bound for row, bound in BOUNDS.items() if row not in BFLOAT16_ONLY}
-            return cls(bounds, {row: MOST_FLOAT32 * bound for row, bound in bounds.items()}, SLACK, by_norm=False)
+            most = {row: MOST_FLOAT32 * bound for row, bound in bounds.items()}
+            most |= dict.fromkeys((MERGED_WEIGHTS, EXPORTED_WEIGHTS), MOST_ROUNDED)
+            return cls(bounds, most, SLACK, by_norm=False)
         # The merge of a float32 file has no coarse dtype to be excused by.
         bounds = {row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY} | {EXPORTED_WEIGHTS: BOUNDS[EXPORTED_WEIGHTS]}
         most = dict.fromkeys(bounds, MOST_BFLOAT16) | {BASE_WEIGHTS: 0.0}

@@ -1,8 +1,13 @@
 """What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
 Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops
+<<<<<<< HEAD
 the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz. Another megatron-core, first on
 PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names the release. Stages:
+=======
+the next: PROVE_LIMIT seconds (570). Every half minute a stage says how far its log is. A table comes last; every log,
+table and profile is in OUT/logs.tar.gz, which is written again with each line that is said. Stages:
+>>>>>>> e6345dc (verify: a merge is rounded to its file's dtype; prove.py says how far a stage is and keeps its logs)
 
     smoke, kernels, graphs, parity      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
@@ -20,7 +25,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -34,10 +41,12 @@ TESTS = {
     "graphs": ["test_graphs.py"],
     "parity": ["test_parity_cuda.py"],
 }
+ARCHIVING = threading.Lock()
 # Lines to show of a test's, a verification's, any other log.
 TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^[^{]"
 VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
-LIMIT, SHOWN = 570, 30
+LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), 30
+SAY_SECONDS = 30
 
 
 def command_of(stage: str, out: Path) -> tuple[list[str], str]:
@@ -77,23 +86,42 @@ def file_name(stage: str) -> str:
     return re.sub(r"[^\w.]+", "-", stage).strip("-")[:200]
 
 
-def run(stage: str, out: Path, results: dict[str, tuple[int, float]]) -> None:
-    """Run a stage, print what matters, keep ``(status, seconds)``."""
+def archive(work: Path, out: Path) -> None:
+    """Keep the logs so far: the whole may be cut off."""
+    with ARCHIVING, tarfile.open(out / "logs.tar.gz", "w:gz") as file:
+        file.add(work, "logs")
+
+
+def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Callable[[], None]) -> None:
+    """Run a stage, print its progress and what matters, keep ``(status, seconds)`` and the logs."""
     command, shown = command_of(stage, out)
     gpus, at, _ = stage.rpartition("@")
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
     log, start = out / f"{file_name(stage)}.log", time.monotonic()
     with log.open("w") as handle:
-        status = subprocess.call(
+        process = subprocess.Popen(
             ["timeout", "--kill-after=10", str(LIMIT), *command],
             stdout=handle,
             stderr=subprocess.STDOUT,
             env=environment,
         )
+        while (status := ended(process)) is None:
+            last = (log.read_text(errors="replace").splitlines() or [""])[-1]
+            print(f"{time.monotonic() - start:4.0f} s  {stage}: {last[:160]}", flush=True)
+            keep()
     results[stage] = status, time.monotonic() - start
     lines = log.read_text(errors="replace").splitlines()
     matter = [line for line in lines if re.search(shown, line)][-SHOWN:] + (lines[-12:] if status else [])
     print("\n".join([f"== {stage}: status {status}", *(line[:240] for line in matter)]), flush=True)
+    keep()
+
+
+def ended(process: subprocess.Popen) -> int | None:
+    """The status, or None if it has not ended for a while."""
+    try:
+        return process.wait(SAY_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def main(out_folder: str, *groups: str) -> int:
@@ -106,10 +134,8 @@ def main(out_folder: str, *groups: str) -> int:
     for group in groups:
         stages = group.split("+")
         with ThreadPoolExecutor(len(stages)) as pool:
-            # After each stage: the whole may be cut off.
-            for _ in as_completed([pool.submit(run, stage, work, results) for stage in stages]):
-                with tarfile.open(out / "logs.tar.gz", "w:gz") as archive:
-                    archive.add(work, "logs")
+            for stage in as_completed([pool.submit(run, s, work, results, lambda: archive(work, out)) for s in stages]):
+                stage.result()
     print("\n".join(f"{stage:<48} {status:>4} {seconds:6.0f} s" for stage, (status, seconds) in results.items()))
     return int(any(status for status, _ in results.values()))
 
