@@ -2,11 +2,10 @@
 
 The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched.
 It lives for one transfer (some milliseconds to set up), so that a receiver that was restarted is no special case.
-Interface: ``GLOO_SOCKET_IFNAME`` where it is set, else the one that the host's name resolves to.
+Interface: ``GLOO_SOCKET_IFNAME`` where it is set, else the one by which the hosts reach each other.
 """
 
 import contextlib
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 
 from megarl.checkpoint_engine.base import Frame, Link
 from megarl.errors import WeightSyncError
+from megarl.network import gloo_devices, listen, own_address
 
 PREFIX = "megarl"
 FAILED = f"{PREFIX}-failed"
@@ -25,10 +25,13 @@ SIZES = 2
 class _Group:
     """Rank 0 sends, ranks 1 .. receivers receive; gloo's errors become ``WeightSyncError``."""
 
-    def __init__(self, store: TCPStore, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, store: TCPStore, host: str, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout = store, timeout
         with self._errors("joining the group"):
-            self._group = ProcessGroupGloo(PrefixStore(PREFIX, store), rank, size, timedelta(seconds=timeout))
+            options = ProcessGroupGloo._Options()
+            options._timeout = timedelta(seconds=timeout)
+            options._devices = [ProcessGroupGloo.create_device(**device) for device in gloo_devices(host)]
+            self._group = ProcessGroupGloo(PrefixStore(PREFIX, store), rank, size, options)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast from rank 0, in place."""
@@ -52,13 +55,19 @@ class GlooSender:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._host = _own_address()
+        self._host = own_address()
         self._group: _Group | None = None
         try:
+            listener = listen(self._host)
             self._store: TCPStore | None = TCPStore(
-                "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=link.timeout)
+                self._host,
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=link.timeout),
+                master_listen_fd=listener.detach(),  # the store closes it
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"gloo transfer: cannot open a store on {self._host}: {error}") from error
         self._port = self._store.port
 
@@ -98,7 +107,7 @@ class GlooSender:
         if self._group is None:
             if self._store is None:
                 raise WeightSyncError("gloo transfer: the sender is closed")
-            self._group = _Group(self._store, 0, self._link.receivers + 1, self._link.timeout)
+            self._group = _Group(self._store, self._host, 0, self._link.receivers + 1, self._link.timeout)
         return self._group
 
 
@@ -113,7 +122,7 @@ class GlooReceiver:
         except RuntimeError as error:
             raise WeightSyncError(f"gloo transfer: receiver {index} cannot reach {host}:{port}: {error}") from error
         self._index = index
-        self._group: _Group | None = _Group(self._store, index + 1, endpoint["receivers"] + 1, timeout)
+        self._group: _Group | None = _Group(self._store, host, index + 1, endpoint["receivers"] + 1, timeout)
 
     def take(self) -> Frame:
         """Receive the next frame into fresh memory."""
@@ -157,13 +166,3 @@ def _reason(store: TCPStore) -> str | None:
         if store.check([FAILED]):
             return store.get(FAILED).decode()
     return None
-
-
-def _own_address() -> str:
-    """An address of this host that others can reach: that of the interface which routes outwards."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))  # UDP: nothing is sent
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"

@@ -11,6 +11,7 @@ from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig
 from megarl.controller.logs import logs_exceptions
 from megarl.controller.pulse import Place
+from megarl.network import LOOPBACK
 from megarl.types import Sample
 
 
@@ -29,12 +30,17 @@ class TrainerRank(CheckpointEngineMixin):
 
         self.config, self.rank = config, place.index
 
-    def rendezvous(self) -> tuple[str, int]:
-        """This node's address and the port of a store that this rank keeps open, for all ranks to meet at."""
+    def rendezvous(self, alone: bool) -> tuple[str, int]:
+        """Address and port of a store that this rank keeps open, for all ranks to meet at.
+
+        Args:
+            alone: all ranks are on this node: nobody else can reach the store.
+        """
         from megarl.parallel.rendezvous import open_store
 
-        self._store = open_store()
-        return ray.util.get_node_ip_address(), self._store.port
+        address = LOOPBACK if alone else ray.util.get_node_ip_address()
+        self._store = open_store(address)
+        return address, self._store.port
 
     def node(self) -> str:
         """The Ray node this rank is on."""

@@ -63,6 +63,11 @@ class Plan:
         """Whether engines are on the trainer's GPUs."""
         return 0 < self.trainer_gpus < 1
 
+    @property
+    def ranks_alone(self) -> bool:
+        """Whether all trainer ranks are on one node."""
+        return len({self.nodes[bundle].id for bundle in self.trainer}) == 1
+
     def describe(self) -> str:
         """One line per node: who is there; and what is shared or idle."""
         lines = []

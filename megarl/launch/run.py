@@ -199,7 +199,7 @@ def actors(
         samplers = SamplerGroup(dict(zip(engine_names, engines, strict=True)), watch, config.sampler)
         check_shared(resumed or folder / CONFIG, trainers, plan)
         limit = Limit("train.build_seconds", config.train.build_seconds)
-        address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote()}, watch, limit)[0]
+        address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote(plan.ranks_alone)}, watch, limit)[0]
         calls = trainers.start("build", address, port, plan.trainer_threads)
         calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
         wait_all(calls, watch, limit)

@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megarl.network import LOOPBACK, gloo_devices
+
 NAME = "megarl_gloo"
 
 
@@ -25,14 +27,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist
     options = dist.ProcessGroupGloo._Options()
     options._threads = 1
     options._timeout = timeout
-    options._devices = _devices()
+    toward = os.environ.get("MASTER_ADDR", LOOPBACK)
+    options._devices = [dist.ProcessGroupGloo.create_device(**device) for device in gloo_devices(toward)]
     group = dist.ProcessGroupGloo(store, rank, size, options)
     group._set_sequence_number_for_group()
     return group
-
-
-def _devices() -> list[dist.ProcessGroupGloo.Device]:
-    """Interfaces as torch's own gloo chooses them."""
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    create = dist.ProcessGroupGloo.create_device
-    return [create(interface=name) for name in names] or [dist.ProcessGroupGloo.create_default_device()]

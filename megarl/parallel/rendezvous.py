@@ -4,23 +4,34 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from megarl.network import LOOPBACK, listen
+
 # What torchrun sets for a group of one process, whose store listens on any port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def open_store(timeout_seconds: float = 1800) -> TCPStore:
+def open_store(address: str = LOOPBACK, timeout_seconds: float = 1800) -> TCPStore:
     """A store that listens from now on, on a port that the system chose (its ``port``), as long as it is referred to.
 
     A port that is only found free now and listened on later can be another process's by then.
 
     Args:
+        address: of this host, the only one to listen on: whoever reaches it can read, write and delete.
         timeout_seconds: how long the opener's own reads may wait.
 
     Raises:
-        RuntimeError: no port can be opened.
+        OSError: the address is not this host's, or no port can be opened.
     """
-    timeout = timedelta(seconds=timeout_seconds)
-    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timeout)
+    listener = listen(address)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_seconds),
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:

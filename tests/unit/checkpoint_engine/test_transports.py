@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -201,3 +202,17 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype, value):
             broken = tensor.clone()
             broken[place] = value
             assert not is_finite(broken)
+
+
+def test_gloo_listens_on_the_address_that_it_tells_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where the host's name maps to loopback, as on Debian, torch's own choice cannot be reached from other hosts.
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    heard: set = set()
+    for _ in range(2):
+        sender, sent, arrived = transfer("gloo")
+        while not sent.done():
+            heard |= {c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        sent.result(30)
+        assert all(future.result(30) for future in arrived)
+        sender.close()
+    assert heard == {sender.endpoint()["host"]}

@@ -4,10 +4,12 @@ import errno
 import os
 import socket
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.network import LOOPBACK
 from megarl.parallel.rendezvous import open_store, rank_environment
 
 
@@ -23,8 +25,18 @@ def total() -> int:
 def test_nobody_else_can_listen_on_the_port() -> None:
     store = open_store()
     with socket.socket() as other, pytest.raises(OSError) as caught:
-        other.bind(("0.0.0.0", store.port))
+        other.bind((LOOPBACK, store.port))
     assert caught.value.errno == errno.EADDRINUSE
+
+
+def test_a_store_can_be_reached_at_its_address_only() -> None:
+    store = open_store()
+    listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in listening if place.port == store.port} == {"127.0.0.1"}
+    elsewhere = socket.create_server(("127.0.0.2", store.port))  # taken on all addresses, this would fail
+    elsewhere.close()
+    with pytest.raises(OSError):
+        open_store("192.0.2.77")
 
 
 def test_rank_0_joins_a_store_that_is_open_already(monkeypatch: pytest.MonkeyPatch) -> None:
