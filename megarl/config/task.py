@@ -17,6 +17,8 @@ class TaskConfig(Section):
     reward_threads: int = Field(16, ge=1)
     """Completions that are scored at the same time, each in a thread. 1: one after the other in the main thread, for a
     reward that may not run beside itself or that uses signals."""
+    reward_seconds: float = Field(600.0, gt=0.0)
+    """Limit of one reward: one that takes longer ends the run."""
     system_prompt: str | None = None
     """Put before every question."""
     options: dict[str, Any] = Field(default_factory=dict)

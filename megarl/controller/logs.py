@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# In the run folder.
+LOGS = "logs"
 # The last line of a traceback, after whatever a logger puts before it.
 EXCEPTION = re.compile(r"(?:^|[\s\])])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
 # What vLLM's front end says of a failure whose cause its engine process has printed.

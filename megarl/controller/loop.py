@@ -10,12 +10,12 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.data import PromptStream
 from megarl.controller.metrics import Recorder
+from megarl.controller.rewards import RewardProcess
 from megarl.controller.roles import SamplerGroup, TrainerGroup
 from megarl.controller.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError
 from megarl.loss.advantages import group_advantages
-from megarl.tasks.base import Task
 
 
 @dataclass
@@ -25,7 +25,8 @@ class RunState:
     Attributes:
         config: the run, resolved.
         trainers, samplers, manager: the actors and the weight path between them.
-        task, stream, decode: prompts, rewards, response ids -> text.
+        rewards: the process that scores completions.
+        stream, decode: prompts; response ids -> text.
         recorder: metrics, rollouts and checkpoints of the run folder.
         step: steps made so far.
         updates: optimizer steps made so far, which is the policy version.
@@ -36,7 +37,7 @@ class RunState:
     trainers: TrainerGroup
     samplers: SamplerGroup
     manager: CheckpointEngineManager
-    task: Task
+    rewards: RewardProcess
     stream: PromptStream
     decode: Decode
     recorder: Recorder
@@ -120,12 +121,11 @@ def collect(state: RunState) -> Rollout:
         return score(
             prompts,
             completions,
-            state.task,
+            lambda pairs: state.rewards.score(pairs, state.trainers.watch.check),
             state.decode,
             lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
             group=config.sampler.samples_per_prompt,
             version=state.updates,
-            threads=config.task.reward_threads,
         )
 
 

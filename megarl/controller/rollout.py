@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.controller.data import EncodedPrompt
-from megarl.controller.scoring import score_all
 from megarl.errors import DataError
-from megarl.tasks.base import Reward, Task
-from megarl.types import Completion, Sample
+from megarl.tasks.base import Reward
+from megarl.types import Completion, Prompt, Sample
 
 Decode = Callable[[np.ndarray], str]
 
@@ -79,36 +78,34 @@ class Rollout:
 def score(
     prompts: Sequence[EncodedPrompt],
     completions: Sequence[Sequence[Completion]],
-    task: Task,
+    rewards_of: Callable[[Sequence[tuple[Prompt, str]]], list[Reward]],
     decode: Decode,
     advantages_of: Callable[[np.ndarray], np.ndarray],
     *,
     group: int,
     version: int,
-    threads: int = 1,
 ) -> Rollout:
     """Check and score what the samplers returned.
 
     Args:
         prompts: as sent.
         completions: as returned, per prompt.
-        task: gives the rewards.
+        rewards_of: (prompt, response) pairs -> their rewards, such as ``RewardProcess.score``.
         decode: response ids -> text without special tokens.
         advantages_of: rewards ``[G]`` -> advantages ``[G]``.
         group: completions expected per prompt.
         version: the policy version that must have made every token.
-        threads: as ``task.reward_threads``.
 
     Raises:
         DataError: a wrong number of completions, other prompt tokens than were sent, an empty response, or a token
             made by another version.
-        RewardError: see ``scoring.score_all``.
+        RewardError: as ``rewards_of`` raised it.
     """
     for prompt, answers in zip(prompts, completions, strict=True):
         check_group(prompt, answers, group, version)
     texts = [[decode(answer.response_ids) for answer in answers] for answers in completions]
     pairs = [(prompt.prompt, text) for prompt, answers in zip(prompts, texts, strict=True) for text in answers]
-    flat = score_all(task, pairs, threads)
+    flat = rewards_of(pairs)
     rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
     advantages = [advantages_of(np.array([reward.score for reward in group_rewards])) for group_rewards in rewards]
     return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages)

@@ -14,8 +14,10 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, dump_config
 from megarl.controller import loop
 from megarl.controller.data import PromptStream
+from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import CONFIG, Recorder, last_checkpoint
 from megarl.controller.pulse import Watch
+from megarl.controller.rewards import RewardProcess
 from megarl.controller.roles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
@@ -59,6 +61,9 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     with Screen(config.train.steps) as screen, reaper():
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
+        rewards = RewardProcess(
+            TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
+        )
         try:
             with actors(config, screen, folder, resumed) as (trainers, samplers, transport):
                 manager = CheckpointEngineManager(trainers, samplers.engines, transport)
@@ -67,7 +72,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     trainers=trainers,
                     samplers=samplers,
                     manager=manager,
-                    task=task,
+                    rewards=rewards,
                     stream=make_stream(config, task, tokenizer),
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
@@ -83,6 +88,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     recorder.rescue(trainers)
                     raise
         finally:
+            rewards.close()
             recorder.close()
     screen.say("\n".join(f"{name:<26}{_shown(value)}" for name, value in summary.items()))
     return folder
@@ -186,7 +192,7 @@ def actors(
         screen.phase("building")
         rank_names = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engine_names = [f"sampler {index}" for index in range(len(plan.engine))]
-        watch = Watch([*rank_names, *engine_names], folder / "logs", config.train.hang_seconds)
+        watch = Watch([*rank_names, *engine_names], folder / LOGS, config.train.hang_seconds)
         shared = ray.put(config)
         for index, name in enumerate(rank_names):
             place = placement.options(group, plan.trainer[index], plan.trainer_gpus)

@@ -125,7 +125,7 @@ def _import_file(file: Path, spec: str) -> Any:
         module_spec.loader.exec_module(module)
     except MegarlError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"task.reward is '{spec}', but {file} cannot be imported: {type(error).__name__}: {error}"
         ) from error

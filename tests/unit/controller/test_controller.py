@@ -10,6 +10,7 @@ from megarl.config import TrainConfig
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.rollout import score
 from megarl.controller.schedule import learning_rate
+from megarl.controller.scoring import score_all
 from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError
 from megarl.loss.advantages import group_advantages
@@ -91,7 +92,7 @@ def run_score(completions, version=0):
     return score(
         prompts,
         completions,
-        CountingTask(3),
+        lambda pairs: score_all(CountingTask(3), pairs, 1),
         lambda ids: "x" * len(ids),
         lambda r: r - r.mean(),
         group=2,
@@ -171,7 +172,15 @@ def test_groups_without_signal_are_those_whose_rewards_are_equal(size, reward):
         task.reward = lambda prompt, response: Reward(next(given))
         prompts = [EncodedPrompt(task[0], np.array([0, 9]))]
         advantages = partial(group_advantages, scale="std")
-        return score(prompts, [group], task, lambda ids: "", advantages, group=len(group), version=0)
+        return score(
+            prompts,
+            [group],
+            lambda pairs: score_all(task, pairs, 1),
+            lambda ids: "",
+            advantages,
+            group=len(group),
+            version=0,
+        )
 
     assert rollout([reward] * size).metrics()["groups_without_signal"] == 1
     assert rollout([reward] * (size - 1) + [np.nextafter(reward, 0)]).metrics()["groups_without_signal"] == 0

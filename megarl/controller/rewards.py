@@ -1,0 +1,174 @@
+"""Rewards run in a process of their own: code that others wrote may hang, exit or crash, and the run is told."""
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megarl.controller.logs import redirect_output
+from megarl.controller.scoring import score_all
+from megarl.errors import MegarlError, RewardError, first_few
+from megarl.tasks import Reward, Task, TaskContext, build_task
+from megarl.types import Prompt
+
+POLL_SECONDS = 0.2
+
+
+class RewardProcess:
+    """Scores completions in a child process, which keeps whatever state the reward has, to the end of the run."""
+
+    def __init__(self, context: TaskContext, log: Path) -> None:
+        """Start the process; it loads the task while the caller goes on.
+
+        Args:
+            context: of the task; its ``reward_threads`` and ``reward_seconds`` are used.
+            log: where the process's output goes.
+        """
+        self._limit, self._log = context.config.reward_seconds, log
+        self._connection, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(log)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        theirs.close()
+        self._connection.send(context)
+
+    def score(self, pairs: Sequence[tuple[Prompt, str]], look: Callable[[], None] = lambda: None) -> list[Reward]:
+        """Reward every completion, in the order given.
+
+        Args:
+            pairs: prompt and decoded response.
+            look: called between two looks at the process; what it raises ends the wait.
+
+        Raises:
+            RewardError: a reward raised, exited, crashed, took longer than ``task.reward_seconds``, or is no finite
+                number; names the prompt and the log.
+        """
+        running: dict[int, tuple[str, float]] = {}
+        try:
+            self._connection.send(list(pairs))
+            while True:
+                if not self._connection.poll(POLL_SECONDS):
+                    self._check_time(running)
+                    look()
+                    continue
+                kind, *values = self._connection.recv()
+                if kind == "begin":
+                    running[values[0]] = (values[1], time.monotonic())
+                elif kind == "end":
+                    running.pop(values[0])
+                elif kind == "error":
+                    raise values[0]
+                else:
+                    return values[0]
+        except (EOFError, OSError) as error:
+            raise RewardError(f"the reward process {self._status()}{_names(running)}{self._where()}") from error
+        except MegarlError as error:
+            error.args = (f"{error}{self._where()}",) if isinstance(error, RewardError) else error.args
+            raise
+
+    def close(self) -> None:
+        """End the process and its children; safe to call twice."""
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self._process.pid).children(recursive=True):
+                child.kill()
+        self._process.kill()
+        self._process.wait()
+        self._connection.close()
+
+    def _check_time(self, running: dict[int, tuple[str, float]]) -> None:
+        now = time.monotonic()
+        late = {key: (name, began) for key, (name, began) in running.items() if now - began > self._limit}
+        if late:
+            raise RewardError(f"a reward took longer than task.reward_seconds ({self._limit:g} s){_names(late)}")
+
+    def _status(self) -> str:
+        status = self._process.wait()
+        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    def _where(self) -> str:
+        return f"\nlog of the rewards: {self._log}"
+
+
+def _names(running: dict[int, tuple[str, float]]) -> str:
+    """The prompts whose rewards were being computed."""
+    names = sorted({name for name, _ in running.values()})
+    listed = first_few([f"prompt '{name}'" for name in names])
+    return f"; being scored were completions of\n{listed}" if names else ""
+
+
+class _Reported:
+    """A task whose rewards are announced when they begin and end, and whose exits are errors."""
+
+    def __init__(self, task: Task, send: Callable[[tuple], None]) -> None:
+        self._task, self._send, self._keys = task, send, itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._task)
+
+    def __getitem__(self, index: int) -> Prompt:
+        return self._task[index]
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        key = next(self._keys)
+        self._send(("begin", key, prompt.id))
+        try:
+            return self._task.reward(prompt, response)
+        except MegarlError:
+            raise
+        except SystemExit as error:
+            raise RewardError(f"prompt '{prompt.id}': the reward called sys.exit({error.code!r})") from error
+        except BaseException as error:
+            raise RewardError(f"prompt '{prompt.id}': the reward raised {type(error).__name__}: {error}") from error
+        finally:
+            self._send(("end", key))
+
+
+def serve(connection: Connection) -> None:
+    """Score what comes until the other end is closed."""
+    lock = threading.Lock()
+
+    def send(message: tuple) -> None:
+        with lock:
+            connection.send(message)
+
+    context = connection.recv()
+    failure: MegarlError | None = None
+    try:
+        task: Any = _Reported(build_task(context), send)
+    except MegarlError as error:
+        failure = error
+    while True:
+        pairs = connection.recv()
+        try:
+            if failure is not None:
+                raise failure
+            send(("rewards", score_all(task, pairs, context.config.reward_threads)))
+        except MegarlError as error:
+            if error.__cause__ is not None:
+                sys.excepthook(type(error), error, error.__traceback__)
+            send(("error", error))
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent is gone, whatever a reward is doing."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
+    redirect_output(Path(sys.argv[2]))
+    # Ctrl-C on the terminal is for the controller, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        serve(Connection(int(sys.argv[1])))
