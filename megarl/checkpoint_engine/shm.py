@@ -10,16 +10,13 @@ Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::
     failed             a receiver's error; ends the transfer at both ends
 
 A mapped file lives on after it is unlinked, so the sender unlinks each bucket once every receiver has it: at most
-``DEPTH`` buckets exist at a time. Folders whose lock is free belong to dead processes and are removed at the start of
-the next transfer.
+``DEPTH`` buckets exist at a time. ``shm_folders`` removes what dead senders leave.
 """
 
 import contextlib
-import fcntl
 import mmap
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,9 +25,9 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Frame, Link
+from megarl.checkpoint_engine.shm_folders import ROOT, is_locked, make_folder, remove_stale
 from megarl.errors import WeightSyncError
 
-ROOT = Path("/dev/shm")
 DEPTH = 2
 
 
@@ -49,7 +46,7 @@ class ShmSender:
         self._deadline = time.monotonic() + link.timeout
         self._count = 0
         self._oldest = 0
-        self._folder, self._lock = _make_folder()
+        self._folder, self._lock = make_folder()
 
     def endpoint(self) -> dict[str, Any]:
         """Folder, host identity and time limit."""
@@ -126,7 +123,7 @@ class ShmReceiver:
             if head.exists() or end.exists():
                 return True
             _raise_if_failed(self._folder)
-            if not _is_locked(self._folder):
+            if not is_locked(self._folder):
                 raise WeightSyncError(f"the sender of {self._folder.name} is gone before its transfer ended")
             return False
 
@@ -158,39 +155,6 @@ def open_sender(link: Link) -> ShmSender:
 def open_receiver(endpoint: dict[str, Any], index: int) -> ShmReceiver:
     """See ``base.open_receiver``."""
     return ShmReceiver(endpoint, index)
-
-
-def remove_stale() -> list[str]:
-    """Remove what dead senders of this user left behind; return the folders' names."""
-    stale = [folder for folder in ROOT.glob(f"megarl-{os.getuid()}-*") if not _is_locked(folder)]
-    for folder in stale:
-        shutil.rmtree(folder, ignore_errors=True)
-    return [folder.name for folder in stale]
-
-
-def _make_folder() -> tuple[Path, int]:
-    """Make a locked folder; return it and the lock's descriptor."""
-    name = f"megarl-{os.getuid()}-{os.getpid()}-"
-    # The name becomes visible to ``remove_stale`` only once the lock is held.
-    hidden = Path(tempfile.mkdtemp(prefix=f".{name}", dir=ROOT))
-    lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    return hidden.rename(ROOT / hidden.name[1:]), lock
-
-
-def _is_locked(folder: Path) -> bool:
-    """Whether the folder's sender is alive."""
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _publish(path: Path, data: bytes) -> None:

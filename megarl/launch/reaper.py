@@ -1,7 +1,8 @@
 """Ends what a run started even if the run itself is killed with -9.
 
 Ray's own processes mostly die with the driver, but two agents of the raylet survive its SIGKILL (Ray 2.60). The reaper
-is a small process that remembers the run's descendants, and kills those that are still there once the run is gone.
+is a small process that remembers the run's descendants, and kills those that are still there once the run is gone. Then
+it removes the shared memory of a weight transfer that was cut short.
 """
 
 import contextlib
@@ -13,6 +14,8 @@ import time
 from collections.abc import Iterator
 
 import psutil
+
+from megarl.checkpoint_engine.shm_folders import remove_stale
 
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
@@ -47,6 +50,8 @@ def watch(parent: psutil.Process) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.is_running():
                 process.kill()
+    psutil.wait_procs(family, timeout=GRACE_SECONDS)
+    remove_stale()
 
 
 if __name__ == "__main__":

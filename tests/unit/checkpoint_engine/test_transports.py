@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megarl.checkpoint_engine.base import TRANSPORTS, Link, open_receiver, open_sender
-from megarl.checkpoint_engine.shm import ROOT, remove_stale
+from megarl.checkpoint_engine.shm_folders import ROOT, remove_stale
 from megarl.checkpoint_engine.stream import Inbox, is_finite, send_tensors
 from megarl.errors import ConfigError, WeightSyncError
 

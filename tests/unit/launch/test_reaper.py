@@ -1,0 +1,57 @@
+"""A controller that is killed leaves neither processes nor shared memory."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from megarl.checkpoint_engine.shm_folders import HIDDEN_SECONDS, ROOT, remove_stale
+
+# A controller and, as its child, a trainer in the middle of a transfer by shared memory.
+CONTROLLER = """
+import subprocess, sys, time
+from megarl.launch.reaper import reaper
+with reaper():
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+    time.sleep(1000)
+"""
+SENDER = """
+import os, time
+from megarl.checkpoint_engine.shm_folders import make_folder
+folder, lock = make_folder()
+(folder / "00000.data").write_bytes(bytes(2**20))
+print(os.getpid(), folder, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_controller_killed_while_syncing_leaves_no_process_and_no_shared_memory() -> None:
+    command = [sys.executable, "-c", CONTROLLER, SENDER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as controller:
+        assert controller.stdout is not None
+        pid, folder = controller.stdout.readline().split()
+        sender = psutil.Process(int(pid))
+        assert Path(folder).is_dir()
+        time.sleep(2.5)  # the reaper looks every second
+        os.kill(controller.pid, signal.SIGKILL)
+        deadline = time.monotonic() + 25
+        while Path(folder).exists() or sender.is_running():
+            assert time.monotonic() < deadline, "the sender or its folder outlived the controller"
+            time.sleep(0.2)
+
+
+def test_a_folder_that_never_got_its_name_is_removed_once_it_is_old() -> None:
+    young, old = (ROOT / f".megarl-{os.getuid()}-{os.getpid()}-{age}" for age in ("young", "old"))
+    for folder in (young, old):
+        folder.mkdir()
+    try:
+        past = time.time() - HIDDEN_SECONDS - 5
+        os.utime(old, (past, past))
+        assert old.name in remove_stale()
+        assert young.is_dir() and not old.exists()
+    finally:
+        young.rmdir()
