@@ -1,6 +1,7 @@
 """A training run from recipe to summary; ends everything it started, whatever happens."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
@@ -31,7 +33,7 @@ from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.loss import build_loss
 from megarl.model.inspection import inspect_folder
-from megarl.sampler.settings import check_sampled
+from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
 from megarl.tasks.prompting import check_prompts, encode_prompt
@@ -106,6 +108,9 @@ def check_names(config: RunConfig) -> None:
         pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
     inspect_folder(config.model.path, config.parallel)
     check_sampled(config)
+    # A cluster that is there already decides what the run gets.
+    if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):
+        check_device(config, "cpu")
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -189,6 +194,7 @@ def actors(
     try:
         plan, group = placement.place(config)
         screen.say(plan.describe())
+        check_device(config, "cuda" if plan.trainer_gpus else "cpu")
         screen.phase("building")
         rank_names = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engine_names = [f"sampler {index}" for index in range(len(plan.engine))]

@@ -21,6 +21,9 @@ BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Modules whose adapters vLLM holds in another layout than linears', if at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
+# Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts, and dies
+# of the first request.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
 
@@ -122,6 +125,7 @@ def check_sampled(config: RunConfig) -> None:
             )
 
 
+<<<<<<< HEAD
 def _check_attention(shape: Mapping[str, Any], length: int) -> None:
     """Refuse what vLLM computes otherwise than transformers and the trainer, or has not been shown to compute alike."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
@@ -139,6 +143,24 @@ def _check_attention(shape: Mapping[str, Any], length: int) -> None:
         raise UnsupportedError(
             f"model.path: sliding_window is {window} in its config.json, but sampler.max_prompt_tokens + "
             f"sampler.max_response_tokens is {length}; the sampler supports a window that no sequence exceeds"
+=======
+def check_device(config: RunConfig, device: str) -> None:
+    """Refuse what vLLM cannot compute on the device that the run has got.
+
+    Args:
+        config: the run's.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        UnsupportedError: the model's head size, on a CPU.
+    """
+    shape = read_model_shape(config.model.path)
+    size = shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
+    if device == "cpu" and size and size not in CPU_HEAD_SIZES:
+        raise UnsupportedError(
+            f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "
+            f"are {', '.join(map(str, CPU_HEAD_SIZES))}, and others on GPUs"
+>>>>>>> 6e8a447 (Head sizes that vLLM's CPU kernels lack are refused; a stopped process in each phase, as a test)
         )
 
 
