@@ -21,8 +21,8 @@ BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Modules whose adapters vLLM holds in another layout than linears', if at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
-# Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts, and dies
-# of the first request.
+# Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts and
+# dies of the first request.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
