@@ -125,7 +125,6 @@ def check_sampled(config: RunConfig) -> None:
             )
 
 
-<<<<<<< HEAD
 def _check_attention(shape: Mapping[str, Any], length: int) -> None:
     """Refuse what vLLM computes otherwise than transformers and the trainer, or has not been shown to compute alike."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
@@ -143,7 +142,9 @@ def _check_attention(shape: Mapping[str, Any], length: int) -> None:
         raise UnsupportedError(
             f"model.path: sliding_window is {window} in its config.json, but sampler.max_prompt_tokens + "
             f"sampler.max_response_tokens is {length}; the sampler supports a window that no sequence exceeds"
-=======
+        )
+
+
 def check_device(config: RunConfig, device: str) -> None:
     """Refuse what vLLM cannot compute on the device that the run has got.
 
@@ -160,7 +161,6 @@ def check_device(config: RunConfig, device: str) -> None:
         raise UnsupportedError(
             f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "
             f"are {', '.join(map(str, CPU_HEAD_SIZES))}, and others on GPUs"
->>>>>>> 6e8a447 (Head sizes that vLLM's CPU kernels lack are refused; a stopped process in each phase, as a test)
         )
 
 

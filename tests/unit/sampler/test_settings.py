@@ -141,7 +141,6 @@ def test_settings_need_no_vllm() -> None:
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     ("shape", "message"),
     [
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
@@ -175,7 +174,9 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(tmp_path: Path, token: i
         else:
             with pytest.raises(ConfigError, match=f"eos_token_id {token} is outside the model's vocabulary of 40"):
                 settings.check_sampled(run)
-=======
+
+
+@pytest.mark.parametrize(
     ("shape", "size"), [({"head_dim": 16}, 16), ({"hidden_size": 96, "num_attention_heads": 4, "head_dim": None}, 24)]
 )
 def test_a_head_size_that_vllms_cpu_kernels_lack_is_refused_on_a_cpu_only(
@@ -195,4 +196,3 @@ def test_the_cpu_head_sizes_are_vllms() -> None:
     [method] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
     [returned] = [n for n in ast.walk(method) if isinstance(n, ast.Return)]
     assert tuple(ast.literal_eval(returned.value)) == settings.CPU_HEAD_SIZES
->>>>>>> 6e8a447 (Head sizes that vLLM's CPU kernels lack are refused; a stopped process in each phase, as a test)
