@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Unpacks a release of megatron-core beside the installed one and prints its folder, for the front of PYTHONPATH:
+#
+#   PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix           the newest, of requirements/mcore-newest.txt
+#   PYTHONPATH=$(bash scripts/mcore.sh 0.18.2) megarl verify MODEL --matrix    another one
+#
+# Later wheels want Python 3.12. What megarl imports of them is plain Python that runs on 3.11 too; what is compiled serves
+# data sets.
+set -euo pipefail
+unset CDPATH
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+release=${1:-$(sed -n 's/^megatron-core==//p' requirements/mcore-newest.txt)}
+folder=$PWD/.mcore/$release
+python=.venv/bin/python
+[ -x "$python" ] || python=python3
+
+unpack() {
+  local temporary
+  temporary=$(mktemp -d .mcore/unfinished.XXXXXX)
+  # shellcheck disable=SC2064
+  trap "rm -rf '$temporary'" EXIT
+  "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+    --dest "$temporary" "megatron-core==$release"
+  "$python" -m zipfile -e "$temporary"/megatron_core-*.whl "$temporary/unpacked"
+  # Left to the first import, it is lost where PYTHONDONTWRITEBYTECODE is set.
+  "$python" -m compileall -q -j 2 "$temporary/unpacked/megatron/core"
+  mv "$temporary/unpacked" "$folder"
+}
+
+if [ ! -d "$folder" ]; then
+  mkdir -p .mcore
+  exec 9>.mcore/lock
+  flock 9
+  [ -d "$folder" ] || unpack >&2
+fi
+echo "$folder"

@@ -1,0 +1,62 @@
+"""Programs that the tests of this folder start on another megatron-core: `python -m tests.newest.programs NAME`."""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.parallel import mcore
+from megarl.verify.run import verify_places
+from megarl.verify.truth import make_truth, run_shared
+from tests.distributed import test_latent_attention as latent
+from tests.distributed import test_parity as parity
+from tests.distributed.test_checkpoint import resume, save_and_go_on
+from tests.helpers.cases import check, make_case, place
+from tests.helpers.ranks import run_ranks
+
+# Between them: every kind of layer and of schedule, every axis, mcore's own buffers and recomputation.
+DENSE = ["TP2xPP2", "TP2+SPxCP2", "PP2xVPP2xDP2+all", "PP2+full"]
+EXPERTS = ["TP2+SPxCP2", "TP2+SPxEP2xETP2xDP2", "EP2xDP4+all", "PP2xVPP2xDP2+all"]
+LATENT = ["TP2xPP2xEP2", "CP2+selective"]
+# Checkpoints with all that could differ: family -> layout and dtype; in bf16 with dropout, hence random states.
+SAVED: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3": ({"tensor": 2}, "bfloat16"),
+    "mixtral": ({"data": 2, "expert": 2, "train": {"distributed_optimizer": True}}, "float32"),
+}
+
+
+def layouts() -> None:
+    """A dense model, a mixture of experts and one with multi-latent attention against Hugging Face + PEFT."""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = parity.make_cases(Path(folder), ["qwen3", "mixtral"])
+        cases["v3"] = make_case(Path(folder), "v3", **latent.MODELS["v3"])
+        run_shared(make_truth, [cases["v3"]])
+        places = [place(cases["qwen3"], name, parity.LAYOUTS[name]) for name in DENSE]
+        places += [place(cases["mixtral"], name, parity.LAYOUTS[name]) for name in EXPERTS]
+        places += [place(cases["v3"], name, latent.LAYOUTS[name]) for name in LATENT]
+        check(verify_places(places))
+
+
+def save(folder: str) -> None:
+    """Train the models in FOLDER, save a checkpoint of each, train on; straight.pt tells what came of it."""
+    for family, setup in SAVED.items():
+        done = run_ranks(save_and_go_on, 2, f"{folder}/{family}", *setup)
+        torch.save(done, Path(folder) / family / "straight.pt")
+
+
+def load(folder: str) -> None:
+    """Go on from the checkpoints in FOLDER; resumed.pt tells what came of it."""
+    for family, setup in SAVED.items():
+        torch.save(run_ranks(resume, 2, f"{folder}/{family}", *setup), Path(folder) / family / "resumed.pt")
+
+
+def main(name: str, *arguments: str) -> None:
+    """Run a program and say which release it ran on."""
+    {"layouts": layouts, "save": save, "load": load}[name](*arguments)
+    print(f"megatron-core {mcore.release()}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

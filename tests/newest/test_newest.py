@@ -1,0 +1,80 @@
+"""megarl on the newest megatron-core: exact at layouts, its plugin, checkpoints of either release, a run.
+
+Whole matrices: `PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix`.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.e2e.test_train import make_recipe
+from tests.helpers.models import make_model
+from tests.helpers.train_run import TrainRun, read_rows
+from tests.newest import programs
+from tests.newest.conftest import ROOT
+
+
+def run_on(environment: dict[str, str], *program: str) -> str:
+    """Standard output of `python *program`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *program],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def release_of(environment: dict[str, str]) -> str:
+    return run_on(environment, "-c", "import megatron.core as core; print(core.__shortversion__)").strip()
+
+
+def test_layouts_equal_one_process_of_hugging_face_and_peft(newest):
+    said = run_on(newest, "-m", "tests.newest.programs", "layouts")
+    assert f"{len(programs.DENSE + programs.EXPERTS + programs.LATENT)} places, worst" in said
+    assert said.endswith(f"megatron-core {release_of(newest)}\n")
+
+
+def test_the_plugin_trains_an_adapter_that_peft_reproduces(newest):
+    tests = "tests/distributed/test_plugin.py"
+    said = run_on(newest, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", tests)
+    assert " passed" in said and "skipped" not in said, said
+
+
+@pytest.mark.parametrize("newest_saves", [True, False], ids=["newest-to-installed", "installed-to-newest"])
+def test_a_checkpoint_of_one_release_goes_on_in_the_other(newest, tmp_path, newest_saves):
+    for family in programs.SAVED:
+        make_model(tmp_path / family / "model", family, tied=family == "qwen3")
+    if newest_saves:
+        run_on(newest, "-m", "tests.newest.programs", "save", str(tmp_path))
+        programs.load(str(tmp_path))
+    else:
+        programs.save(str(tmp_path))
+        run_on(newest, "-m", "tests.newest.programs", "load", str(tmp_path))
+    for family in programs.SAVED:
+        folder = tmp_path / family
+        state = json.loads((folder / "checkpoint" / "state.json").read_text())
+        assert (state["megatron_core"] == release_of(newest)) is newest_saves
+        straight, resumed = (torch.load(folder / name, weights_only=True) for name in ("straight.pt", "resumed.pt"))
+        for a, b in zip(straight, resumed, strict=True):
+            assert a["state"].keys() == b["state"].keys()
+            different = [name for name in a["state"] if not torch.equal(a["state"][name], b["state"][name])]
+            assert not different, (family, different[:5])
+
+
+def test_a_run_trains_with_a_sampler_that_agrees(newest, tmp_path, monkeypatch):
+    recipe = make_recipe(tmp_path, "qwen3_moe", tied=False)
+    monkeypatch.setenv("PYTHONPATH", newest["PYTHONPATH"])
+    run = TrainRun(recipe, f"train.output={tmp_path}", "parallel.expert=2", "train.steps=2")
+    try:
+        run.wait_for("step 2 ", timeout=240)
+        assert run.finish(60) == 0, run.output()
+    finally:
+        run.kill()
+    rows = read_rows(run.folder())
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["mismatch_max"] <= 1e-4 for row in rows), rows
+    state = json.loads((run.folder() / "checkpoints" / "step-000002" / "state.json").read_text())
+    assert state["megatron_core"] == release_of(newest)
