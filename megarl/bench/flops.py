@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.model.work import head_dim, linear_shapes
+
 
 @dataclass(frozen=True)
 class Work:
@@ -42,25 +44,10 @@ def work_per_token(config: Mapping[str, Any], *, rank: int, length: int, respons
     first = sum(outputs * inputs for outputs, inputs in shapes[:3])
     adapters = layers * rank * sum(outputs + inputs for outputs, inputs in shapes)
     output = response * config["vocab_size"] * config["hidden_size"]
-    attention = layers * 2 * (length + 1) / 2 * config["num_attention_heads"] * _head_dim(config)
+    attention = layers * 2 * (length + 1) / 2 * config["num_attention_heads"] * head_dim(config)
     forward = 2 * (linears + output + attention)
     return Work(
         lora=2 * forward + 2 * attention - 2 * first + 6 * adapters - 2 * rank * 3 * config["hidden_size"],
         full=3 * 2 * (linears + output) + 3 * 2 * attention,
         forward=forward + 2 * adapters,
     )
-
-
-def linear_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """``(outputs, inputs)`` of q, k, v, o, gate, up and down."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * _head_dim(config)
-    keys = (config.get("num_key_value_heads") or config["num_attention_heads"]) * _head_dim(config)
-    return [
-        (queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries),
-        (inner, hidden), (inner, hidden), (hidden, inner),
-    ]  # fmt: skip
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

@@ -25,7 +25,8 @@ class LoraConfig(Section):
     lora_alpha: int = Field(32, ge=1)
     """The update is scaled by ``lora_alpha / r`` (``lora_alpha / sqrt(r)`` with ``use_rslora``)."""
     lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout on the adapter's input while training."""
+    """Dropout on the adapter's input while training. Old logprobs, hence ratio, mismatch and its correction, are then
+    computed without dropout before the first update, as the sampler computes; that costs a forward pass."""
     target_modules: Literal["all-linear"] | Pattern | list[str] = "all-linear"
     """Hugging Face module names (``[q_proj, v_proj]``), a regular expression, or ``all-linear``."""
     target_parameters: list[str] = Field(default_factory=list)

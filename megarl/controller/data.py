@@ -1,6 +1,8 @@
 """Which prompts come next: epochs in seeded order, and a cursor that a checkpoint restores."""
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +45,8 @@ class PromptStream:
         self._held: list[int] = []
         self._taken = 0
         self._order = self._shuffled()
+        self._ready: dict[int, Future[EncodedPrompt]] = {}
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="prompts")
 
     def _shuffled(self) -> np.ndarray:
         order = np.random.default_rng((self.seed, self.epoch)).permutation(len(self.task))
@@ -54,6 +58,24 @@ class PromptStream:
 
     def next(self, count: int) -> list[EncodedPrompt]:
         """The next ``count`` prompts; an epoch's end is crossed silently."""
+        indices = self._take(count)
+        ready, self._ready = self._ready, {}
+        return [ready[index].result() if index in ready else self._encoded(index) for index in indices]
+
+    def prepare(self, count: int) -> None:
+        """Begin to encode what ``next(count)`` will return, in a thread, while the caller waits for something else.
+
+        The cursor stays where it is.
+        """
+        ahead = copy.copy(self)._take(count)
+        self._ready = {index: self._encoder.submit(self._encoded, index) for index in ahead}
+
+    def _encoded(self, index: int) -> EncodedPrompt:
+        prompt = self.task[index]
+        return EncodedPrompt(prompt, self.encode(prompt))
+
+    def _take(self, count: int) -> list[int]:
+        """Indices of the next prompts; moves the cursor."""
         indices: list[int] = []
         while len(indices) < count:
             if self.position == len(self._order):
@@ -63,8 +85,7 @@ class PromptStream:
             part = self._order[self.position : self.position + count - len(indices)]
             indices += part.tolist()
             self.position += len(part)
-        prompts = [self.task[index] for index in indices]
-        return [EncodedPrompt(prompt, self.encode(prompt)) for prompt in prompts]
+        return indices
 
     def state(self) -> dict[str, Any]:
         """JSON-able cursor."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.config import RunConfig, dump_config
+from megarl.controller.background import Background
 from megarl.controller.memory import MemoryWatch
 from megarl.controller.roles import TrainerGroup
 from megarl.controller.rollout import Rollout
@@ -51,6 +52,7 @@ class Recorder:
         self.syncs: list[SyncReport] = []
         self._stops: list[float] = []
         self._saving: Path | None = None
+        self._rollouts = Background("rollouts")
         self.memory = MemoryWatch()
         self._writer = SummaryWriter(str(folder / "tensorboard"))
         self._started = time.perf_counter()
@@ -75,12 +77,20 @@ class Recorder:
         """Remember a sync for the summary."""
         self.syncs.append(report)
 
-    def step(self, row: dict[str, Any], rollout: Rollout) -> None:
+    def write_rollout(self, step: int, rollout: Rollout) -> None:
+        """Begin to write a step's completions, in a thread."""
+        file = self.folder / "rollouts" / f"step-{step:06d}.jsonl"
+        self._rollouts.start(lambda: rollout.write(file))
+
+    def rollout_written(self) -> float:
+        """Wait for ``write_rollout``; the seconds that it took."""
+        return self._rollouts.wait()
+
+    def step(self, row: dict[str, Any]) -> None:
         """Write one step everywhere."""
         self.rows.append(row)
         with (self.folder / METRICS).open("a") as handle:
             handle.write(json.dumps(row) + "\n")
-        rollout.write(self.folder / "rollouts" / f"step-{row['step']:06d}.jsonl")
         for name, value in row.items():
             self._writer.add_scalar(name, value, row["step"])
         self.screen.step(row)

@@ -1,7 +1,8 @@
 """A trainer rank as a Ray actor."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import ray
 
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig
+from megarl.controller.adapters import attach_adapters, check_start, load_start
 from megarl.controller.logs import logs_exceptions
 from megarl.controller.pulse import Place
 from megarl.network import LOOPBACK
@@ -76,28 +78,11 @@ class TrainerRank(CheckpointEngineMixin):
         groups = init_groups(
             self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
         )
-        self.model = MegatronModel(self.config, groups, self._attach)
-        if self.config.lora.init_from:
-            self.model.load_adapter(self.config.lora.init_from)
+        self.model = MegatronModel(self.config, groups, partial(attach_adapters, self.config))
+        self._start = load_start(self.model, self.config)
         self.loss = build_loss(self.config.loss)
         trained = sum(parameter.numel() for _, parameter in self.model.adapter.parameters())
         return {"parameters": trained, "device": device.type}
-
-    def _attach(self, chunks: list, hf_config: Mapping[str, Any], groups: Any) -> Any:
-        from peft import LoraConfig
-
-        from megarl.lora import apply_lora, load_peft_config
-        from megarl.lora.arrangements import arrange_config
-        from megarl.model.families import names_of
-
-        section = self.config.lora
-        if section.init_from:
-            peft_config = load_peft_config(section.init_from)
-        else:
-            base = self.config.model.path
-            peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **section.peft_settings())
-        arrange_config(peft_config, names_of(hf_config), section.save_experts)  # hours before it is saved
-        return apply_lora(chunks, peft_config, hf_config, seed=self.config.train.seed, groups=groups)
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
         """Train on one rollout.
@@ -119,15 +104,17 @@ class TrainerRank(CheckpointEngineMixin):
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
         """See ``MegatronModel.save_checkpoint``: returns once the state is copied."""
-        self.model.save_checkpoint(path, extra)
+        self.model.save_checkpoint(path, extra | self._start)
 
     def finish_checkpoint(self) -> None:
         """See ``MegatronModel.finish_checkpoint``; not a collective."""
         self.model.finish_checkpoint()
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """See ``MegatronModel.load_checkpoint``."""
-        return self.model.load_checkpoint(path)
+        """See ``MegatronModel.load_checkpoint`` and ``adapters.check_start``."""
+        extra = self.model.load_checkpoint(path)
+        check_start(extra, self._start, self.config)
+        return extra
 
     def save_adapter(self, path: str) -> None:
         """Write the adapter as a PEFT directory."""

@@ -1,18 +1,19 @@
 """What one rollout does to the model: reference and old logprobs where needed, then one or more optimizer steps."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.config import RunConfig
+from megarl.controller.adapters import reference_of
 from megarl.loss.aggregation import sequence_weights
 from megarl.loss.base import Loss
 from megarl.types import Sample
 
 if TYPE_CHECKING:
     from megarl.model.megatron_model import MegatronModel
+    from megarl.model.packing import PackedBatch
 
 
 def run_updates(
@@ -20,8 +21,10 @@ def run_updates(
 ) -> dict[str, float]:
     """Train on one rollout; a collective over all ranks.
 
-    A single on-policy update needs no old logprobs: the current ones, detached, are the same. With several updates
-    they are computed once, before the first. Denominators are those of each update's own samples.
+    A single on-policy update needs no old logprobs: the current ones, detached, are the same. With several updates they
+    are computed once, before the first; and with dropout, always: what the masked model computes is not what drew the
+    tokens, and ``exp(masked - old)`` is the importance ratio of a policy with random masks. Denominators are those of
+    each update's own samples. Micro-batches are planned once, for all passes.
 
     Args:
         model: this rank's.
@@ -33,22 +36,28 @@ def run_updates(
     Returns:
         Metrics averaged over the updates; of those ending in ``_max``, the largest.
     """
-    samples = list(samples)
+    parts = split_groups(samples, len(rates), config.sampler.samples_per_prompt)
+    batches = [plan(model, config, part) for part in parts]
     if config.loss.kl_coef > 0:
-        reference = model.forward(model.pack(samples), adapter=False)
-        samples = [dataclasses.replace(s, reference_logprobs=r) for s, r in zip(samples, reference, strict=True)]
-    if len(rates) > 1:
-        old = model.forward(model.pack(samples))
-        samples = [dataclasses.replace(s, old_logprobs=o) for s, o in zip(samples, old, strict=True)]
+        adapter = reference_of(config)
+        batches = [b.with_logprobs("reference_logprobs", model.forward(b, adapter=adapter)) for b in batches]
+    if len(rates) > 1 or model.adapter.dropout > 0:
+        batches = [batch.with_logprobs("old_logprobs", model.forward(batch)) for batch in batches]
     collected = []
-    for part, rate in zip(split_groups(samples, len(rates), config.sampler.samples_per_prompt), rates, strict=True):
-        counts = np.array([int(sample.response_mask.sum()) for sample in part])
-        weights = sequence_weights(counts, config.loss.aggregation, config.sampler.max_response_tokens)
-        metrics = model.forward_backward(model.pack(part, weights), loss)
+    for batch, rate in zip(batches, rates, strict=True):
+        trains = config.loss.kl_coef > 0 or any(sample.advantage for sample in batch.samples)
+        metrics = model.forward_backward(batch, loss) if trains else model.evaluate(batch, loss)
         update = model.optim_step(rate)
         # Read only now: it waits for the device.
-        collected.append({**metrics, **update})
+        collected.append({**metrics, **update, "skipped_backward": float(not trains)})
     return combine(collected)
+
+
+def plan(model: "MegatronModel", config: RunConfig, samples: Sequence[Sample]) -> "PackedBatch":
+    """Micro-batches and token weights of one update."""
+    counts = np.array([int(sample.response_mask.sum()) for sample in samples])
+    weights = sequence_weights(counts, config.loss.aggregation, config.sampler.max_response_tokens)
+    return model.pack(samples, weights)
 
 
 def split_groups(samples: Sequence[Sample], parts: int, group: int) -> list[list[Sample]]:

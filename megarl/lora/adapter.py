@@ -92,6 +92,11 @@ class LoraAdapter:
         self.dtype = dtype
         self.groups = groups
 
+    @property
+    def dropout(self) -> float:
+        """Probability with which an input of the adapter is dropped while training."""
+        return self.config.lora_dropout
+
     def activate(self) -> None:
         """Compute with this adapter and no other from now on, as PEFT's ``set_adapter``. Nothing is copied."""
         for layer in wrapped_layers(self._models):

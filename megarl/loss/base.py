@@ -58,7 +58,10 @@ class LossOutput(NamedTuple):
 
 
 class Loss(Protocol):
-    """Per-token policy loss; implementations hold only settings."""
+    """Per-token policy loss; implementations hold only settings.
+
+    Its gradient is zero where all advantages are 0 and ``loss.kl_coef`` is 0: the backward pass is then skipped.
+    """
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
         """Return this micro-batch's share of the loss; ``logprobs_T`` is float32 with gradient."""

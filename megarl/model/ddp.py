@@ -70,3 +70,12 @@ def without_reduction(chunks: list[Any]) -> Iterator[None]:
             yield
     finally:
         config.no_sync_func = scheduled
+
+
+def start_sums(chunks: list[Any]) -> None:
+    """Where reduction overlaps: start what no backward pass has started, for mcore only waits for it."""
+    for chunk in chunks:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+            # In its first step mcore starts it, and would find it started.
+            if chunk.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None and not group.is_first_batch:
+                group.start_grad_sync()

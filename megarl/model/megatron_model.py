@@ -31,6 +31,7 @@ from megarl.model.rope import rope_of
 from megarl.model.sharding import ShardedTensor
 from megarl.model.step import Metrics, Stepper, run_chunk, set_training
 from megarl.model.streaming import stream_full
+from megarl.model.work import sequence_work
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
 
@@ -83,6 +84,7 @@ class MegatronModel:
             run=graphed(self._wrapped, groups.device) if config.train.cuda_graphs else run_chunk,
             keep_logits_gib=config.train.keep_logits_gib,
         )
+        self._work = sequence_work(self.hf_config)
         self._writer = BackgroundWriter()
         # Now: the folder may be gone when the first checkpoint is saved. Rank 0 writes it.
         self._identity = identify(config.model.path) if groups.rank == 0 else {}
@@ -152,6 +154,7 @@ class MegatronModel:
             context=parallel.context,
             multiple=token_unit(train.micro_batch_tokens, parallel.tensor) if train.cuda_graphs else parallel.tensor,
             step_tokens=step_tokens,
+            work=self._work,
         )
 
     def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> Metrics:
@@ -185,8 +188,15 @@ class MegatronModel:
         with contextlib.nullcontext() if last else without_reduction(self._wrapped):
             return self._stepper.forward_backward(batch, loss)
 
+    def evaluate(self, batch: PackedBatch, loss: Loss) -> Metrics:
+        """The loss's metrics over all ranks, as of ``forward_backward``, without a gradient and without dropout."""
+        set_training(self.chunks, False)
+        return self._stepper.evaluate(batch, loss)
+
     def optim_step(self, lr: float) -> dict[str, float]:
         """One AdamW update of the adapter; ``version`` goes up by one.
+
+        Without a ``forward_backward`` before it the gradient is zero: AdamW moves on its moments and decays weights.
 
         Args:
             lr: learning rate of this update.
@@ -201,20 +211,26 @@ class MegatronModel:
         self.version += 1
         return {"grad_norm": norm, "learning_rate": lr}
 
-    def forward(self, batch: PackedBatch, *, adapter: bool = True) -> list[np.ndarray]:
-        """Logprobs of the response tokens, without gradient.
+    def forward(self, batch: PackedBatch, *, adapter: bool | str = True) -> list[np.ndarray]:
+        """Logprobs of the response tokens, without gradient and without dropout.
 
         Args:
             batch: from ``pack``.
-            adapter: False gives the reference policy: the same model with the adapter disabled.
+            adapter: False gives the same model with the adapter disabled; a name, with that one of ``adapters`` in
+                its place.
 
         Returns:
             One float32 array ``[R]`` per sample, in the batch's order.
+
+        Raises:
+            ConfigError: there is no such adapter.
         """
         set_training(self.chunks, False)
-        if adapter:
-            return self._stepper.logprobs(batch)
-        with self.adapter.disabled():
+        if isinstance(adapter, str):
+            computing: contextlib.AbstractContextManager = pick(self.adapters, adapter, "adapter").activated()
+        else:
+            computing = contextlib.nullcontext() if adapter else self.adapter.disabled()
+        with computing:
             return self._stepper.logprobs(batch)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:

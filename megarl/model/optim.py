@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megarl.config import TrainConfig
 from megarl.errors import MegarlError, UnsupportedError
 from megarl.model import shards
+from megarl.model.ddp import start_sums
 from megarl.model.update import global_norm, update, use_fused_adamw
 from megarl.parallel.device import cuda_names
 
@@ -112,6 +113,8 @@ class AdapterOptimizer:
     def reduce_gradients(self) -> None:
         """Sum the buffers over DP, SP and tied ranks, once; a collective."""
         if not self.reduced:
+            if not self.reducing:
+                start_sums(self.chunks)
             finalize_model_grads(self.chunks, None)
             self.reduced = True
 

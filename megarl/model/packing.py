@@ -8,8 +8,9 @@ Shape letters: T packed input tokens of a micro-batch on this rank, S sequences,
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ import torch
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
 from megarl.model.attention import PackedSequences
+from megarl.model.bins import deal, plan_bins
+from megarl.model.work import BY_TOKENS, SequenceWork
 from megarl.model.zigzag import padded_length, rank_tokens
 from megarl.types import Sample
 
@@ -72,6 +75,17 @@ class PackedBatch:
         """``[S]`` int64 response tokens of each sample."""
         return np.array([int(sample.response_mask.sum()) for sample in self.samples])
 
+    def with_logprobs(self, name: str, logprobs: Sequence[np.ndarray]) -> "PackedBatch":
+        """The same plan with one field of every sample replaced.
+
+        Args:
+            name: ``"old_logprobs"`` or ``"reference_logprobs"``.
+            logprobs: float32 ``[R]`` per sample, in the batch's order.
+        """
+        changes: list[dict[str, Any]] = [{name: values} for values in logprobs]
+        samples = tuple(replace(sample, **change) for sample, change in zip(self.samples, changes, strict=True))
+        return replace(self, samples=samples)
+
     @property
     def input_tokens(self) -> int:
         """Tokens fed to the model over all ranks, without padding."""
@@ -89,6 +103,7 @@ def pack(
     context: int = 1,
     multiple: int = 1,
     step_tokens: int | None = None,
+    work: SequenceWork = BY_TOKENS,
 ) -> PackedBatch:
     """Plan the micro-batches of a global batch.
 
@@ -103,6 +118,7 @@ def pack(
         context: CP size.
         multiple: pad T to it (the tensor-parallel size under SP).
         step_tokens: response tokens of the whole step, where the batch is a part of it.
+        work: by what micro-batches and ranks are balanced; default: by tokens.
 
     Raises:
         DataError: no samples, a sample over the budget, or weights that do not match.
@@ -120,39 +136,13 @@ def pack(
                 f"sample {index} feeds {length} tokens{padded}, more than train.micro_batch_tokens ({max_tokens}); "
                 "raise it"
             )
-    total = step_tokens or sum(int(sample.response_mask.sum()) for sample in samples)
+    responses = [int(sample.response_mask.sum()) for sample in samples]
+    total = step_tokens or sum(responses)
     rounds = pipeline if virtual_pipeline > 1 else 1
-    bins = plan_bins(lengths, max_tokens, groups=data * rounds, at_least=pipeline // rounds)
-    plan = tuple(tuple(tuple(sorted(b)) for b in bins[rank::data]) for rank in range(data))
+    costs = [work.of(*counts) for counts in zip(lengths, responses, strict=True)]
+    bins = plan_bins(lengths, costs, max_tokens, groups=data * rounds, at_least=pipeline // rounds)
+    plan = tuple(tuple(tuple(sorted(b)) for b in rank) for rank in deal(bins, costs, data))
     return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple, context)
-
-
-def plan_bins(lengths: Sequence[int], max_tokens: int, *, groups: int = 1, at_least: int = 1) -> list[list[int]]:
-    """Spread items over the fewest bins that balance well: longest first, each into the emptiest bin.
-
-    Args:
-        lengths: tokens of each item, none above ``max_tokens``.
-        max_tokens: capacity of a bin.
-        groups: the number of bins is a multiple of it.
-        at_least: bins per group, where there are items enough.
-
-    Returns:
-        Item indices per bin, fullest bin first; bins are empty where there are fewer items than bins.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    wanted = min(groups * at_least, max(len(lengths), 1))
-    count = max(-(-sum(lengths) // max_tokens), wanted)
-    while True:
-        count = -(-count // groups) * groups
-        bins: list[list[int]] = [[] for _ in range(count)]
-        loads = [0] * count
-        for index in order:
-            target = min(range(count), key=loads.__getitem__)
-            bins[target].append(index)
-            loads[target] += lengths[index]
-        if max(loads) <= max_tokens:
-            return [bins[i] for i in sorted(range(count), key=lambda i: -loads[i])]
-        count += 1
 
 
 def micro_batches(

@@ -93,6 +93,11 @@ class Stepper:
         return self._reduce_metrics(outputs)
 
     @torch.no_grad()
+    def evaluate(self, batch: PackedBatch, loss: Loss) -> Metrics:
+        """The metrics of ``forward_backward``, without a gradient."""
+        return self._reduce_metrics(self._run(batch, partial(self._loss, loss=loss), forward_only=True))
+
+    @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> list[np.ndarray]:
         """Logprobs ``[R]`` float32 of each sample, in the batch's order, on every rank."""
         outputs = self._run(batch, self._collect, forward_only=True)

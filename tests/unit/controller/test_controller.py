@@ -1,12 +1,15 @@
 """The controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
 
 import json
+import threading
+import time
 from functools import partial
 
 import numpy as np
 import pytest
 
 from megarl.config import TrainConfig
+from megarl.controller.background import Background
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.rollout import score
 from megarl.controller.schedule import learning_rate
@@ -184,3 +187,38 @@ def test_groups_without_signal_are_those_whose_rewards_are_equal(size, reward):
 
     assert rollout([reward] * size).metrics()["groups_without_signal"] == 1
     assert rollout([reward] * (size - 1) + [np.nextafter(reward, 0)]).metrics()["groups_without_signal"] == 0
+
+
+def test_prompts_encoded_ahead_are_those_that_come_next():
+    plain, ahead, threads = make_stream(7), make_stream(7), set()
+    encode = ahead.encode
+    ahead.encode = lambda prompt: threads.add(threading.current_thread()) or encode(prompt)
+    for count in (3, 3, 3, 5, 2, 9, 3):
+        state = ahead.state()
+        ahead.prepare(3)
+        assert ahead.state() == state
+        assert [p.prompt.id for p in ahead.next(count)] == [p.prompt.id for p in plain.next(count)]
+        assert ahead.state() == plain.state()
+    assert len(threads) == 2  # what was not prepared is encoded by the caller
+
+
+def test_a_prompt_that_cannot_be_encoded_ahead_is_an_error_when_it_is_asked_for():
+    stream = make_stream()
+    stream.encode = lambda prompt: 1 / 0
+    stream.prepare(2)
+    with pytest.raises(ZeroDivisionError):
+        stream.next(2)
+
+
+def test_background_work_is_timed_and_its_error_is_raised_where_it_is_waited_for(tmp_path):
+    background, done = Background("test"), []
+    assert background.wait() == 0
+    background.start(lambda: time.sleep(0.1) or done.append(1))
+    background.start(lambda: done.append(2))  # waits for the first
+    assert 0 <= background.wait() < 0.1 and done == [1, 2]
+    background.start(lambda: time.sleep(0.1))
+    assert background.wait() >= 0.1
+    background.start(lambda: (tmp_path / "none" / "file").write_text(""))
+    with pytest.raises(FileNotFoundError):
+        background.wait()
+    assert background.wait() == 0

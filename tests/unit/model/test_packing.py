@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import DataError
-from megarl.model.packing import flat_offsets, micro_batches, pack, plan_bins, split_by_sample
+from megarl.model.packing import flat_offsets, micro_batches, pack, split_by_sample
 from megarl.model.zigzag import padded_length, rank_tokens
 from megarl.types import Sample
 
@@ -24,20 +24,6 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
         values = rng.normal(size=(3, count)).astype(np.float32)
         samples.append(Sample(rng.integers(0, 99, length), mask, float(rng.normal()), *values))
     return samples
-
-
-@settings(max_examples=200)
-@given(
-    st.lists(st.integers(2, 50), min_size=1, max_size=40),
-    st.integers(50, 120),
-    st.integers(1, 4),
-    st.integers(1, 3),
-)
-def test_bins_hold_every_item_once_within_the_budget(lengths, budget, groups, at_least):
-    bins = plan_bins(lengths, budget, groups=groups, at_least=at_least)
-    assert sorted(index for items in bins for index in items) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in items) <= budget for items in bins)
-    assert len(bins) % groups == 0
 
 
 @settings(max_examples=100)

@@ -1,0 +1,154 @@
+"""What one rollout does to the model: dropout leaves the sampler's measure alone, no signal costs no backward pass, the
+KL penalty is against the adapter that the run started from."""
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config import RunConfig, parse_config
+from megarl.controller.adapters import REFERENCE, attach_adapters, check_start, load_start
+from megarl.controller.updates import plan, run_updates
+from megarl.errors import CheckpointError
+from megarl.loss import build_loss
+from megarl.types import Sample
+from megarl.verify.adapters import make_adapter
+from megarl.verify.samples import make_samples
+from tests.helpers.models import SHAPE, make_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_run import everything
+
+OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+GROUP = 4
+
+
+def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | None = None, **loss: Any) -> Any:
+    """This rank's model as a run builds it, its config, and what a checkpoint keeps of its start."""
+    from megarl.model.megatron_model import MegatronModel
+    from megarl.parallel.device import pick_device
+    from megarl.parallel.groups import init_groups
+
+    config = parse_config(
+        {
+            "model": {"path": str(folder / "model"), "dtype": "float32"},
+            "task": {"name": "arithmetic"},
+            "parallel": {"data": 2},
+            "lora": {"init_from": str(folder / adapter)},
+            "loss": loss,
+            "sampler": {"max_prompt_tokens": 24, "max_response_tokens": 24, "samples_per_prompt": GROUP},
+            "train": {"micro_batch_tokens": 64, "prompts_per_step": 4, "weight_decay": 0.1} | (train or {}),
+        }
+    )
+    groups = init_groups(config.parallel, pick_device("auto"), seed=5)
+    model = MegatronModel(config, groups, partial(attach_adapters, config))
+    return model, config, load_start(model, config)
+
+
+def rollout(model: Any, config: RunConfig, seed: int, signal: float = 1.0) -> list[Sample]:
+    """Samples whose sampler computes exactly what the trainer does."""
+    samples = make_samples(2 * GROUP, SHAPE["vocab_size"], seed=seed)
+    drawn = model.forward(plan(model, config, samples))
+    return [
+        dataclasses.replace(s, advantage=signal * s.advantage, sampler_logprobs=d)
+        for s, d in zip(samples, drawn, strict=True)
+    ]
+
+
+def update(model: Any, config: RunConfig, samples: list[Sample], updates: int = 1) -> dict[str, float]:
+    return run_updates(model, build_loss(config.loss), config, samples, [1e-3] * updates)
+
+
+def with_dropout(folder: str) -> list[dict[str, float]]:
+    model, config, _ = build(Path(folder), adapter="dropped")
+    samples, found = rollout(model, config, 0), []
+    packed: list[Any] = []
+    model.pack = lambda *arguments, real=model.pack: packed.append(arguments) or real(*arguments)
+    found.append(update(model, config, samples))
+    assert len(packed) == 1
+    found.append(update(model, config, rollout(model, config, 1), updates=2))
+    return found
+
+
+def without_signal(folder: str) -> None:
+    """A step without a backward pass ends where one with a gradient of zeros ends, also with overlapped sums."""
+    from megarl.parallel.groups import leave_layout
+
+    for train in ({}, OVERLAP):
+        leave_layout()
+        (whole, config, _), (short, _, _) = (build(Path(folder), train=train) for _ in range(2))
+        loss, metrics = build_loss(config.loss), {}
+        # Before any gradient, and between steps that have one.
+        for step, signal in enumerate((0.0, 1.0, 1.0, 0.0, 0.0, 1.0)):
+            samples = rollout(whole, config, step, signal)
+            expected = {**whole.forward_backward(plan(whole, config, samples), loss), **whole.optim_step(1e-3)}
+            backward = short.forward_backward
+            if not signal:
+                short.forward_backward = None  # a call would raise
+            metrics = update(short, config, samples)
+            short.forward_backward = backward
+            assert metrics.pop("skipped_backward") == float(not signal)
+            # What rounding makes of a mismatch of zero differs between passes with and without gradients.
+            off = {n: (v, metrics.get(n)) for n, v in expected.items() if not abs(v - metrics[n]) < 1e-5 * (1 + abs(v))}
+            assert not off and metrics.keys() == expected.keys(), (step, off)
+            found, wanted = everything(short), everything(whole)
+            assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]
+            assert short.version == whole.version == step + 1
+
+
+def against_the_start(folder: str) -> dict[str, Any]:
+    from megarl.parallel.groups import leave_layout
+
+    model, config, start = build(Path(folder), kl_coef=0.1)
+    samples = rollout(model, config, 0)
+    before = model.forward(plan(model, config, samples), adapter=REFERENCE)
+    found = {"start": [update(model, config, rollout(model, config, step))["kl"] for step in range(3)]}
+    after = model.forward(plan(model, config, samples), adapter=REFERENCE)
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    now = model.forward(model.pack(samples))
+    assert not all(np.array_equal(a, s.sampler_logprobs) for a, s in zip(now, samples, strict=True))
+    check_start(start, start, config)
+    # No signal, and yet a gradient: the penalty's.
+    assert update(model, config, rollout(model, config, 3, 0.0))["skipped_backward"] == 0
+    leave_layout()
+    model, config, nothing = build(Path(folder), kl_coef=0.1, reference="base")
+    assert REFERENCE not in model.adapters and not nothing
+    found["base"] = [update(model, config, rollout(model, config, 0))["kl"]]
+    base = model.forward(plan(model, config, samples), adapter=False)
+    found["by hand"] = np.concatenate(base) - np.concatenate([s.sampler_logprobs for s in samples])
+    return found | {"saved": start}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_model(tmp_path / "model", "llama", tied=False)
+    make_adapter(tmp_path / "model", tmp_path / "adapter")
+    make_adapter(tmp_path / "model", tmp_path / "dropped", lora_dropout=0.3)
+    return tmp_path
+
+
+def test_dropout_is_no_mismatch(folder):
+    for single, several in run_ranks(with_dropout, 2, str(folder)):
+        assert single["mismatch_max"] < 1e-5 and several["mismatch_max"] < 1e-5
+        assert single["correction_mean"] == pytest.approx(1, abs=1e-5)
+        # The masks do show, in the ratio to the policy that drew.
+        assert single["ratio_max"] > 1.01
+
+
+def test_a_step_without_signal_is_exact_without_a_backward_pass(folder):
+    run_ranks(without_signal, 2, str(folder))
+
+
+def test_the_kl_penalty_is_against_the_start_or_the_base(folder):
+    found = run_ranks(against_the_start, 2, str(folder))[0]
+    assert found["start"][0] < 1e-10 < 1e-7 < found["start"][1] < found["start"][2]
+    difference = found["by hand"].astype(np.float64)
+    assert found["base"] == [pytest.approx(np.mean(np.expm1(difference) - difference), rel=1e-3)]
+    sampler = {"max_prompt_tokens": 24, "max_response_tokens": 24}
+    tree = {"model": {"path": str(folder / "model")}, "task": {"name": "arithmetic"}, "sampler": sampler}
+    config = parse_config(tree)
+    with pytest.raises(CheckpointError, match="no longer holds the adapter that the run started from"):
+        check_start(found["saved"], {REFERENCE: "0"}, config)
