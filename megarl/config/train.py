@@ -17,8 +17,8 @@ class TrainConfig(Section):
     """Prompts per rollout; times ``sampler.samples_per_prompt`` completions."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; more than one makes the later ones off-policy (old logprobs are computed)."""
-    learning_rate: float = Field(1e-5, gt=0.0)
-    """Peak learning rate."""
+    learning_rate: float = Field(1e-5, gt=0.0, le=1.0)
+    """Peak learning rate; at most 1, by which AdamW would move every element at once."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warmup; ``linear`` and ``cosine`` end at 0."""
     warmup_steps: int = Field(0, ge=0)

@@ -31,7 +31,9 @@ from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
+from megarl.lora.section import check_section
 from megarl.loss import build_loss
+from megarl.model.families import names_of
 from megarl.model.inspection import inspect_folder
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
@@ -106,7 +108,7 @@ def check_names(config: RunConfig) -> None:
     build_loss(config.loss)
     if config.checkpoint_engine.transport != "auto":
         pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
-    inspect_folder(config.model.path, config.parallel)
+    check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config)
     # A cluster that is there already decides what the run gets.
     if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):

@@ -13,6 +13,7 @@ from peft.utils.other import get_pattern_key
 from megarl.errors import AdapterError, UnsupportedError, nearest
 from megarl.lora.expert_targets import check_experts, check_expression
 from megarl.lora.parameter_targets import as_read, resolve_parameters
+from megarl.lora.values import check_values
 from megarl.model.families import WeightMap
 from megarl.model.families.base import EMBEDDING, HF_LAYER, OUTPUT
 
@@ -59,8 +60,10 @@ def check_supported(config: LoraConfig) -> None:
     """Refuse PEFT settings that would change the computation and are not implemented.
 
     Raises:
+        AdapterError: a value that its field cannot have.
         UnsupportedError: naming the field, its value and what to do.
     """
+    check_values(config)
     reference = LoraConfig()
     if config.init_lora_weights not in HARMLESS_STARTS:
         raise UnsupportedError(f"adapter config: init_lora_weights is {config.init_lora_weights!r}; {CHANGED_BASE}")

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from megarl.config import RunConfig
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
 from megarl.lora import load_peft_config
-from megarl.lora.targets import check_supported, resolve_targets
+from megarl.lora.section import check_section
 from megarl.model.families import full_config, names_of
 from megarl.model.hf_folder import parse_json
 from megarl.model.inspection import inspect_folder
@@ -81,10 +81,9 @@ def _check(config: RunConfig) -> None:
     """
     try:
         names = names_of(inspect_folder(config.model.path, config.parallel))
+        check_section(config.lora, names)
         peft_config = _peft_config(config)
-        check_supported(peft_config)
         check_dropout(peft_config.lora_dropout, f"lora_dropout of lora.init_from '{config.lora.init_from}'")
-        resolve_targets(peft_config, names)
     except (AdapterError, ModelError, UnsupportedError) as error:
         raise ConfigError(str(error)) from error
 

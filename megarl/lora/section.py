@@ -1,0 +1,25 @@
+"""The run config's ``lora`` section against a model, before anything is built."""
+
+from peft import LoraConfig
+
+from megarl.config.lora import LoraConfig as LoraSection
+from megarl.lora.parameter_targets import as_read
+from megarl.lora.peft_io import load_peft_config
+from megarl.lora.targets import check_supported, resolve_targets
+from megarl.lora.values import check_patterns
+from megarl.model.families import WeightMap
+
+
+def check_section(section: LoraSection, weights: WeightMap) -> None:
+    """Refuse an adapter that the model cannot have.
+
+    Raises:
+        AdapterError: a target or a pattern that matches nothing, or a file that cannot be read.
+        UnsupportedError: a setting that is not supported.
+    """
+    if section.init_from:
+        resolve_targets(load_peft_config(section.init_from), weights)
+        return
+    config = LoraConfig(**section.peft_settings())
+    check_supported(config)
+    check_patterns(as_read(config, weights), set(resolve_targets(config, weights).values()))

@@ -1,0 +1,62 @@
+"""Values of an adapter's config that PEFT takes as they come are refused by name."""
+
+import pytest
+from peft import LoraConfig
+
+from megarl.errors import AdapterError
+from megarl.lora.targets import check_supported, resolve_targets
+from megarl.lora.values import check_patterns
+from megarl.model.families import names_of
+
+LLAMA = names_of({"model_type": "llama", "num_hidden_layers": 2})
+
+
+def config(**values: object) -> LoraConfig:
+    """PEFT's config with values set afterwards, as its files are read without looking."""
+    made = LoraConfig(target_modules=["q_proj", "v_proj"])
+    for field, value in values.items():
+        setattr(made, field, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lora_alpha", 0, "lora_alpha is 0; it must be a number above 0"),
+        ("lora_alpha", -16, "lora_alpha is -16"),
+        ("lora_alpha", float("nan"), "lora_alpha is nan"),
+        ("lora_alpha", "16", "lora_alpha is '16'"),
+        ("r", 0, "r is 0; it must be a whole number above 0"),
+        ("r", 8.0, "r is 8.0"),
+        ("r", True, "r is True"),
+        ("use_rslora", "yes", "use_rslora is 'yes'; it must be true or false"),
+        ("use_rslora", "no", "use_rslora is 'no'"),
+        ("lora_dropout", 1.0, "lora_dropout is 1.0"),
+        ("lora_dropout", None, "lora_dropout is None"),
+        ("rank_pattern", {"q_proj": 0}, "rank_pattern of 'q_proj' is 0"),
+        ("alpha_pattern", {"q_proj": -1}, "alpha_pattern of 'q_proj' is -1"),
+        ("alpha_pattern", ["q_proj"], r"alpha_pattern is \['q_proj'\]"),
+        ("rank_pattern", {"(": 4}, r"rank_pattern has '\(', which is no regular expression"),
+    ],
+)
+def test_a_value_that_means_nothing_is_refused_by_name(field, value, message):
+    with pytest.raises(AdapterError, match=message):
+        check_supported(config(**{field: value}))
+
+
+def test_values_that_mean_something_pass():
+    check_supported(config(lora_alpha=0.5, lora_dropout=0, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 1.5}))
+
+
+def adapt(**values: object) -> None:
+    made = config(**values)
+    check_patterns(made, set(resolve_targets(made, LLAMA).values()))
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_nothing_adapted_is_refused(field):
+    with pytest.raises(AdapterError, match=f"{field} has 'q_porj', which matches nothing .* did you mean 'q_proj'"):
+        adapt(**{field: {"q_porj": 4}})
+    with pytest.raises(AdapterError, match="'up_proj', which matches nothing that is adapted"):
+        adapt(**{field: {"up_proj": 4}})
+    adapt(**{field: {r"layers\.1\.self_attn\.v_proj": 4}})
