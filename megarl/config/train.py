@@ -64,7 +64,7 @@ class TrainConfig(Section):
     """A checkpoint every so many steps, and at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Older checkpoints are deleted."""
-    hang_seconds: float = Field(60.0, ge=5.0)
+    hang_seconds: float = Field(120.0, ge=5.0)
     """The run ends when the process of a trainer rank or engine has given no sign of life for so long: it is stopped,
     frozen or cut off."""
     build_seconds: float = Field(1800.0, gt=0.0)

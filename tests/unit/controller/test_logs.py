@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.controller.logs import CAUSED, log_file, logs_exceptions, root_exception
+from megarl.controller.sampler_actor import SamplerEngine
+from megarl.errors import DataError, WorkerError
 
 PRINT = """
 import subprocess, sys
@@ -57,6 +59,20 @@ def test_output_of_a_process_and_its_children_is_appended_to_the_log(tmp_path: P
 def test_the_root_exception_is_the_one_that_says_something(tmp_path: Path, text: str, root: str | None) -> None:
     (tmp_path / "log").write_text(text)
     assert root_exception(tmp_path / "log", text.index("process 16736")) == root
+
+
+def test_an_engine_that_did_not_start_says_why_its_process_ended(tmp_path: Path) -> None:
+    engine = object.__new__(SamplerEngine)
+    engine._log, engine._log_begins = tmp_path / "log", VLLM.index("process 16736")
+    engine._log.write_text(VLLM + RAISED + FRONT_END)
+    with pytest.raises(WorkerError) as caught, engine._with_cause():
+        raise WorkerError("sampler 0 did not start: Engine core initialization failed. See root cause above.")
+    assert str(caught.value).splitlines() == [
+        "sampler 0 did not start: Engine core initialization failed. See root cause above.",
+        "ValueError: Head size 16 is not supported",
+    ]
+    with pytest.raises(DataError, match=r"^a prompt$"), engine._with_cause():
+        raise DataError("a prompt")
 
 
 def test_a_log_that_is_not_there_has_no_exception(tmp_path: Path) -> None:
