@@ -214,9 +214,9 @@ def _check_targets(
         chosen = shapes if config.target_modules else ()
         targeted = {module for module in chosen if check_target_module_exists(config, module)} | parameters.keys()
     if missing := targeted - halves.keys():
-        raise WeightSyncError(f"the adapter_config's targets cover {listed(missing)}, but no tensor of it came")
+        raise WeightSyncError(f"adapter_config covers {listed(missing)}, but no tensor of it came")
     if extra := halves.keys() - targeted:
-        raise WeightSyncError(f"tensors came for {listed(extra)}, which the adapter_config's targets do not cover")
+        raise WeightSyncError(f"tensors came for {listed(extra)}, which adapter_config does not cover")
 
 
 def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:

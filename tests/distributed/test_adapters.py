@@ -35,7 +35,8 @@ def samples_of(step: int) -> list:
 def build(folder: Path, groups: Any, attach: Any, layout: dict[str, Any]) -> Any:
     from megarl.model.megatron_model import MegatronModel
 
-    return MegatronModel(make_config(folder / "model", layout), groups, attach)
+    train = {"weight_decay": 0.0, "max_grad_norm": 1.0} | layout.get("train", {})
+    return MegatronModel(make_config(folder / "model", layout | {"train": train}), groups, attach)
 
 
 def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:

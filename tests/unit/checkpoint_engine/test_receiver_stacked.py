@@ -1,0 +1,82 @@
+"""Stacked adapters as vLLM's pairs: each expert's product is the one PEFT's own formula gives it."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.lora.layers")
+
+from peft import LoraConfig
+
+from megarl.checkpoint_engine import receiver_lora, receiver_stacked
+from megarl.errors import WeightSyncError
+from tests.unit.checkpoint_engine.test_receiver_moe import (
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    NAME,
+    PARTS,
+    experts,
+    manager,
+)
+
+RANK = 3
+
+
+def stacked(inputs: int, outputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B of all experts, as PEFT's ``ParamWrapper`` holds them."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(EXPERTS * RANK, inputs, generator=generator)
+    return a, torch.randn(outputs, RANK * EXPERTS, generator=generator)
+
+
+def deltas(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``ParamWrapper.get_delta_weight`` of PEFT 0.21 without its scaling: ``[experts, out, in]``."""
+    return torch.einsum("o r e, e r i -> e o i", b.view(len(b), -1, EXPERTS), a.view(EXPERTS, -1, a.shape[1]))
+
+
+def unstack(halves: dict, **settings: object) -> receiver_stacked.Unstacked:
+    around = manager(experts())
+    shapes = receiver_lora.linear_shapes(around)
+    return receiver_stacked.unstack(around._adapter_manager, halves, shapes, LoraConfig(target_modules=[], **settings))
+
+
+def test_each_projection_of_each_expert_gets_its_part():
+    gate_up, down = stacked(HIDDEN, 2 * INNER, 0), stacked(INNER, HIDDEN, 1)
+    found = unstack(
+        {f"{NAME}.base_layer": gate_up, NAME: down}, target_parameters=["gate_up_proj", "mlp.experts.down_proj"]
+    )
+    assert found.halves.keys() == set(PARTS) and not found.absent
+    assert found.keys[f"{NAME}.1.up_proj"] == f"{NAME}.gate_up_proj"
+    for expert in range(EXPERTS):
+        products = {
+            leaf: b @ a for leaf in ("gate", "up", "down") for a, b in [found.halves[f"{NAME}.{expert}.{leaf}_proj"]]
+        }
+        torch.testing.assert_close(torch.cat([products["gate"], products["up"]]), deltas(*gate_up)[expert])
+        torch.testing.assert_close(products["down"], deltas(*down)[expert])
+
+
+def test_one_parameter_alone_is_the_outer_wrapper_and_the_other_is_absent():
+    found = unstack({NAME: stacked(HIDDEN, 2 * INNER, 0)}, target_parameters=["experts.gate_up_proj"])
+    assert len(found.halves) == 2 * EXPERTS
+    assert found.absent == {f"{NAME}.{expert}.down_proj": (INNER, HIDDEN) for expert in range(EXPERTS)}
+
+
+@pytest.mark.parametrize(
+    ("halves", "part"),
+    [
+        ({}, f"covers '{NAME}', but no tensor of it came"),
+        (
+            {NAME: (torch.zeros(EXPERTS * RANK + 1, HIDDEN), torch.zeros(2 * INNER, EXPERTS * RANK))},
+            "cannot share",
+        ),
+        (
+            {NAME: (torch.zeros(EXPERTS * RANK, HIDDEN), torch.zeros(2 * INNER + 1, EXPERTS * RANK))},
+            "cannot share",
+        ),
+    ],
+    ids=["missing", "wrong A", "wrong B"],
+)
+def test_a_pair_that_is_missing_or_cannot_be_shared_is_refused(halves, part):
+    with pytest.raises(WeightSyncError) as failure:
+        unstack(halves, target_parameters=["gate_up_proj"])
+    assert part in str(failure.value)
