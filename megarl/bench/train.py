@@ -11,6 +11,7 @@ from typing import Any
 from megarl.bench.flops import work_per_token
 from megarl.bench.settings import BenchSettings, model_config
 from megarl.errors import WorkerError
+from megarl.files import FolderLock
 
 GEMM = "gemm"
 LORA = ("te", "local", "peft")
@@ -30,10 +31,15 @@ def bench_train(settings: BenchSettings, out: Path, *, profile: bool) -> dict[st
 
     Raises:
         WorkerError: no contender succeeded.
+        CheckpointError: another bench writes to ``out``; one would read the other's results.
     """
     out.mkdir(parents=True, exist_ok=True)
-    gemm = run_contender(GEMM, settings, out, profile=False)
-    results = [run_contender(name, settings, out, profile=profile) for name in _runnable(settings)]
+    lock = FolderLock(out)
+    try:
+        gemm = run_contender(GEMM, settings, out, profile=False)
+        results = [run_contender(name, settings, out, profile=profile) for name in _runnable(settings)]
+    finally:
+        lock.release()
     if all("error" in result for result in results):
         raise WorkerError(f"bench: every contender failed; see {out}: {results[0]['error']}")
     return compare(settings, gemm.get("tflops"), results)

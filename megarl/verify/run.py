@@ -8,7 +8,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BOUNDS, EACH_GRADIENT, Finding, Row, worst_of
+from megarl.verify.compare import BOUNDS, EACH_GRADIENT, EXPORTED_WEIGHTS, MERGED_WEIGHTS, Finding, Row, worst_of
 from megarl.verify.difference import explain
 from megarl.verify.launch import run_ranks
 from megarl.verify.layouts import label, other_layout
@@ -134,7 +134,12 @@ def _yardsticks(
     cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Say | None
 ) -> dict[str, dict[str, Finding]]:
     """Case -> row -> the yardstick's finding, for the cases where fixed bounds alone do not pass every row."""
-    needed = {place.case.name for place in places for f in found[place.key] if place.case.rule.needs_own(f)}
+    needed = {
+        place.case.name
+        for place in places
+        for f in found[place.key]
+        if f.row not in (MERGED_WEIGHTS, EXPORTED_WEIGHTS) and place.case.rule.needs_own(f)  # they have their own
+    }
     wanted = [case for case in cases if case.name in needed]
     return dict(zip([case.name for case in wanted], run_shared(make_own, wanted, report), strict=True))
 

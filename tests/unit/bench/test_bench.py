@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.bench import train
 from megarl.bench.batch import make_samples
 from megarl.bench.flops import work_per_token
 from megarl.bench.profile import by_kind
 from megarl.bench.settings import model_config, parse_settings
 from megarl.cli.main import main
-from megarl.errors import ConfigError
+from megarl.errors import CheckpointError, ConfigError
+from megarl.files import FolderLock
 
 
 def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
@@ -100,8 +102,6 @@ def test_kernels_are_counted_by_kind() -> None:
 
 
 def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) -> None:
-    from megarl.bench import train
-
     settings = parse_settings("tiny", ["contenders=[local,peft]"])
 
     def run(name, settings, out, *, profile):
@@ -112,3 +112,10 @@ def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) 
     report = train.bench_train(settings, tmp_path, profile=False)
     assert [result["name"] for result in report["contenders"]] == ["local", "peft"]
     assert report["contenders"][0]["error"] == "CUDA out of memory"
+
+
+def test_two_benches_do_not_mix_their_results_in_one_folder(tmp_path) -> None:
+    lock = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match="is in use by process"):
+        train.bench_train(parse_settings("tiny", []), tmp_path, profile=False)
+    lock.release()
