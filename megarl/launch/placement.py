@@ -1,8 +1,10 @@
 """Ray's side of placement: its nodes, the reservation of a plan's bundles, and what an actor asks for."""
 
 import os
+import secrets
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,13 +15,18 @@ from megarl.config import RunConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.launch.plan import Node, Plan, plan_placement
 from megarl.launch.processes import handlers_kept
+from megarl.network import LOOPBACK
 
 PLACEMENT_SECONDS = 120
 POLL_SECONDS = 1.0
 
 
-def start_ray(config: RunConfig) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start a local one.
+def start_ray(config: RunConfig, scratch: Path) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start a local one that only this run can reach.
+
+    Args:
+        config: the run.
+        scratch: folder for what a local cluster writes.
 
     Raises:
         WorkerError: RAY_ADDRESS is set and no cluster answers there.
@@ -33,12 +40,31 @@ def start_ray(config: RunConfig) -> None:
         needed = config.parallel.world_size + config.sampler.engines
         # Ray counts cores; on a small host trainer and sampler take turns on the same ones.
         options |= {"address": "local", "num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}
+        # Ray opens its own folder to all users; nobody else enters the one around it.
+        options["_temp_dir"] = str(scratch / "ray")
+        make_private(scratch)
     try:
         with handlers_kept():
             ray.init(**options)
     except (ConnectionError, RuntimeError, OSError) as error:
         where = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
         raise WorkerError(f"{where}: {error}") from error
+
+
+def make_private(scratch: Path) -> None:
+    """Let a local Ray and what it starts listen on loopback, ask for a token, and keep their files in ``scratch``.
+
+    Ray's name for "nothing listens on the network" is that of the systems where it is the default (Ray 2.60; a test
+    looks at the sockets). A child reads the variable, this process has read it already.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+    if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
+        # Of this run only: Ray would write one into the home folder, for all to read.
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    # vLLM's sockets are files, which an engine that is killed leaves behind; its ranks meet on this host too.
+    os.environ["VLLM_RPC_BASE_PATH"] = str(scratch)
+    os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
 
 
 def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, PlacementGroup]:

@@ -1,4 +1,4 @@
-"""Ends what a run started even if the run itself is killed with -9.
+"""Ends what a run started, and removes its scratch folder, even if the run itself is killed with -9.
 
 Ray's own processes mostly die with the driver, but two agents of the raylet survive its SIGKILL (Ray 2.60). The reaper
 is a small process that remembers the run's descendants, and kills those that are still there once the run is gone. Then
@@ -8,10 +8,13 @@ it removes the shared memory of a weight transfer that was cut short.
 import contextlib
 import os
 import select
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 
@@ -19,20 +22,28 @@ from megarl.checkpoint_engine.shm_folders import remove_stale
 
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
+# Ray's sockets lie some 80 characters below the scratch folder, and a socket's path has at most 107.
+LONGEST = 12
 
 
 @contextlib.contextmanager
-def reaper() -> Iterator[None]:
-    """Watch this process's descendants until the block ends or this process dies."""
+def reaper() -> Iterator[Path]:
+    """Watch this process's descendants until the block ends or this process dies.
+
+    Yields:
+        A scratch folder for sockets, logs and the like, which is removed then.
+    """
+    place = tempfile.gettempdir()
+    scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir=place if len(place) <= LONGEST else "/tmp"))
     # A session of its own: Ctrl-C on the terminal must not reach it.
-    process = subprocess.Popen(
-        [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid())], stdin=subprocess.PIPE, start_new_session=True
-    )
+    command = [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid()), str(scratch)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
-        yield
+        yield scratch
     finally:
         if process.stdin:
             process.stdin.close()
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def watch(parent: psutil.Process) -> None:
@@ -56,3 +67,4 @@ def watch(parent: psutil.Process) -> None:
 
 if __name__ == "__main__":
     watch(psutil.Process(int(sys.argv[1])))
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

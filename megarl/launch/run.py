@@ -62,14 +62,14 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     task, tokenizer = prepare_task(config, recipe_dir)
     folder = run_folder(config)
     resumed = last_checkpoint(folder) if config.train.resume else None
-    with Screen(config.train.steps) as screen, reaper():
+    with Screen(config.train.steps) as screen, reaper() as scratch:
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
         rewards = RewardProcess(
             TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
         )
         try:
-            with actors(config, screen, folder, resumed) as (trainers, samplers, transport):
+            with actors(config, screen, folder, resumed, scratch) as (trainers, samplers, transport):
                 manager = CheckpointEngineManager(trainers, samplers.engines, transport)
                 state = loop.RunState(
                     config=config,
@@ -175,7 +175,7 @@ def run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def actors(
-    config: RunConfig, screen: Screen, folder: Path, resumed: Path | None
+    config: RunConfig, screen: Screen, folder: Path, resumed: Path | None, scratch: Path
 ) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
     """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
 
@@ -184,12 +184,13 @@ def actors(
         screen: where progress is shown.
         folder: of the run; the actors' output goes to its ``logs``.
         resumed: the checkpoint to go on from, if any.
+        scratch: folder for what Ray and vLLM leave.
 
     Yields:
         The trainer, the samplers, and ``checkpoint_engine`` with its transport resolved.
     """
     screen.phase("Ray")
-    placement.start_ray(config)
+    placement.start_ray(config, scratch)
     ranks: list[Any] = []
     engines: list[Any] = []
     group = watch = None

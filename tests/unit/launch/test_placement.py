@@ -28,7 +28,7 @@ def cluster() -> Iterator[str]:
             started.add_node(**resources, **({} if index else head), wait=index == 3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", started.address)
-            placement.start_ray(run())
+            placement.start_ray(run(), Path("/nowhere"))
         yield ray.get_runtime_context().get_node_id()
     finally:
         ray.shutdown()

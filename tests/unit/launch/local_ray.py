@@ -1,0 +1,35 @@
+"""A run's own Ray with one actor, as `megarl train` starts it: says what listens where, then waits to be killed."""
+
+import json
+import time
+
+import psutil
+import ray
+
+from megarl.launch import placement
+from megarl.launch.reaper import reaper
+from tests.unit.launch.test_plan import run
+
+
+class Nothing:
+    def answer(self) -> str:
+        return ray.util.get_node_ip_address()
+
+
+def listening() -> list[str]:
+    """Addresses on which this process and its descendants listen."""
+    found = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return sorted(found)
+
+
+if __name__ == "__main__":
+    with reaper() as scratch:
+        placement.start_ray(run(), scratch)
+        actor = ray.remote(Nothing).remote()
+        node = ray.get(actor.answer.remote())
+        sockets = [str(path) for path in scratch.glob("ray/session_2*/sockets/*")]
+        said = {"node": node, "listening": listening(), "scratch": str(scratch), "sockets": sockets}
+        print(json.dumps(said), flush=True)
+        time.sleep(120)
