@@ -5,15 +5,17 @@ dashboard. It is not public API of Ray; this file is the only one that touches i
 """
 
 import contextlib
+import os
+import secrets
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray._raylet import Config, GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.exceptions import AuthenticationError, RpcError
 
-from megarl.errors import WorkerError
+from megarl.errors import ConfigError, WorkerError
 
 # Seconds that one question to the head may take.
 ANSWER_SECONDS = 2
@@ -21,13 +23,45 @@ _NAMESPACE = b"megarl"
 _STATUS = b"job_status"
 
 
-def follow_token_setting() -> None:
-    """Use token authentication where this user has a Ray token, unless RAY_AUTH_MODE says otherwise.
+def require_token(nodes: int) -> None:
+    """Make Ray ask for a token, or refuse to start: without one, whoever reaches a node's ports runs code on it.
 
-    ``ray start`` does the same, but a process that is given an address, such as the job, does not: it needs the
-    RAY_AUTH_MODE that this sets in ``os.environ``. A local ``ray.init()`` makes a token, so most users have one.
+    RAY_AUTH_MODE=disabled is the user's word that nobody else reaches them. A launch of one node makes its own token;
+    several nodes share RAY_AUTH_TOKEN (``scripts/slurm.sbatch`` makes one for each job), RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token. ``ray start`` follows the file, but a process that is given an address, such as the job, does
+    not: it needs the RAY_AUTH_MODE that this sets in ``os.environ``.
+
+    Raises:
+        ConfigError: there is none on several nodes, or other users can read the file.
     """
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    if os.environ.get("RAY_AUTH_MODE", "token") != "token":
+        return
+    if nodes == 1 and not os.environ.get("RAY_AUTH_TOKEN"):
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    if not os.environ.get("RAY_AUTH_TOKEN"):
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # set, but empty
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if not os.environ.get("RAY_AUTH_TOKEN"):
+        if not file.is_file():
+            raise ConfigError(
+                "there is no Ray token, without which anybody who reaches these nodes could run code on them: make one "
+                f"with `(umask 077; mkdir -p ~/.ray; openssl rand -hex 32 > ~/.ray/auth_token)` as {file} on every "
+                "node, or set the same RAY_AUTH_TOKEN on all of them; RAY_AUTH_MODE=disabled if nobody else can reach "
+                "their network"
+            )
+        _hide(file)
+    os.environ["RAY_AUTH_MODE"] = "token"
+    Config.initialize("")  # this process has read the setting already
+
+
+def _hide(file: Path) -> None:
+    """Take a token from other users: Ray itself makes it readable for all."""
+    mode = file.stat().st_mode & 0o777
+    if mode & 0o077:
+        try:
+            file.chmod(0o600)
+        except OSError as error:
+            raise ConfigError(f"other users can read the Ray token {file} (mode {mode:o}): chmod 600 it") from error
 
 
 class HeadUnreachableError(WorkerError):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.launch import processes
-from megarl.launch.cluster import Cluster, HeadUnreachableError, answers, follow_token_setting
+from megarl.launch.cluster import Cluster, HeadUnreachableError, answers, require_token
 from megarl.launch.settings import NodeSettings, read_settings
 
 POLL_SECONDS = 1.0
@@ -224,8 +224,9 @@ def main(arguments: Sequence[str]) -> int:
     rank = os.environ.get("NODE_RANK", "?")
     node = None
     try:
-        follow_token_setting()
-        node = Node(read_settings(os.environ, arguments))
+        settings = read_settings(os.environ, arguments)
+        require_token(settings.nodes)
+        node = Node(settings)
         processes.adopt_orphans()
         allow_open_files()
         processes.raise_on_signals()

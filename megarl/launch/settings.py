@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import ConfigError
+from megarl.network import is_loopback, own_address
 
 DEFAULT_PORT = 6379
 DEFAULT_JOIN_TIMEOUT = 300
@@ -62,6 +63,12 @@ def read_settings(environment: Mapping[str, str], arguments: Sequence[str]) -> N
     if not head:
         raise ConfigError("HEAD_ADDR is not set; it must be the name or address of the node with NODE_RANK=0")
     host_ip = _resolve(head)
+    if nodes > 1 and is_loopback(host_ip) and environment.get("NODES_ON_THIS_HOST") != "1":
+        raise ConfigError(
+            f"HEAD_ADDR is '{head}', which is {host_ip} here, an address that only this host reaches, but NNODES is "
+            f"{nodes}; give the address of rank 0 in the nodes' network (here {own_address()}), the same on every node "
+            "(NODES_ON_THIS_HOST=1 if all of them are on this host)"
+        )
     port = _integer(environment, "HEAD_PORT", 1024, 65535, DEFAULT_PORT)
     if rank == 0:
         _check_head_address(head, host_ip, port)

@@ -63,8 +63,10 @@ def start(traced: Traced, port: int, tmp_path: Path, tmp_path_factory: pytest.Te
         "RAY_TMPDIR": str(ray_folder),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
-        # No ~/.ray/auth_token, so no token authentication unless a test asks for it.
+        "NODES_ON_THIS_HOST": "1",
+        # Without its ~/.ray/auth_token.
         "HOME": str(tmp_path),
+        "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     }
     ray_folder.mkdir(exist_ok=True)
 
@@ -79,8 +81,7 @@ def test_job_reaches_both_nodes_under_a_token_its_status_is_everyones_and_nothin
     start: Start, traced: Traced
 ) -> None:
     job = ["python", str(JOBS / "every_node.py"), "7", "train.steps=1", "two words"]
-    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0123456789abcdef" * 4}
-    worker, head = start(1, job, SCRIPT, **token), start(0, job, SCRIPT, **token)
+    worker, head = start(1, job, SCRIPT), start(0, job, SCRIPT)
     assert head.wait(90) == 7, head.err.read_text()
     assert worker.wait(20) == 7, worker.err.read_text()
     assert head.out.read_text() == "nodes=2 pinned=True arguments=['train.steps=1', 'two words']\n"
@@ -159,17 +160,30 @@ def test_worker_gives_up_on_a_missing_head(start: Start, traced: Traced) -> None
     assert traced.wait_until_gone() == []
 
 
-def test_a_node_without_the_heads_token_is_told_what_to_do(start: Start, traced: Traced, tmp_path: Path) -> None:
-    # The token file alone switches authentication on, as it does for `ray start`.
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("0123456789abcdef" * 4)
+def test_a_node_without_the_heads_token_is_told_what_to_do(start: Start, traced: Traced) -> None:
     head = start(0, ["true"])
-    worker = start(1, ["true"], HOME="/nonexistent")
+    worker = start(1, ["true"], RAY_AUTH_TOKEN="fedcba9876543210" * 4)
     assert worker.wait(60) == 1
     assert "give every node the head's ~/.ray/auth_token" in worker.err.read_text()
     head.process.send_signal(signal.SIGTERM)
     assert head.wait(30) == 128 + signal.SIGTERM
     assert traced.wait_until_gone() == []
+
+
+def test_several_nodes_without_a_token_are_refused_and_a_token_that_others_can_read_is_hidden(
+    start: Start, tmp_path: Path
+) -> None:
+    for rank in (0, 1):
+        node = start(rank, ["true"], RAY_AUTH_TOKEN="")
+        assert node.wait(60) == 2
+        assert "there is no Ray token" in node.err.read_text() and "RAY_AUTH_MODE=disabled" in node.err.read_text()
+    (tmp_path / ".ray").mkdir()
+    token = tmp_path / ".ray" / "auth_token"
+    token.write_text("0123456789abcdef" * 4)
+    token.chmod(0o644)
+    worker = start(1, ["true"], RAY_AUTH_TOKEN="", JOIN_TIMEOUT="1")
+    assert worker.wait(60) == 1 and "no head answers" in worker.err.read_text()
+    assert token.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.fixture
@@ -184,7 +198,7 @@ def sbatch(start: Start, traced: Traced, tmp_path: Path) -> Callable[..., Launch
     spooled = tmp_path / "slurm_script"
     spooled.write_text((ROOT / "scripts/slurm.sbatch").read_text())
     slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "both[1-2]"}
-    slurm |= {"SLURM_JOB_ID": "4711", "HEAD_ADDR": "overwritten", "TMPDIR": str(tmp_path)}
+    slurm |= {"SLURM_JOB_ID": "4711", "HEAD_ADDR": "overwritten", "TMPDIR": str(tmp_path), "RAY_AUTH_TOKEN": ""}
 
     def submit(job: list[str], **changes: str) -> Launched:
         path = f"{stand_ins}:{traced.environment['PATH']}"

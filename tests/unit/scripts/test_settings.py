@@ -9,7 +9,7 @@ import pytest
 from megarl.errors import ConfigError
 from megarl.launch.settings import read_settings
 
-GOOD = {"NODE_RANK": "1", "NNODES": "2", "HEAD_ADDR": "127.0.0.1"}
+GOOD = {"NODE_RANK": "1", "NNODES": "2", "HEAD_ADDR": "127.0.0.1", "NODES_ON_THIS_HOST": "1"}
 
 
 def test_defaults_and_the_recipe_becomes_megarl_train(tmp_path: Path) -> None:
@@ -57,6 +57,15 @@ def test_a_port_in_use_on_the_head_is_refused() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"HEAD_PORT {port} is in use"):
             read_settings(GOOD | {"NODE_RANK": "0", "HEAD_PORT": str(port)}, ["--", "true"])
+
+
+@pytest.mark.parametrize("head", ["127.0.0.1", "localhost", "127.0.1.1"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_head_that_only_its_own_host_reaches_is_refused_on_several_nodes(head: str, rank: str) -> None:
+    several = {"NODE_RANK": rank, "NNODES": "2", "HEAD_ADDR": head}
+    with pytest.raises(ConfigError, match=rf"HEAD_ADDR is '{head}', which is 127\.0\..*only this host reaches"):
+        read_settings(several, ["--", "true"])
+    assert read_settings(several | {"NODE_RANK": "0", "NNODES": "1"}, ["--", "true"]).nodes == 1
 
 
 @pytest.mark.parametrize("arguments", [[], ["--"]])
