@@ -14,6 +14,7 @@ from megarl.lora.arrangements import AS_TRAINED, arrange, arrange_config
 from megarl.lora.layers import ParallelLoraLinear
 from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.merge import merge_weight
+from megarl.lora.optimizer import check_copies, renew_copies
 from megarl.lora.stacked_files import pack, places_of
 from megarl.lora.targets import matrix_name, resolve_targets, unties
 from megarl.model.families import WeightMap
@@ -68,7 +69,6 @@ class LoraAdapter:
         slots: the adapted parts of this rank's pipeline stage, those of experts on other ranks included.
         config: the PEFT config it was made from.
         names: the model's names.
-        dtype: of the matrices.
         groups: this rank's place.
     """
 
@@ -89,13 +89,18 @@ class LoraAdapter:
         self.slots = slots
         self.config = config
         self.names = names
-        self.dtype = dtype
+        self._dtype = dtype
         self.groups = groups
 
     @property
     def dropout(self) -> float:
         """Probability with which an input of the adapter is dropped while training."""
         return self.config.lora_dropout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the matrices: as they were made, or as the model was cast since."""
+        return next((matrix.dtype for _, matrix in self.parameters()), self._dtype)
 
     def activate(self) -> None:
         """Compute with this adapter and no other from now on, as PEFT's ``set_adapter``. Nothing is copied."""
@@ -116,6 +121,22 @@ class LoraAdapter:
             for layer in layers:
                 layer.active = None
             yield
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leave every adapter out of the model's state dicts, plain and sharded, within the block.
+
+        For distributed checkpoints of the base that were made without adapters: a sharded state dict with them asks the
+        checkpoint for them.
+        """
+        layers = wrapped_layers(self._models)
+        for layer in layers:
+            layer.states_adapters = False
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.states_adapters = True
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
@@ -204,13 +225,27 @@ class LoraAdapter:
 
         return write
 
-    def load(self, path: str | Path) -> None:
+    def load(self, path: str | Path, optimizer: Any | None = None) -> None:
         """Read a PEFT directory made at any layout, or by PEFT; each rank reads only its slices.
+
+        Args:
+            path: the directory.
+            optimizer: mcore's that trains this adapter (from ``get_megatron_optimizer``), if there is one already: its
+                fp32 copies are renewed. Its moments stay.
 
         Raises:
             AdapterError: truncated file, missing or unexpected tensor, wrong shape, or other targets, rank or alpha
-                than this adapter's. Nothing is changed then.
+                than this adapter's; or mcore's optimizer has copies of the matrices and is not given. Nothing is
+                changed then.
+            UnsupportedError: an optimizer whose copies cannot be renewed.
         """
+        check_copies(self.parameters(), optimizer)
+        self.read(path)
+        if optimizer is not None:
+            renew_copies(optimizer)
+
+    def read(self, path: str | Path) -> None:
+        """As ``load``, for a caller that sets the optimizer's copies itself."""
         peft_io.load(path, self)
 
 

@@ -1,5 +1,6 @@
 """Put LoRA on the linears of any GPTModel: plan, check, then change."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,10 @@ from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
 from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
+from megarl.lora.match import check_match
 from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.parameter_targets import as_read
+from megarl.lora.state import accept_base_alone
 from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.vocabulary import plan_vocabulary
@@ -29,6 +32,9 @@ from megarl.parallel.groups import Groups, current_groups
 
 # The mcore class that each kind of linear must be; outside experts it may also be one of TE_BASES.
 BASES = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": TopKRouter}
+
+# Dtypes of weights that are computed with as they are.
+COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
 
 # Linear -> the norm whose output it alone reads.
 NORM_BEFORE = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
@@ -67,7 +73,8 @@ def apply_lora(
 
     Raises:
         AdapterError: a target that the model lacks, or a name that is taken or cannot be one.
-        UnsupportedError: a PEFT setting, a family or a layer class that is not supported.
+        UnsupportedError: a PEFT setting, a family or a layer class that is not supported; or a model that is not the
+            one that ``hf_config`` describes.
     """
     check_supported(config)
     if config.init_lora_weights is not True:
@@ -76,6 +83,7 @@ def apply_lora(
     models = [find_gpt(chunk) for chunk in chunks]
     for model in models:
         _check_attention(model)
+    check_match(models, hf_config, groups)
     names = names_of(hf_config)
     config = as_read(config, names)
     chosen = resolve_targets(config, names)
@@ -89,10 +97,11 @@ def apply_lora(
         if any(parts := _plan(layer, linear, HF_LAYER.format(index), config, chosen, names, groups))
     ]
     vocabulary = plan_vocabulary(models, config, chosen, hf_config, groups)
-    dtype = models[0].config.params_dtype
+    dtype = _dtype_of(models)
     for model in models if not existing else ():
         model.requires_grad_(False)
         open_to_gradients(model)
+        accept_base_alone(model)
     slots: list[Slot] = []
     for layer, linear, parts in plans:
         wrapped, own = None, None
@@ -110,6 +119,15 @@ def apply_lora(
     if not existing:
         adapter.activate()
     return adapter
+
+
+def _dtype_of(models: Sequence[GPTModel]) -> torch.dtype:
+    """What most weights are in: a model may have been cast since it was built."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        if parameter.dtype in COMPUTE:
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else models[0].config.params_dtype
 
 
 def _check_name(name: str, trainable: bool, models: Sequence[GPTModel]) -> None:
@@ -173,7 +191,14 @@ def _plan(
         supported = ", ".join(base.__name__ for base in expected)
         raise UnsupportedError(f"{targets[0]} is a {type(module).__name__}; supported is mcore's {supported}")
     size = groups.along(kind_of(linear).axis)[2]
-    local_out, local_in = module.weight.shape
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+        raise UnsupportedError(
+            f"{targets[0]} is a {type(module).__name__} whose weight is {'absent' if weight is None else 'no matrix'}; "
+            "supported are linears that have their weight as one matrix (quantise the base after LoRA was applied, or "
+            "not at all)"
+        )
+    local_out, local_in = weight.shape
     plans: list[PartPlan | None] = []
     for name, rows in zip(targets, part_rows(local_out, linear.fusion, head_layout(layer.config)), strict=True):
         if name not in chosen:

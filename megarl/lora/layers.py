@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 from megarl.lora.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.products import Layout, add_wide, project_through
 from megarl.lora.room import Room, can_make_room, one_product
+from megarl.lora.state import WithBaseNames
 from megarl.model import spare
 from megarl.model.families.base import Fusion
 from megarl.model.fusion import HeadLayout
@@ -28,7 +29,7 @@ from megarl.model.pointwise import wants_kernels
 from megarl.parallel.groups import Axis
 
 
-class ParallelLoraLinear(torch.nn.Module):
+class ParallelLoraLinear(WithBaseNames):
     """A base linear plus its adapters; a drop-in for the base in mcore's modules.
 
     ``adapters[name]`` holds one adapter's matrices here; ``active`` is the name of the one that computes, or None.
@@ -104,10 +105,6 @@ class ParallelLoraLinear(torch.nn.Module):
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Set the attributes by which mcore reduces, clips and counts a matrix."""
         mark_parameter(matrix, split, bool(self.base_layer.sequence_parallel))
-
-    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The base layer's, under the name it had before it was wrapped: distributed checkpoints stay the base's."""
-        return self.base_layer.sharded_state_dict(prefix, *args, **kwargs)
 
 
 class _LinearLora(ParallelLoraLinear):

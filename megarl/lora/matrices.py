@@ -43,6 +43,16 @@ class PartPlan:
         return "B" if self.shares else "AB"
 
 
+class _Matrices(torch.nn.ParameterDict):
+    """Matrices by key. mcore's DDP waits for gathered weights in a hook before the forward pass of their module, so
+    this has one."""
+
+    __call__ = torch.nn.Module.__call__  # torch's dictionary refuses calls
+
+    def forward(self) -> None:
+        """Nothing."""
+
+
 class AdapterMatrices(torch.nn.Module):
     """This rank's A and B of each part of a layer that one adapter adapts.
 
@@ -64,11 +74,13 @@ class AdapterMatrices(torch.nn.Module):
         self.ranks = tuple(part.rank for _, part in adapted)
         self.scalings = tuple(part.scaling for _, part in adapted)
         self.starts = _starts([part for _, part in adapted])
-        self.lora_A = torch.nn.ParameterDict()
-        self.lora_B = torch.nn.ParameterDict()
+        self.lora_A = _Matrices()
+        self.lora_B = _Matrices()
 
     def forward(self) -> "AdapterMatrices":
         """Itself. Layers take the matrices by a call, so that hooks which wait for new weights have run."""
+        self.lora_A()
+        self.lora_B()
         return self
 
     @property

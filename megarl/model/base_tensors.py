@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from torch.nn.utils.parametrize import is_parametrized
 
-from megarl.errors import ModelError
+from megarl.errors import ModelError, UnsupportedError
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, MCORE_LAYER, OUTPUT, LinearMap, VectorMap
 from megarl.model.fusion import head_layout, part_rows, part_views
@@ -124,10 +125,26 @@ def owner_of(linear: LinearMap, names: WeightMap, groups: Groups) -> int | None:
 
 
 def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> torch.nn.Module:
-    """The module of a linear; of an expert held elsewhere, this rank's at the same place: it has the same shape."""
-    if linear.expert is None:
-        return layer.get_submodule(linear.mcore)
-    return layer.get_submodule(linear.mcore.format(linear.expert % (names.num_experts // groups.topology.expert)))
+    """The module of a linear; of an expert held elsewhere, this rank's at the same place: it has the same shape.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    path = linear.mcore
+    if linear.expert is not None:
+        path = path.format(linear.expert % (names.num_experts // groups.topology.expert))
+    module = layer
+    for depth, step in enumerate(path.split(".")):
+        child = getattr(module, step, None)
+        if child is None:
+            where, kind = ".".join(path.split(".")[:depth]), type(module).__name__
+            advice = "; build it with moe_grouped_gemm=False (SequentialMLP)" if "Grouped" in kind else ""
+            raise UnsupportedError(
+                f"layer {layer.layer_number - 1} has no {path}, which should hold {linear.hf[0].format('N')}: its "
+                f"{where or 'layer'} is mcore's {kind}{advice}"
+            )
+        module = child
+    return module
 
 
 def _linear(
@@ -135,6 +152,11 @@ def _linear(
 ) -> list[ShardedTensor]:
     """Weight and bias of each part of one linear."""
     module = unwrap(find_linear(layer, linear, names, groups))
+    if is_parametrized(module):
+        raise UnsupportedError(
+            f"{hf_prefix}{linear.hf[0]} is a {type(module).__name__}, whose weight is computed: it can be neither read "
+            "from a Hugging Face folder nor exported; load the base model before it is parametrised"
+        )
     heads = head_layout(layer.config)
     axis: Axis = "tensor" if linear.expert is None else "expert_tensor"
     size = groups.along(axis)[2]

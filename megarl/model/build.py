@@ -23,6 +23,30 @@ from megarl.parallel.groups import Groups
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def architecture(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """``TransformerConfig``'s arguments that follow from a completed ``config.json`` alone.
+
+    Raises:
+        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+    """
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    settings: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+    }
+    return settings | rope_of(hf).attention_settings(head_dim) | family.settings(hf)
+
+
 def transformer_config(
     hf: Mapping[str, Any],
     family: Family,
@@ -37,19 +61,7 @@ def transformer_config(
         UnsupportedError: a setting that changes the computation and has no proven counterpart.
     """
     dtype = DTYPES[model.dtype]
-    heads = hf["num_attention_heads"]
     settings: dict[str, Any] = {
-        "num_layers": hf["num_hidden_layers"],
-        "hidden_size": hf["hidden_size"],
-        "ffn_hidden_size": hf["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": hf["num_key_value_heads"],
-        "kv_channels": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf["rms_norm_eps"],
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "tensor_model_parallel_size": parallel.tensor,
@@ -77,8 +89,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
-    settings |= rope_of(hf).attention_settings(settings["kv_channels"])
-    settings |= family.settings(hf) | recompute | _stages(hf["num_hidden_layers"], parallel)
+    settings |= architecture(hf, family) | recompute | _stages(hf["num_hidden_layers"], parallel)
     windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
     if model.backend == "te" and (settings.get("attention_bias") or settings.get("mlp_bias")):
         raise UnsupportedError(

@@ -136,7 +136,7 @@ def load(
     values = _values(optimizer)
     try:
         with safe_open(str(folder / OPTIMIZER), framework="pt", device="cpu") as source:
-            adapter.load(folder / ADAPTER)
+            adapter.read(folder / ADAPTER)
             for kind, held in values.items():
                 for tensor in adapter.tensors(held):
                     tensor.load(source.get_slice(f"{kind}.{tensor.name}"), groups)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megarl.config import TrainConfig
@@ -38,23 +37,7 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
         # Without it the schedule would start the reduction in the first micro-batch.
         functions = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
-    if config.overlap_param_gather:
-        for chunk in wrapped:
-            _wait_in_parents(chunk)
     return wrapped
-
-
-def _wait_in_parents(chunk: DistributedDataParallel) -> None:
-    """Let the owner of a ``ParameterDict`` wait for its parameters.
-
-    mcore waits before the forward pass of the module that a parameter belongs to, and a ``ParameterDict``, which holds
-    LoRA's matrices, has no forward pass: without this the pass would compute with the weights before the update.
-    """
-    wait = chunk._make_forward_pre_hook()
-    for module in chunk.module.modules():
-        held = [child for child in module.children() if isinstance(child, torch.nn.ParameterDict)]
-        if held:
-            module.register_forward_pre_hook(lambda _, __, held=held: [wait(child) for child in held] and None)
 
 
 @contextlib.contextmanager

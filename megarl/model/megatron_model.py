@@ -286,7 +286,7 @@ class MegatronModel:
         Raises:
             AdapterError: it does not fit; nothing was changed.
         """
-        self.adapter.load(path)
+        self.adapter.read(path)
         if self.adapter.trainable:
             self.optimizer.start_anew()
 

@@ -95,3 +95,7 @@ class SwiGLU(torch.nn.Module):
     def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
         """``[..., 2 I] -> [..., I]``."""
         return swiglu(gate_and_up)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Empty; mcore's MLP asks all of its modules."""
+        return {}
