@@ -68,7 +68,7 @@ def load_start(model: "MegatronModel", config: RunConfig) -> dict[str, str]:
     model.load_adapter(folder)
     if REFERENCE not in model.adapters:
         return {}
-    model.adapters[REFERENCE].load(folder)
+    model.adapters[REFERENCE].read(folder)
     return {REFERENCE: digest(Path(folder))}
 
 
