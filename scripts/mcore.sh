@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 release=${1:-$(sed -n 's/^megatron-core==//p' requirements/mcore-newest.txt)}
 folder=$PWD/.mcore/$release
-python=.venv/bin/python
+python=${MEGARL_PYTHON:-.venv/bin/python}
 [ -x "$python" ] || python=python3
 
 unpack() {
