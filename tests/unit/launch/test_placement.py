@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from megarl.controller.pulse import Watch
 from megarl.controller.roles import TrainerGroup
 from megarl.errors import ConfigError, WorkerError
 from megarl.launch import placement
@@ -101,10 +103,16 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(cluster: str, tmp_path
     plan = plan_placement(config, placement.cluster_nodes())
     actor = ray.remote(Rank).options(num_cpus=0)
     sees, blind = actor.remote(tmp_path / "shared"), actor.remote(tmp_path / "own")
+    watch = Watch([], tmp_path / "logs", config.train.hang_seconds)
+
+    def ranks(*actors: Any) -> TrainerGroup:
+        return TrainerGroup(actors, watch, config.train)
+
     new, checkpoint = tmp_path / "shared" / "config.yaml", tmp_path / "shared" / "step-000001"
-    check_shared(new, TrainerGroup([sees, blind]), plan)
+    check_shared(new, ranks(sees, blind), plan)
     with pytest.raises(ConfigError, match=r"rank 0 on .* does not see .*config.yaml'.*or start the run on a node"):
-        check_shared(new, TrainerGroup([blind, sees]), plan)
-    check_shared(checkpoint, TrainerGroup([sees, sees]), plan)
+        check_shared(new, ranks(blind, sees), plan)
+    check_shared(checkpoint, ranks(sees, sees), plan)
     with pytest.raises(ConfigError, match=r"rank 1 on .* does not see .*step-000001'.*or copy the checkpoint there"):
-        check_shared(checkpoint, TrainerGroup([sees, blind]), plan)
+        check_shared(checkpoint, ranks(sees, blind), plan)
+    watch.close()
