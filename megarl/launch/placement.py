@@ -46,7 +46,7 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
     try:
         with handlers_kept():
             ray.init(**options)
-    except (ConnectionError, RuntimeError, OSError) as error:
+    except Exception as error:  # Ray raises bare ones too
         where = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
         raise WorkerError(f"{where}: {error}") from error
 
