@@ -1,4 +1,4 @@
-"""Write a random Llama of 4 layers, 4 heads and 131 tokens as a Hugging Face folder: python tiny_model.py FOLDER."""
+"""Write a random Llama of 4 layers, 4 heads and 132 tokens as a Hugging Face folder: python tiny_model.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ def write(folder: Path) -> Path:
     """The model that ``tiny_model.args`` describes to Megatron."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=131,
+        vocab_size=132,
         hidden_size=48,
         intermediate_size=80,
         num_hidden_layers=4,

@@ -68,7 +68,7 @@ def train_with_peft(model: Path, start: Path) -> tuple[list, dict, dict]:
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plugin")
-    model = make_model(folder / "model", "llama", tied=False)
+    model = make_model(folder / "model", "llama", tied=False, vocab_size=132)
     make_adapter(model, folder / "start", target_modules=TARGETS)
     return folder, train_with_peft(model, folder / "start")
 
@@ -112,7 +112,7 @@ def run_script(*args: str) -> list[float]:
     ids=["fp32", "bf16", "fp32-distributed", "bf16-distributed"],
 )
 def test_mcores_distributed_checkpoint_goes_on_here_and_at_another_layout(tmp_path, saved, loaded, ranks, flags):
-    model = make_model(tmp_path / "model", "llama", tied=False)
+    model = make_model(tmp_path / "model", "llama", tied=False, vocab_size=132)
     flags = [*flags, "--lora-target-modules", *TARGETS, "--save-adapter"]
     keep = ["--save", tmp_path / "checkpoints", "--save-interval", 2]
     straight, *_ = run_ranks(run_script, ranks, *arguments(model, saved, *flags, tmp_path / "straight", *keep))
@@ -171,7 +171,7 @@ def load_late(model: str, folder: str, flags: list[str]) -> dict[str, float]:
 
 @pytest.mark.parametrize("flags", [[], ["--use-distributed-optimizer"]], ids=["Float16Optimizer", "distributed"])
 def test_an_adapter_loaded_under_an_optimizer_stays_where_it_is(tmp_path, flags):
-    model = make_model(tmp_path / "model", "llama", tied=False)
+    model = make_model(tmp_path / "model", "llama", tied=False, vocab_size=132)
     make_adapter(model, tmp_path / "other", target_modules=TARGETS, r=8, lora_alpha=16)
     for found in run_ranks(load_late, 2, str(model), str(tmp_path), flags):
         assert found["moved"] == 0.0
