@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.config.checks import EXPERT_COUNTS
-from megarl.errors import ModelError
+from megarl.errors import ModelError, UnsupportedError
 from megarl.model.families.base import LinearMap
 
 
@@ -37,10 +37,17 @@ def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) ->
 
     Raises:
         ModelError: a token takes more experts than there are.
+        UnsupportedError: it takes one, whose weight is always 1.
     """
     count, chosen = num_experts(hf), hf["num_experts_per_tok"]
     if chosen > count:
         raise ModelError(f"config.json: num_experts_per_tok ({chosen}) exceeds the {count} experts of a layer")
+    if chosen == 1 and renormalise:
+        # Scaled to add up to 1, the weight of one expert is 1 whatever the router says; mcore has no such mixture.
+        raise UnsupportedError(
+            "config.json: num_experts_per_tok is 1 where weights are scaled to add up to 1 (norm_topk_prob); supported "
+            "are 2 or more, or weights that are not scaled"
+        )
     return {
         "num_moe_experts": count,
         "moe_router_topk": chosen,

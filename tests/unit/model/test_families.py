@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.errors import ModelError
+from megarl.errors import ModelError, UnsupportedError
 from megarl.model.families import family_of, full_config, names_of
 
 MIXED = ["full_attention", "sliding_attention"] * 2
@@ -58,3 +58,24 @@ def test_layer_types_that_mean_nothing_are_an_error(layer_types):
 def test_biases_are_those_of_the_family(config, biased):
     names = names_of(config | {"num_hidden_layers": 1}).tensor_names()
     assert {name.split(".")[-2] for name in names if name.endswith(".bias")} == biased
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1 where"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 129}, r"\(129\) exceeds the 128 experts"),
+        ({"model_type": "deepseek_v3", "n_group": 7}, r"n_group \(7\) must divide n_routed_experts \(256\)"),
+        ({"model_type": "deepseek_v3", "topk_group": 9}, r"topk_group \(9\) of them must hold"),
+    ],
+)
+def test_routing_that_no_layer_here_computes_is_refused_by_name(config, message):
+    full = full_config(config)
+    with pytest.raises((ModelError, UnsupportedError), match=message):
+        family_of(full).settings(full)
+
+
+def test_a_token_may_take_one_expert_whose_weight_is_not_scaled():
+    full = full_config({"model_type": "qwen3_moe", "num_experts_per_tok": 1, "norm_topk_prob": False})
+    assert family_of(full).settings(full)["moe_router_topk"] == 1
