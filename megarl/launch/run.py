@@ -130,7 +130,7 @@ def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
     task = build_task(TaskContext(config.task, recipe_dir, config.train.seed))
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+    except Exception as error:  # whatever a library raises that was given any files at all
         raise ModelError(
             f"model.path '{config.model.path}' holds no tokenizer that transformers can load: {error}"
         ) from error

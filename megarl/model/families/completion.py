@@ -127,6 +127,10 @@ def _check_values(full: Mapping[str, Any]) -> None:
             continue
         if type(value) is not int or value < 1:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number above 0")
+    for key in ("num_nextn_predict_layers", "first_k_dense_replace"):
+        value = full.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number or null")
     if full["hidden_act"] != "silu":
         raise UnsupportedError(f"config.json: hidden_act is '{full['hidden_act']}'; supported is 'silu'")
     eps = full["rms_norm_eps"]

@@ -154,3 +154,9 @@ def test_a_value_that_no_model_can_have_is_an_error_that_names_it(change, messag
 def test_two_names_of_one_setting_must_agree():
     with pytest.raises(ModelError, match="num_experts is 4 and num_local_experts 8"):
         full_config({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8})
+
+
+@pytest.mark.parametrize("value", ["1", 1.0, -1])
+def test_a_count_of_further_layers_that_is_none_is_an_error(value):
+    with pytest.raises(ModelError, match="num_nextn_predict_layers is"):
+        full_config({"model_type": "deepseek_v3", "num_nextn_predict_layers": value})
