@@ -1,7 +1,9 @@
 """A LoRA adapter that has been put on a model: names, switch, save, load, export."""
 
 import contextlib
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from megarl.lora.layers import ParallelLoraLinear
 from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
-from megarl.lora.stacked_files import pack, places_of
+from megarl.lora.stacked_files import Place, pack, places_of
 from megarl.lora.targets import matrix_name, resolve_targets, unties
 from megarl.model.families import WeightMap
 from megarl.model.sharding import ShardedTensor, collect, parameter_view, placed
@@ -172,7 +174,16 @@ class LoraAdapter:
 
     def in_file(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """A stream of whole tensors under the names of ``tensors()`` -> under those of PEFT's file."""
-        return pack(stream, places_of(resolve_targets(self.config, self.names), self.names))
+        return pack(stream, self._places)
+
+    @functools.cached_property
+    def _places(self) -> dict[str, Place]:
+        """Where the file has each matrix; once, since a mixture of experts has tens of thousands."""
+        return places_of(resolve_targets(self.config, self.names), self.names)
+
+    @functools.cached_property
+    def _file_config(self) -> dict[str, Any]:
+        return peft_io.config_dict(self.config, self.names)
 
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
         """Base tensors with this adapter added when they are read: in fp32, rounded once, out of place.
@@ -190,7 +201,7 @@ class LoraAdapter:
 
     def adapter_config(self) -> dict[str, Any]:
         """The contents of ``adapter_config.json``."""
-        return peft_io.config_dict(self.config, self.names)
+        return copy.deepcopy(self._file_config)
 
     def save(self, path: str | Path, experts: str = AS_TRAINED) -> None:
         """Write a PEFT directory. Collective; rank 0 writes, atomically.

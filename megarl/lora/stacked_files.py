@@ -47,7 +47,8 @@ def places_of(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
         targets: from ``resolve_targets``.
         names: the model's.
     """
-    parameters = {name: linears for name, linears in names.parameter_names().items() if name in targets.values()}
+    adapted = set(targets.values())
+    parameters = {name: linears for name, linears in names.parameter_names().items() if name in adapted}
     found: dict[str, Place] = {}
     for name, key in targets.items():
         module = key.removesuffix(".weight") if key in parameters else name
