@@ -14,7 +14,7 @@ MODEL_ARGUMENTS = shlex.split(
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
 )
 TRAINING_ARGUMENTS = shlex.split(
-    "--seq-length 24 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-2 --lr-decay-style constant "
+    "--seq-length 24 --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 1e-3 --lr-decay-style constant "
     "--log-interval 1000 --clip-grad 0.5"
 )
 FLAGS = {"tensor": "--tensor-model-parallel-size", "pipeline": "--pipeline-model-parallel-size"}
