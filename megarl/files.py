@@ -121,7 +121,16 @@ def write_directory(target: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Put a file in place by one rename, on disk before it has its name; a failure leaves the old one as it was.
+    """Put a text file in place, as ``replacing``."""
+    with replacing(file) as handle:
+        handle.write(text)
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Iterator[IO[str]]:
+    """Yield a text file that takes ``file``'s place when the block ends well, by one rename once it is on disk.
+
+    A failure leaves the old one as it was.
 
     Raises:
         OSError: it cannot be written.
@@ -129,7 +138,7 @@ def write_text(file: Path, text: str) -> None:
     partial = file.with_name(HIDDEN.format(file.name))
     try:
         with partial.open("w", encoding="utf-8") as handle:
-            handle.write(text)
+            yield handle
             handle.flush()
             os.fsync(handle.fileno())
         partial.rename(file)

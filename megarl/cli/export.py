@@ -25,9 +25,10 @@ def export_run(run: Path, form: str, out: Path) -> None:
         raise ConfigError(f"--out '{out}' exists already; name a new folder")
     adapter = find_adapter(run)
     if form == "merged":
-        from megarl.controller.metrics import checkpoints
+        from megarl.controller.run_folder import checkpoints
         from megarl.lora.merge import merge_folder
-        from megarl.model.checkpoint import check_base, read_state
+        from megarl.model.checkpoint import check_base
+        from megarl.model.seal import read_state
 
         base = Path(config.model.path).expanduser()
         for last in checkpoints(run)[-1:]:
@@ -63,12 +64,14 @@ def find_adapter(run: Path) -> Path:
     """The final adapter, or that of the newest checkpoint.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: there is neither; or that checkpoint is damaged.
     """
-    found = [path.parent for path in sorted(run.glob("checkpoints/step-*/adapter/adapter_config.json"))]
-    final = run / "adapter"
-    if (final / "adapter_config.json").is_file():
-        return final
-    if not found:
-        raise CheckpointError(f"'{run}' holds no adapter yet (neither adapter/ nor checkpoints/step-*/adapter/)")
-    return found[-1]
+    from megarl.controller.run_folder import ADAPTER, checkpoints
+    from megarl.model.seal import verify
+
+    if (run / ADAPTER / "adapter_config.json").is_file():
+        return run / ADAPTER
+    for last in checkpoints(run)[-1:]:
+        verify(last)
+        return last / ADAPTER
+    raise CheckpointError(f"'{run}' holds no adapter yet (neither adapter/ nor checkpoints/step-*/adapter/)")

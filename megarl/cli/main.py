@@ -1,4 +1,4 @@
-"""`megarl train|export|bench|verify`: thin; errors are one message, no traceback."""
+"""`megarl train|resume|export|bench|verify`: thin; errors are one message, no traceback."""
 
 import argparse
 import os
@@ -50,6 +50,10 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", help="YAML recipe")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
     train.set_defaults(run=_train)
+    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, with its own settings")
+    resume.add_argument("source", metavar="RUN", help="run folder")
+    resume.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the run's")
+    resume.set_defaults(run=_resume)
     export = commands.add_parser("export", help="write a run's adapter or merged model")
     export.add_argument("source", metavar="RUN", help="run folder")
     export.add_argument(
@@ -71,6 +75,15 @@ def _train(arguments: argparse.Namespace) -> None:
     from megarl.launch.run import train
 
     print(train(config, user_path("recipe", recipe).resolve().parent))
+
+
+def _resume(arguments: argparse.Namespace) -> None:
+    from megarl.cli.resume import load_resumed_config
+
+    config = load_resumed_config(arguments.source, arguments.overrides)
+    from megarl.launch.run import train
+
+    print(train(config, Path.cwd()))
 
 
 def _export(arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Which config a run starts from: the recipe's, or on resume the run's own."""
+"""The config that a run starts from: the recipe's, or on resume the run's own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,30 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     Raises:
         ConfigError: see ``load_config``; or RUN is not a run folder.
     """
-    resume = next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")
-    if resume in ("", "null", AUTO):
-        return load_config(recipe, overrides)
-    saved = user_path("train.resume", resume) / "config.yaml"
+    run = _named(overrides)
+    return load_config(recipe, overrides) if run in ("", "null", AUTO) else _load_saved(run, "train.resume", overrides)
+
+
+def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
+    """For `megarl resume RUN`: the config that RUN was started with, and overrides on top.
+
+    Raises:
+        ConfigError: see ``load_config``; RUN is not a run folder; or an override names another one.
+    """
+    if other := _named(overrides):
+        raise ConfigError(f"override '{KEY}{other}': `megarl resume {run}` says already what is resumed; remove it")
+    folder = user_path("RUN", run)
+    config = _load_saved(str(folder), "RUN", overrides)
+    return config.model_copy(update={"train": config.train.model_copy(update={"resume": str(folder)})})
+
+
+def _named(overrides: Sequence[str]) -> str:
+    """The last value of ``train.resume`` among overrides, or nothing."""
+    return next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")
+
+
+def _load_saved(run: str, field: str, overrides: Sequence[str]) -> RunConfig:
+    saved = user_path(field, run) / "config.yaml"
     if not saved.is_file():
-        raise ConfigError(f"train.resume is '{resume}', which is not a run folder: it holds no config.yaml")
+        raise ConfigError(f"{field} is '{run}', which is not a run folder: it holds no config.yaml")
     return load_config(saved, overrides)

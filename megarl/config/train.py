@@ -64,6 +64,8 @@ class TrainConfig(Section):
     """A checkpoint every so many steps, and at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Older checkpoints are deleted."""
+    keep_rollouts: int | None = Field(None, ge=1)
+    """Completions of so many last steps are kept, of older ones deleted. Default: all, some 34 KB per 1,000 tokens."""
     hang_seconds: float = Field(120.0, ge=5.0)
     """The run ends when the process of a trainer rank or engine has given no sign of life for so long: it is stopped,
     frozen or cut off."""
@@ -78,3 +80,8 @@ class TrainConfig(Section):
     resume: str | None = None
     """A run folder to continue from its last checkpoint. ``auto``: the newest unfinished run below ``output`` that has
     these settings and a checkpoint, else a new run; for jobs that are queued again (Slurm)."""
+    resume_step: int | None = Field(None, ge=1)
+    """With ``resume``: go back to this step's checkpoint instead of the last; what came after it is put aside."""
+    resume_changes: list[str] = Field(default_factory=list)
+    """With ``resume``: settings that may differ from the run's though they change what is learned (``[task.reward]``).
+    Those that only change where, how fast or how long it is computed need not be named."""

@@ -98,6 +98,11 @@ class PromptStream:
             "seed": self.seed,
         }
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Go to the first prompt of an epoch."""
+        self.epoch, self.position, self._held, self._taken = epoch, 0, [], 0
+        self._order = self._shuffled()
+
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from ``state()``.
 

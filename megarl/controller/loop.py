@@ -28,6 +28,7 @@ class RunState:
         rewards: the process that scores completions.
         stream, decode: prompts; response ids -> text.
         recorder: metrics, rollouts and checkpoints of the run folder.
+        origin: ``settings`` and ``contents`` of the run, which a resume is compared with (``config.resume``).
         step: steps made so far.
         updates: optimizer steps made so far, which is the policy version.
         saved: step of the newest checkpoint.
@@ -41,6 +42,7 @@ class RunState:
     stream: PromptStream
     decode: Decode
     recorder: Recorder
+    origin: dict[str, Any] = field(default_factory=dict)
     step: int = 0
     updates: int = 0
     saved: int = 0
@@ -48,13 +50,21 @@ class RunState:
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps of the controller."""
-        return {"step": self.step, "updates": self.updates, "stream": self.stream.state()}
+        return {"step": self.step, "updates": self.updates, "stream": self.stream.state(), "run": self.origin}
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a checkpoint's ``to_json``."""
+    def restore(self, state: dict[str, Any], *, other_data: bool = False) -> None:
+        """Continue from a checkpoint's ``to_json``.
+
+        Args:
+            state: the checkpoint's.
+            other_data: the prompts are others now, as was asked for: they begin with an epoch.
+        """
         self.step, self.updates = state["step"], state["updates"]
         self.saved = self.step
-        self.stream.restore(state["stream"])
+        if other_data:
+            self.stream.begin_epoch(state["stream"]["epoch"] + 1)
+        else:
+            self.stream.restore(state["stream"])
 
 
 def run(state: RunState) -> None:

@@ -13,11 +13,23 @@ from megarl.controller.background import Background
 from megarl.controller.memory import MemoryWatch
 from megarl.controller.roles import TrainerGroup
 from megarl.controller.rollout import Rollout
+from megarl.controller.run_folder import (
+    ADAPTER,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    PLOT,
+    ROLLOUTS,
+    STEP,
+    SUMMARY,
+    TENSORBOARD,
+    Resumption,
+    checkpoints,
+    is_complete,
+)
 from megarl.controller.screen import Screen
-from megarl.errors import CheckpointError
-from megarl.files import discard
+from megarl.files import FolderLock, append_line, discard, write_text, writing
 
-METRICS, SUMMARY, PLOT, CONFIG = "metrics.jsonl", "summary.json", "plot.png", "config.yaml"
 # Steps that reward_first and reward_last average over.
 ENDS = 3
 # Within the 30 s in which a run that fails or is interrupted must be gone.
@@ -33,41 +45,57 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, config: RunConfig, screen: Screen) -> None:
-        """Make the folder and save the resolved config.
+        """Nothing is written before ``begin``.
 
         Args:
             folder: new, or that of a run to resume.
             config: resolved.
             screen: where progress is shown.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         self.folder, self.config, self.screen = folder, config, screen
-        for name in ("checkpoints", "rollouts"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        # Without train.resume: the saved config is that of the run, however often it was continued.
-        train = config.train.model_copy(update={"resume": None})
-        (folder / CONFIG).write_text(dump_config(config.model_copy(update={"train": train})))
         self.rows: list[dict[str, Any]] = []
         self.syncs: list[SyncReport] = []
         self._stops: list[float] = []
         self._saving: Path | None = None
         self._rollouts = Background("rollouts")
         self.memory = MemoryWatch()
-        self._writer = SummaryWriter(str(folder / "tensorboard"))
+        self._lock: FolderLock | None = None
+        self._writer: Any = None
         self._started = time.perf_counter()
 
-    def resume_at(self, step: int) -> None:
-        """Keep the metrics up to a checkpoint; later rows, whose weights are lost, move to another file."""
-        file = self.folder / METRICS
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        self.rows = [row for row in rows if row["step"] <= step]
-        if dropped := [row for row in rows if row["step"] > step]:
-            with (self.folder / "metrics.discarded.jsonl").open("a") as handle:
-                handle.writelines(json.dumps(row) + "\n" for row in dropped)
-        partial = file.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        partial.rename(file)
+    def hold(self) -> None:
+        """Take the folder for this run alone, until ``close``.
+
+        Raises:
+            CheckpointError: another run has it; or it cannot be written.
+        """
+        with writing(self.folder):
+            self._lock = FolderLock(self.folder)
+        if not self._lock.held:
+            self.screen.say(f"'{self.folder}' is on a file system without locks: do not resume it twice at once")
+
+    def begin(self, resumption: Resumption | None = None) -> None:
+        """Save the resolved config and open the files, now that everything has been loaded.
+
+        Args:
+            resumption: of a run that goes on: what is later than its checkpoint is put aside.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        with writing(self.folder):
+            if resumption:
+                resumption.apply()
+                self.rows = list(resumption.rows)
+            for name in (CHECKPOINTS, ROLLOUTS):
+                (self.folder / name).mkdir(exist_ok=True)
+            # Without the settings of this resume: the saved config is the run's, however often it was continued.
+            train = self.config.train.model_copy(update={"resume": None, "resume_step": None, "resume_changes": []})
+            write_text(self.folder / CONFIG, dump_config(self.config.model_copy(update={"train": train})))
+            after = resumption.step + 1 if resumption else None
+            self._writer = SummaryWriter(str(self.folder / TENSORBOARD), purge_step=after)
 
     def phase(self, name: str) -> None:
         """Show what is being done."""
@@ -79,26 +107,59 @@ class Recorder:
 
     def write_rollout(self, step: int, rollout: Rollout) -> None:
         """Begin to write a step's completions, in a thread."""
-        file = self.folder / "rollouts" / f"step-{step:06d}.jsonl"
-        self._rollouts.start(lambda: rollout.write(file))
+        self.check_folder()
+        file = self.folder / ROLLOUTS / f"{STEP.format(step)}.jsonl"
+
+        def write() -> None:
+            with writing(file):
+                rollout.write(file)
+
+        self._rollouts.start(write)
 
     def rollout_written(self) -> float:
-        """Wait for ``write_rollout``; the seconds that it took."""
-        return self._rollouts.wait()
+        """Wait for ``write_rollout``; the seconds that it took.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder was deleted.
+        """
+        seconds = self._rollouts.wait()
+        self._prune_rollouts()
+        return seconds
 
     def step(self, row: dict[str, Any]) -> None:
-        """Write one step everywhere."""
+        """Write one step everywhere.
+
+        Raises:
+            CheckpointError: the disk is full, or the folder was deleted; the files end with the step before.
+        """
+        self.check_folder()
+        with writing(self.folder / METRICS):
+            append_line(self.folder / METRICS, json.dumps(row))
         self.rows.append(row)
-        with (self.folder / METRICS).open("a") as handle:
-            handle.write(json.dumps(row) + "\n")
-        for name, value in row.items():
-            self._writer.add_scalar(name, value, row["step"])
+        with writing(self.folder / TENSORBOARD):
+            for name, value in row.items():
+                self._writer.add_scalar(name, value, row["step"])
         self.screen.step(row)
+
+    def check_folder(self) -> None:
+        """Find out whether the folder is still there.
+
+        Raises:
+            CheckpointError: it was deleted, or replaced by another.
+        """
+        if self._lock:
+            self._lock.check()
+
+    def _prune_rollouts(self) -> None:
+        if (keep := self.config.train.keep_rollouts) is not None:
+            for old in sorted((self.folder / ROLLOUTS).glob("step-*.jsonl"))[:-keep]:
+                old.unlink(missing_ok=True)
 
     def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
         """Start saving a checkpoint, once the one before is complete; delete those that are no longer kept."""
         self.phase("checkpoint")
-        target = self.folder / "checkpoints" / f"step-{step:06d}"
+        self.check_folder()
+        target = self.folder / CHECKPOINTS / STEP.format(step)
         if target.exists():  # left by a session whose later steps were discarded
             discard(target)
         start = time.perf_counter()
@@ -133,7 +194,8 @@ class Recorder:
         trainers.call("finish_checkpoint")
         self._saving = None
         self._prune()
-        trainers.call("save_adapter", str(self.folder / "adapter"))
+        self.check_folder()
+        trainers.call("save_adapter", str(self.folder / ADAPTER))
         device = sum(trainers.call("peak_device_gib"))
         summary = summarise(self.rows) | {
             "seconds": time.perf_counter() - self._started,
@@ -142,37 +204,24 @@ class Recorder:
             "checkpoint_stop_seconds": float(np.median(self._stops)) if self._stops else 0.0,
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
-        (self.folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
-        plot_run(self.rows, self.folder / PLOT)
+        with writing(self.folder / SUMMARY):
+            write_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        with writing(self.folder / PLOT):
+            plot_run(self.rows, self.folder / PLOT)
         self.close()
         return summary
 
     def close(self) -> None:
-        """Release files and threads; safe to call twice."""
+        """Release files, threads and the folder; safe to call twice."""
         self.memory.stop()
-        self._writer.close()
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
-    return (checkpoint / "state.json").is_file()
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    return sorted(filter(is_complete, (folder / "checkpoints").glob("step-*")))
-
-
-def last_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"train.resume is '{folder}', which holds no complete checkpoint (checkpoints/step-*)")
-    return found[-1]
+        try:
+            if self._writer:
+                self._writer.close()
+        except OSError as error:  # a full disk: what failed before says so too, and is not to be hidden by this
+            self.screen.say(f"'{self.folder / TENSORBOARD}' is incomplete: {error}")
+        self._writer = None
+        if self._lock:
+            self._lock.release()
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.controller.data import EncodedPrompt
 from megarl.errors import DataError
+from megarl.files import replacing
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Prompt, Sample
 
@@ -56,7 +57,7 @@ class Rollout:
 
     def write(self, file: Path) -> None:
         """One JSON line per completion: everything needed to see, or to repeat, what was trained on."""
-        with file.open("w") as handle:
+        with replacing(file) as handle:
             for prompt, completions, texts, rewards, advantages in zip(
                 self.prompts, self.completions, self.texts, self.rewards, self.advantages, strict=True
             ):

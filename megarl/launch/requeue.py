@@ -4,7 +4,7 @@ from pathlib import Path
 
 from megarl.config import RunConfig, load_config
 from megarl.config.train import AUTO
-from megarl.controller.metrics import CONFIG, SUMMARY, checkpoints
+from megarl.controller.run_folder import CONFIG, SUMMARY, checkpoints
 from megarl.errors import MegarlError
 from megarl.files import user_path
 

@@ -14,13 +14,15 @@ import torch
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, dump_config
+from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.data import PromptStream
 from megarl.controller.logs import LOGS, log_file
-from megarl.controller.metrics import CONFIG, Recorder, last_checkpoint
+from megarl.controller.metrics import Recorder
 from megarl.controller.pulse import Watch
 from megarl.controller.rewards import RewardProcess
 from megarl.controller.roles import Limit, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.run_folder import CONFIG, find_resumption
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
@@ -31,6 +33,7 @@ from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
+from megarl.launch.resume import contents_of, resume
 from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.model.families import names_of
@@ -38,6 +41,7 @@ from megarl.model.inspection import inspect_folder
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
+from megarl.tasks.options import absolute_files
 from megarl.tasks.prompting import check_prompts, encode_prompt
 
 # Everything must be gone within 30 s of a failure; an engine gets this much of it to leave politely.
@@ -57,11 +61,12 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     Raises:
         MegarlError: with the cause; every process that was started has been ended.
     """
-    config = find_run(with_absolute_paths(config))
+    config = find_run(with_absolute_paths(config, recipe_dir))
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
+    stream = make_stream(config, task, tokenizer)
+    origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
-    resumed = last_checkpoint(folder) if config.train.resume else None
     with Screen(config.train.steps) as screen, reaper() as scratch:
         screen.say(dump_config(config).rstrip())
         recorder = Recorder(folder, config, screen)
@@ -69,7 +74,12 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
         )
         try:
-            with actors(config, screen, folder, resumed, scratch) as (trainers, samplers, transport):
+            recorder.hold()
+            resumed = find_resumption(folder, config, origin["contents"]) if config.train.resume else None
+            if not resumed:
+                recorder.begin()
+            needed = resumed.checkpoint if resumed else folder / CONFIG
+            with actors(config, screen, folder, needed, scratch) as (trainers, samplers, transport):
                 manager = CheckpointEngineManager(trainers, samplers.engines, transport)
                 state = loop.RunState(
                     config=config,
@@ -77,14 +87,13 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     samplers=samplers,
                     manager=manager,
                     rewards=rewards,
-                    stream=make_stream(config, task, tokenizer),
+                    stream=stream,
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
+                    origin=origin,
                 )
                 if resumed:
-                    state.restore(trainers.call("load_checkpoint", str(resumed))[0])
-                    recorder.resume_at(state.step)
-                    screen.say(f"resumed at step {state.step} from {resumed}")
+                    resume(state, resumed)
                 try:
                     loop.run(state)
                     summary = recorder.finish(trainers)
@@ -115,12 +124,13 @@ def check_names(config: RunConfig) -> None:
         check_device(config, "cpu")
 
 
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Resolve ``model.path`` and ``lora.init_from`` here: an actor's working directory may be another."""
+def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
+    """Resolve every path here: an actor's working directory may be another, and a resume has another recipe or none."""
+    task = absolute_files(TaskContext(config.task, recipe_dir, config.train.seed))
     model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
     adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
     lora = config.lora.model_copy(update={"init_from": adapter})
-    return config.model_copy(update={"model": model, "lora": lora})
+    return config.model_copy(update={"model": model, "lora": lora, "task": task})
 
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
@@ -175,7 +185,7 @@ def run_folder(config: RunConfig) -> Path:
 
 @contextlib.contextmanager
 def actors(
-    config: RunConfig, screen: Screen, folder: Path, resumed: Path | None, scratch: Path
+    config: RunConfig, screen: Screen, folder: Path, needed: Path, scratch: Path
 ) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
     """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
 
@@ -183,7 +193,7 @@ def actors(
         config: resolved.
         screen: where progress is shown.
         folder: of the run; the actors' output goes to its ``logs``.
-        resumed: the checkpoint to go on from, if any.
+        needed: the checkpoint to go on from, or a file of the new run folder: what the ranks must see.
         scratch: folder for what Ray and vLLM leave.
 
     Yields:
@@ -212,7 +222,7 @@ def actors(
             engines.append(ray.remote(SamplerEngine).options(**place).remote(*arguments))
         trainers = TrainerGroup(ranks, watch, config.train)
         samplers = SamplerGroup(dict(zip(engine_names, engines, strict=True)), watch, config.sampler)
-        check_shared(resumed or folder / CONFIG, trainers, plan)
+        check_shared(needed, trainers, plan)
         limit = Limit("train.build_seconds", config.train.build_seconds)
         address, port = wait_all({"trainer rank 0": ranks[0].rendezvous.remote(plan.ranks_alone)}, watch, limit)[0]
         calls = trainers.start("build", address, port, plan.trainer_threads)

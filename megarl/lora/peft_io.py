@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.errors import AdapterError, nearest
 from megarl.files import user_path, write_directory
 from megarl.lora.arrangements import arrange
+from megarl.lora.config_fields import check_fields
 from megarl.lora.parameter_targets import as_read
 from megarl.lora.pattern_order import SIDE_A, restore_order
 from megarl.lora.stacked_files import AdapterFile, places_of
@@ -92,7 +93,9 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         plain = json.loads(file.read_text())
     except FileNotFoundError as error:
         raise AdapterError(f"{file} does not exist; give a PEFT adapter directory") from error
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise AdapterError(f"{file} cannot be read: {error.strerror}; give a PEFT adapter directory") from error
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{file} is not JSON: {error}") from error
     if not isinstance(plain, dict) or plain.get("peft_type") != "LORA":
         kind = plain.get("peft_type") if isinstance(plain, dict) else type(plain).__name__
@@ -103,7 +106,11 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         raise AdapterError(
             f"{file}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
         )
-    config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
+    check_fields(plain, file)
+    try:
+        config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
+    except (TypeError, ValueError, AttributeError) as error:
+        raise AdapterError(f"{file}: PEFT refuses it: {error}") from error
     check_supported(config)
     config.init_lora_weights = True
     if len(config.rank_pattern) > 1:

@@ -1,8 +1,9 @@
 """Training checkpoints: adapter, fp32 main weights, Adam moments, random states and the caller's own state.
 
 Everything but the random states is stored whole under PEFT's names, so a checkpoint depends neither on the layout nor
-on how the optimizer's state is spread. The base model is never stored. Training stops only while the state is copied
-to rank 0's host memory; a thread writes it. A checkpoint directory appears by one rename, complete or not at all.
+on how the optimizer's state is spread. The base model is never stored. Each file and tensor has a digest (``seal``).
+Training stops only while the state is copied to rank 0's host memory; a thread writes it. A checkpoint directory
+appears by one rename, complete or not at all.
 """
 
 import json
@@ -22,13 +23,13 @@ from megarl.model.adapter import Adapter
 from megarl.model.durable import BackgroundWriter
 from megarl.model.identity import difference
 from megarl.model.optim import AdapterOptimizer
+from megarl.model.seal import FORMAT, STATE, read_state, seal, verify
 from megarl.model.sharding import ShardedTensor, collect
 from megarl.model.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 from megarl.parallel.mcore import release
 
-FORMAT = 2
-STATE, OPTIMIZER, RNG, ADAPTER = "state.json", "optimizer.safetensors", "rng.safetensors", "adapter"
+OPTIMIZER, RNG, ADAPTER = "optimizer.safetensors", "rng.safetensors", "adapter"
 MAIN = "main"
 
 
@@ -67,7 +68,7 @@ def save(
         "megatron_core": release(),
         "extra": dict(extra),
     }
-    text = json.dumps(state, indent=1) + "\n"
+    state = json.loads(json.dumps(state))  # a copy, and an error now if it is not JSON-able
     on_rank_zero(lambda: _prepare(target, writer))
     write_adapter = adapter.snapshot()
     whole: dict[str, torch.Tensor] = {}
@@ -80,7 +81,7 @@ def save(
         write_adapter(folder / ADAPTER)
         save_file(whole, str(folder / OPTIMIZER))
         save_file({f"{rank}.{k}": v for rank, s in enumerate(states) for k, v in s.items()}, str(folder / RNG))
-        (folder / STATE).write_text(text)
+        (folder / STATE).write_text(seal(folder, state))
 
     if groups.rank == 0:
         writer.start(lambda: _write(target, fill))
@@ -131,8 +132,9 @@ def load(
     """
     on_rank_zero(writer.wait)
     folder = Path(path)
+    # Rank 0 has read every byte once it answers; the others read their slices after it.
+    on_rank_zero(lambda: check_base(folder, verify(folder), base))
     state = read_state(folder)
-    on_rank_zero(lambda: check_base(folder, state, base))
     values = _values(optimizer)
     try:
         with safe_open(str(folder / OPTIMIZER), framework="pt", device="cpu") as source:
@@ -153,7 +155,7 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
 
     Args:
         folder: the checkpoint.
-        state: from ``read_state``.
+        state: from ``seal.read_state``.
         base: the Hugging Face folder that ``model.path`` names.
 
     Raises:
@@ -165,21 +167,6 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
             f"checkpoint '{folder}' was trained on another model than model.path '{base}': {found}; set model.path to "
             "the model it was trained on"
         )
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Parsed ``state.json``.
-
-    Raises:
-        CheckpointError: missing, not JSON, or of another format.
-    """
-    try:
-        state = json.loads((folder / STATE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"'{folder}' is not a complete checkpoint: {error}") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint '{folder}' has format {state.get('format')!r}; this megarl reads {FORMAT}")
-    return state
 
 
 def _values(optimizer: AdapterOptimizer) -> dict[str, dict[str, torch.Tensor]]:

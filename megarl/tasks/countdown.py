@@ -42,7 +42,7 @@ class CountdownOptions(Section):
     """Smallest target."""
     max_target: int = Field(99, ge=1, le=1_000_000)
     """Largest target."""
-    size: int = Field(50_000, ge=1)
+    size: int = Field(50_000, ge=1, le=10_000_000)
     """Prompts in the data set."""
     format_score: float = Field(0.1, ge=0.0, lt=1.0)
     """Score of a wrong expression in answer tags."""

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from megarl.config import TaskConfig
 from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.errors import ConfigError
@@ -70,3 +71,28 @@ def find_file(context: TaskContext, field: str, value: str) -> Path:
             return place.resolve()
     looked = " or ".join(str(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{field} is '{value}', but there is no file {looked}")
+
+
+def absolute_files(context: TaskContext) -> TaskConfig:
+    """The ``task`` section with the files that it names by absolute paths.
+
+    A value that names no file is left as it is: the task refuses it in its own words.
+
+    Raises:
+        ConfigError: a path that cannot be.
+    """
+    config, found = context.config, {}
+    if config.path is not None:
+        found["path"] = _found(context, "task.path", config.path) or config.path
+    if config.reward is not None:
+        file, colon, function = config.reward.rpartition(":")
+        found["reward"] = f"{_found(context, 'task.reward', file) or file}{colon}{function}"
+    return config.model_copy(update=found)
+
+
+def _found(context: TaskContext, field: str, value: str) -> str | None:
+    user_path(field, value)
+    try:
+        return str(find_file(context, field, value))
+    except ConfigError:
+        return None

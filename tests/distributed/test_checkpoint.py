@@ -125,7 +125,9 @@ def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
     model.load_checkpoint(Path(folder) / "checkpoint")
     kinds = _optimizer_tensors(model.adapter, model.optimizer)
     whole = {f"{k}.{n}": t.clone() for k, ts in kinds.items() for n, t in stream_full(ts, model.groups)}
-    failures = {name: _failure(model, Path(folder) / name) for name in ("truncated", "empty", "other-format")}
+    failures = {
+        name: _failure(model, Path(folder) / name) for name in ("truncated", "empty", "other-format", "flipped")
+    }
     failures["exists"] = _failure(model, Path(folder) / "checkpoint", save=True)
     failures["rank"] = _failure_of(
         lambda: build_other(folder, layout, r=8).load_checkpoint(Path(folder) / "checkpoint")
@@ -171,10 +173,13 @@ def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refuse
     make_model(tmp_path / "other", family, tied=True, num_hidden_layers=2)
     make_model(tmp_path / "twin", family, tied=True, seed=1)
     run_ranks(save_and_go_on, 2, str(tmp_path), layout, "float32")
-    for name in ("truncated", "empty", "other-format"):
+    for name in ("truncated", "empty", "other-format", "flipped"):
         shutil.copytree(tmp_path / "checkpoint", tmp_path / name)
     optimizer = tmp_path / "truncated" / "optimizer.safetensors"
-    optimizer.write_bytes(optimizer.read_bytes()[:-100])
+    optimizer_bytes = optimizer.read_bytes()
+    optimizer.write_bytes(optimizer_bytes[:-100])
+    flipped = tmp_path / "flipped" / "optimizer.safetensors"
+    flipped.write_bytes(optimizer_bytes[:-1] + bytes([optimizer_bytes[-1] ^ 1]))
     (tmp_path / "empty" / "state.json").unlink()
     (tmp_path / "other-format" / "state.json").write_text('{"format": 99}')
     results = run_ranks(load_elsewhere, 2, str(tmp_path), elsewhere)
@@ -184,6 +189,8 @@ def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refuse
         assert all(torch.equal(result["whole"][name], tensor) for name, tensor in saved.items())
         failures = result["failures"]
         assert failures["truncated"][0] == "CheckpointError" and "damaged" in failures["truncated"][1]
+        assert failures["flipped"][0] == "CheckpointError"
+        assert "optimizer.safetensors: tensor 'main." in failures["flipped"][1]
         assert failures["empty"][0] == "CheckpointError" and "not a complete checkpoint" in failures["empty"][1]
         assert failures["other-format"][0] == "CheckpointError" and "format 99" in failures["other-format"][1]
         assert failures["exists"][0] == "CheckpointError" and "exists already" in failures["exists"][1]

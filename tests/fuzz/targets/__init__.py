@@ -3,10 +3,17 @@
 from collections.abc import Callable
 
 from tests.fuzz.harness import Target
+from tests.fuzz.targets.adapters import Adapters
 from tests.fuzz.targets.folders import Folders
 from tests.fuzz.targets.recipes import Recipes
+from tests.fuzz.targets.run_folders import RunFolders
 
 # Name on the command line -> target; made in the process that runs the cases.
-TARGETS: dict[str, Callable[[], Target]] = {"folders": Folders, "recipes": Recipes}
-# Cases of each that the test suite runs.
-IN_SUITE: dict[str, int] = {"folders": 60, "recipes": 150}
+TARGETS: dict[str, Callable[[], Target]] = {
+    "adapters": Adapters,
+    "folders": Folders,
+    "recipes": Recipes,
+    "run_folders": RunFolders,
+}
+# Cases of each that the test suite runs; the others are run by command only.
+IN_SUITE: dict[str, int] = {"folders": 60, "recipes": 150, "run_folders": 60}

@@ -10,7 +10,7 @@ import yaml
 
 from megarl.cli.resume import load_run_config
 from megarl.config import dump_config, load_config
-from megarl.launch.placement import plan_placement
+from megarl.launch.plan import Node, plan_placement
 from megarl.launch.run import check_names, make_stream, run_folder, with_absolute_paths
 from megarl.tasks import TaskContext, build_task
 from tests.fuzz.harness import Mutation, WrongResult
@@ -55,7 +55,7 @@ class Recipes:
     def check(self, folder: Path) -> None:
         overrides = json.loads((folder / OVERRIDES).read_text())
         output = folder / "runs"
-        config = with_absolute_paths(load_run_config(folder / "recipe.yaml", overrides))
+        config = with_absolute_paths(load_run_config(folder / "recipe.yaml", overrides), folder)
         check_names(config)
         config = config.model_copy(
             update={
@@ -66,7 +66,7 @@ class Recipes:
         )
         task = build_task(TaskContext(config.task, folder, config.train.seed))
         make_stream(config, task, None)
-        plan_placement(config, 0, 2)
+        plan_placement(config, [Node("id", "host", gpus=0, cpus=2, cores=2)])
         made = run_folder(config)
         saved = made / "config.yaml"
         saved.write_text(dump_config(config))

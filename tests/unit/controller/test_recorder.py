@@ -1,6 +1,10 @@
 """What a run folder holds after a resume: the run's own config, and only the metrics whose weights exist."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -9,55 +13,115 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config, parse_config
-from megarl.controller.metrics import Recorder, last_checkpoint, summarise
+from megarl.controller.metrics import Recorder, summarise
+from megarl.controller.rollout import Rollout
+from megarl.controller.run_folder import last_checkpoint
 from megarl.controller.screen import Screen
 from megarl.errors import CheckpointError
 from tests.helpers.models import make_model
 
 
-@pytest.fixture
-def recorder(tmp_path):
-    model = make_model(tmp_path / "model", "llama", tied=True)
+def make_recorder(folder: Path) -> Recorder:
+    """Of a run that begins in ``folder / "run"``."""
+    model = folder / "model"
+    if not model.exists():
+        make_model(model, "llama", tied=True)
     config = parse_config(
         {
             "model": {"path": str(model)},
             "task": {"name": "arithmetic"},
             "sampler": {"max_prompt_tokens": 32, "max_response_tokens": 32},
-            "train": {"resume": str(tmp_path / "run"), "seed": 5},
+            "train": {"resume": str(folder / "run"), "resume_step": 3, "resume_changes": ["task.options"], "seed": 5},
         }
     )
-    recorder = Recorder(tmp_path / "run", config, Screen(3))
+    (folder / "run").mkdir(exist_ok=True)
+    recorder = Recorder(folder / "run", config, Screen(3))
+    recorder.hold()
+    recorder.begin()
+    return recorder
+
+
+@pytest.fixture
+def recorder(tmp_path):
+    recorder = make_recorder(tmp_path)
     yield recorder
     recorder.close()
 
 
 def test_saved_config_is_the_runs_own_however_often_it_was_continued(recorder):
     saved = load_config(recorder.folder / "config.yaml")
-    assert saved.train.resume is None
+    assert (saved.train.resume, saved.train.resume_step, saved.train.resume_changes) == (None, None, [])
     assert saved.train.seed == 5
 
 
-def test_rows_after_the_checkpoint_move_aside_and_nothing_is_lost(recorder):
-    rows = [{"step": step, "reward": float(step)} for step in (1, 2, 3, 4)]
-    (recorder.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recorder.resume_at(2)
-    kept, moved = (
-        [json.loads(line) for line in (recorder.folder / name).read_text().splitlines()]
-        for name in ("metrics.jsonl", "metrics.discarded.jsonl")
+def test_nothing_is_written_before_everything_has_been_loaded(tmp_path, recorder):
+    folder = tmp_path / "other"
+    folder.mkdir()
+    other = Recorder(folder, recorder.config, recorder.screen)
+    other.hold()
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    with pytest.raises(CheckpointError, match="other' is in use by process"):
+        Recorder(folder, recorder.config, recorder.screen).hold()
+    other.close()
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+
+
+def run_step(recorder, step):
+    recorder.write_rollout(step, Rollout([], [], [], [], []))
+    recorder.rollout_written()
+    recorder.step({"step": step, "reward": 1.0})
+
+
+def test_completions_of_the_last_steps_are_kept(recorder):
+    train = recorder.config.train.model_copy(update={"keep_rollouts": 2})
+    assert recorder.config.train.keep_rollouts is None
+    for step in (1, 2):
+        run_step(recorder, step)
+    recorder.config = recorder.config.model_copy(update={"train": train})
+    for step in (3, 4):
+        run_step(recorder, step)
+    left = sorted(path.name for path in (recorder.folder / "rollouts").iterdir())
+    assert left == ["step-000003.jsonl", "step-000004.jsonl"]
+
+
+def test_a_run_whose_folder_is_deleted_ends_by_name_and_makes_no_new_one(recorder):
+    run_step(recorder, 1)
+    shutil.rmtree(recorder.folder)
+    for action in (lambda: run_step(recorder, 2), lambda: recorder.checkpoint(FakeTrainers(), 2, {})):
+        with pytest.raises(CheckpointError, match="run' is gone: it was deleted or moved while the run went on"):
+            action()
+    assert not recorder.folder.exists()
+
+
+FULL = """
+import resource, sys
+from tests.unit.controller.test_recorder import make_recorder, run_step
+from megarl.errors import CheckpointError
+from pathlib import Path
+recorder = make_recorder(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))  # the disk is full
+for step in range(1, 1000):
+    try:
+        run_step(recorder, step)
+    except CheckpointError as error:
+        print(f"step {step}: {error}")
+        break
+recorder.close()
+"""
+
+
+@pytest.mark.parametrize("size", [0, 1501])
+def test_a_full_disk_is_named_and_leaves_only_whole_rows(tmp_path, size):
+    make_recorder(tmp_path).close()  # makes the model
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path), str(size)], capture_output=True, text=True, timeout=300
     )
-    assert (kept, moved) == (rows[:2], rows[2:])
-    assert recorder.rows == rows[:2]
-
-
-def test_only_a_complete_checkpoint_is_resumed_from(recorder):
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
-        last_checkpoint(recorder.folder)
-    for name, complete in (("step-000001", True), ("step-000002", True), ("step-000003", False)):
-        folder = recorder.folder / "checkpoints" / name
-        folder.mkdir()
-        if complete:
-            (folder / "state.json").write_text("{}")
-    assert last_checkpoint(recorder.folder).name == "step-000002"
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    said = re.search(r"step (\d+): '(.*)' cannot be written: File too large", ran.stdout)
+    assert said, ran.stdout
+    file = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    assert [row["step"] for row in rows] in ([*range(1, int(said[1]))], [*range(1, int(said[1]) + 1)])
 
 
 def test_summary_averages_the_ends_and_weighs_speed_by_time():

@@ -1,5 +1,7 @@
 """Reading ``adapter_config.json``."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -60,3 +62,44 @@ def test_alphas_whose_order_nothing_tells_are_refused(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(AdapterError, match="several keys of alpha_pattern fit 'model"):
         load_peft_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_rslora": "yes"}, "'use_rslora' is 'yes': input should be a valid boolean"),
+        ({"lora_alpha": 0}, "'lora_alpha' is 0: input should be greater than 0"),
+        ({"r": 0}, "'r' is 0"),
+        ({"r": 2.5}, "'r' is 2.5"),
+        ({"lora_dropout": 1.5}, "'lora_dropout' is 1.5"),
+        ({"target_modules": "["}, "is not a regular expression"),
+        ({"target_modules": [True]}, "'target_modules.0' is True"),
+        ({"rank_pattern": {"v_proj": None}}, "'rank_pattern.v_proj' is None"),
+        ({"rank_pattern": None}, "'rank_pattern' is None"),
+        ({"alpha_pattern": {"(": 3}}, "is not a regular expression"),
+        ({"alpha_pattern": {"v_proj": -1}}, "'alpha_pattern.v_proj' is -1"),
+        ({"layers_pattern": 10**19}, "'layers_pattern' is 1000"),
+        ({"task_type": 1}, "PEFT refuses it: Invalid task type"),
+        ({"velora_config": 0.5}, "PEFT refuses it"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_refused_by_name(tmp_path, changes, message):
+    LoraConfig(target_modules=["q_proj"]).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: ") as caught:
+        load_peft_config(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff{}", b"[" * 100_000, b"{", b"[1]", None])
+def test_a_file_that_is_no_config_is_refused_by_name(tmp_path, content):
+    adapter = tmp_path / "adapter"
+    if content is None:
+        adapter.write_text("a file where the folder should be")
+    else:
+        adapter.mkdir()
+        (adapter / "adapter_config.json").write_bytes(content)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        load_peft_config(adapter)

@@ -1,0 +1,202 @@
+"""The run folder: the names in it, its checkpoints, and what a run that is resumed goes on from."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunConfig
+from megarl.config.resume import check_changes
+from megarl.errors import CheckpointError
+from megarl.files import append_line, discard, write_text, writing
+from megarl.model.seal import STATE, verify
+
+CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
+CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
+# Rows, checkpoints and completions of steps that a resume goes back before.
+DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
+STEP = "step-{:06d}"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
+    return (checkpoint / STATE).is_file()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    return sorted(filter(is_complete, (folder / CHECKPOINTS).glob("step-*")))
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The newest complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"train.resume is '{folder}', which holds no complete checkpoint (checkpoints/step-*)")
+    return found[-1]
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """What a resumed run goes on from; everything has been read and checked, and nothing written.
+
+    Attributes:
+        folder: of the run.
+        checkpoint: to load.
+        step: of the checkpoint.
+        rows: metrics up to it.
+        later: lines of metrics after it.
+        changed: settings that differ from the run's, as ``train.resume_changes`` asked.
+        notes: what the user should know.
+    """
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    rows: list[dict[str, Any]]
+    later: list[str]
+    changed: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def other_data(self) -> bool:
+        """Whether the prompts, or their order, are others than the run's."""
+        return bool(self.changed & {"task.name", "task.path", "task.options"})
+
+    def apply(self) -> None:
+        """Put aside what is later than the checkpoint, so that the folder is as it was when that was saved.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        with writing(self.folder):
+            for checkpoint in sorted((self.folder / CHECKPOINTS).glob("step-*")):
+                if checkpoint.name > self.checkpoint.name:
+                    aside = checkpoint.with_name(DISCARDED + checkpoint.name)
+                    if aside.exists():
+                        discard(aside)
+                    checkpoint.rename(aside)
+            for rollout in (self.folder / ROLLOUTS).glob("step-*.jsonl"):
+                if rollout.stem > STEP.format(self.step):
+                    rollout.rename(rollout.with_name(DISCARDED + rollout.name))
+            for line in self.later:
+                append_line(self.folder / DISCARDED_METRICS, line)
+            write_text(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+
+def find_resumption(folder: Path, config: RunConfig, contents: Mapping[str, Any]) -> Resumption:
+    """Choose the checkpoint to go on from, and check it, the settings and the metrics against each other.
+
+    Args:
+        folder: of the run.
+        config: as the run would go on.
+        contents: see ``check_changes``.
+
+    Raises:
+        CheckpointError: no checkpoint, a damaged one (naming the intact one before it), or damaged metrics.
+        ConfigError: a setting, the data or the reward differs from the run's.
+    """
+    checkpoint, extra = _choose(folder, config.train.resume_step)
+    changed = check_changes(extra["run"], contents, config)
+    rows, later, notes = _read_metrics(folder / METRICS, extra["step"])
+    if later:
+        notes.append(f"metrics of {len(later)} later steps are moved to {DISCARDED_METRICS}")
+    if changed:
+        notes.append(f"changed as train.resume_changes asks: {', '.join(sorted(changed))}")
+    return Resumption(folder, checkpoint, extra["step"], rows, later, changed, notes)
+
+
+def _choose(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint of a step, or the newest, with the controller's state in it."""
+    found = checkpoints(folder)
+    if step is None:
+        chosen = last_checkpoint(folder)
+    else:
+        chosen = folder / CHECKPOINTS / STEP.format(step)
+        if chosen not in found:
+            held = ", ".join(str(int(path.name[-6:])) for path in found) or "none"
+            raise CheckpointError(
+                f"train.resume_step is {step}, but '{folder}' has complete checkpoints of steps: {held}"
+            )
+    try:
+        return chosen, _controller_state(chosen)
+    except CheckpointError as error:
+        for older in reversed([path for path in found if path < chosen]):
+            try:
+                intact = _controller_state(older)["step"]
+            except CheckpointError:
+                continue
+            raise CheckpointError(
+                f"{error}; the newest intact one before it is '{older.name}': go back to it with "
+                f"train.resume_step={intact}"
+            ) from error
+        raise CheckpointError(f"{error}; no checkpoint before it is intact") from error
+
+
+def _controller_state(checkpoint: Path) -> dict[str, Any]:
+    """What the loop keeps in a checkpoint, all of which has been read and compared with its digests."""
+    extra = verify(checkpoint)["extra"]
+    if not isinstance(extra, dict) or not {"step", "updates", "stream", "run"} <= extra.keys():
+        raise CheckpointError(f"checkpoint '{checkpoint}' was not saved by `megarl train`: its state lacks the run's")
+    if checkpoint.name != STEP.format(extra["step"]):
+        raise CheckpointError(
+            f"checkpoint '{checkpoint}' is damaged: it holds step {extra['step']}; give it back its own name"
+        )
+    return extra
+
+
+def _read_metrics(file: Path, step: int) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Rows up to a step, the lines after it, and notes; half a line at the end is left out."""
+    notes: list[str] = []
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], [], [f"'{file}' is gone: the metrics begin at step {step + 1}"]
+    except OSError as error:
+        raise CheckpointError(f"'{file}' cannot be read: {error.strerror}") from error
+    hint = f"mend it, or move the file away to go on without the rows up to step {step}"
+    rows: list[dict[str, Any]] = []
+    later: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            if number < len(lines):
+                raise CheckpointError(f"'{file}', line {number} is empty; {hint}")
+            continue
+        row = _row(line)
+        if isinstance(row, str):
+            if number < len(lines) or not (rows or later):
+                raise CheckpointError(f"'{file}', line {number} is not a row of metrics ({row}); {hint}")
+            notes.append(f"'{file}' ended in half a line, which is left out")
+            continue
+        expected = rows[-1]["step"] + 1 if rows else row["step"]
+        if row["step"] > step:
+            later.append(line.decode())
+        elif row["step"] != expected or later:
+            raise CheckpointError(f"'{file}', line {number} is of step {row['step']}, expected is {expected}; {hint}")
+        else:
+            rows.append(row)
+    if rows and rows[-1]["step"] != step:
+        raise CheckpointError(
+            f"'{file}' ends at step {rows[-1]['step']}, before the checkpoint's step {step}: rows are missing; {hint}"
+        )
+    if not rows:  # the file was moved away before an earlier resume
+        notes.append(f"'{file}' holds no rows up to step {step}")
+    return rows, later, notes
+
+
+def _row(line: bytes) -> dict[str, Any] | str:
+    """A row of metrics, or why it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return str(error)
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return "it has no integer 'step'"
+    if bad := [name for name, value in row.items() if type(value) not in (int, float)]:
+        return f"'{bad[0]}' is {row[bad[0]]!r}; it must be a number"
+    return row

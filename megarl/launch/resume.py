@@ -1,0 +1,41 @@
+"""A run that goes on: what it may not change unsaid, and the moment at which its state comes back."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunConfig
+from megarl.controller import loop
+from megarl.controller.run_folder import Resumption
+from megarl.errors import AdapterError
+from megarl.tasks.base import Task
+from megarl.tasks.identity import task_contents
+
+
+def resume(state: loop.RunState, resumed: Resumption) -> None:
+    """Load a checkpoint everywhere; the run folder is written to only once nothing can fail to load any more."""
+    saved = state.trainers.call("load_checkpoint", str(resumed.checkpoint))[0]
+    state.restore(saved, other_data=resumed.other_data)
+    state.recorder.begin(resumed)
+    for note in resumed.notes:
+        state.recorder.screen.say(note)
+    state.recorder.screen.say(f"resumed at step {state.step} from {resumed.checkpoint}")
+
+
+def contents_of(config: RunConfig, task: Task, encode: Any) -> dict[str, str | None]:
+    """Digests of what the settings name: prompts, their tokens, the reward, the adapter that training begins with.
+
+    Raises:
+        AdapterError: ``lora.init_from`` cannot be read.
+    """
+    contents = task_contents(task, config.task, encode) | {"adapter": None}
+    if config.lora.init_from:
+        digest = hashlib.sha256()
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            file = Path(config.lora.init_from) / name
+            try:
+                digest.update(file.read_bytes())
+            except OSError as error:
+                raise AdapterError(f"lora.init_from: {file} cannot be read: {error.strerror}") from error
+        contents["adapter"] = digest.hexdigest()
+    return contents

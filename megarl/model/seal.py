@@ -1,0 +1,138 @@
+"""Digests of a checkpoint's files and tensors: a flipped bit, a cut or a swapped file is refused by name.
+
+Imports no torch: the controller checks a checkpoint before it starts anything.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import CheckpointError
+
+FORMAT = 3
+STATE = "state.json"
+OWN = "digest"
+TENSORS = ".safetensors"
+# Bytes read at a time.
+BLOCK = 1 << 24
+
+
+def seal(folder: Path, state: Mapping[str, Any]) -> str:
+    """The text of ``state.json``: ``state``, a digest of every other file and of every tensor in it, and its own.
+
+    Args:
+        folder: a checkpoint whose other files are all written.
+        state: JSON-able.
+
+    Raises:
+        OSError: a file cannot be read back.
+    """
+    files = {str(path.relative_to(folder)): digest_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    # As it will be read: JSON has no tuples and no integer keys.
+    whole = json.loads(json.dumps({**state, "files": files}))
+    return json.dumps({**whole, OWN: _digest_tree(whole)}, indent=1) + "\n"
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Parsed ``state.json``, as it was saved.
+
+    Raises:
+        CheckpointError: missing, not JSON, changed, or of another format.
+    """
+    try:
+        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"'{folder}' is not a complete checkpoint: {STATE}: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else None
+        raise CheckpointError(f"checkpoint '{folder}' has format {found!r} in {STATE}; this megarl reads {FORMAT}")
+    if state.pop(OWN, None) != _digest_tree(state):
+        raise CheckpointError(f"checkpoint '{folder}' is damaged: {STATE} is not as it was saved (its digest differs)")
+    return state
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Read all of a checkpoint and compare it with the digests of when it was saved.
+
+    Returns:
+        Its state.
+
+    Raises:
+        CheckpointError: naming the file, and the tensor in it, that is missing or differs.
+    """
+    state = read_state(folder)
+    for name, saved in state["files"].items():
+        try:
+            found = digest_file(folder / name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"checkpoint '{folder}' is damaged: {name} cannot be read ({error})") from error
+        if found != saved:
+            raise CheckpointError(f"checkpoint '{folder}' is damaged: {_difference(name, saved, found)}")
+    return state
+
+
+def digest_file(file: Path) -> dict[str, Any]:
+    """``bytes`` and ``sha256`` of a file; of a safetensors file ``sha256`` is its header's and ``tensors`` theirs.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: a safetensors file whose header does not describe the file.
+    """
+    with file.open("rb") as handle:
+        size = handle.seek(0, 2)
+        handle.seek(0)
+        if file.suffix != TENSORS:
+            return {"bytes": size, "sha256": _digest(handle, size)}
+        length = int.from_bytes(handle.read(8), "little")
+        if not 0 < length <= size - 8:
+            raise ValueError(f"its header of {length} bytes does not fit into {size}; it is truncated or damaged")
+        header = handle.read(length)
+        places = sorted(_places(header), key=lambda place: place[1])
+        digests, end = {}, 0
+        for name, first, last in places:
+            if first != end or last < first:
+                raise ValueError(f"its header leaves a hole before '{name}'")
+            digests[name], end = _digest(handle, last - first), last
+        if 8 + length + end != size:
+            raise ValueError(f"its header describes {8 + length + end} bytes of {size}; it is truncated or damaged")
+    return {"bytes": size, "sha256": hashlib.sha256(header).hexdigest(), "tensors": digests}
+
+
+def _places(header: bytes) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and the byte after the last of every tensor."""
+    try:
+        tree = json.loads(header)
+        for name, entry in tree.items():
+            if name != "__metadata__":
+                first, last = entry["data_offsets"]
+                yield name, int(first), int(last)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its header is not safetensors': {error}") from error
+
+
+def _digest(handle: Any, size: int) -> str:
+    """Of the next ``size`` bytes."""
+    digest = hashlib.sha256()
+    while size:
+        block = handle.read(min(size, BLOCK))
+        if not block:
+            raise ValueError("it ends early; it is truncated")
+        digest.update(block)
+        size -= len(block)
+    return digest.hexdigest()
+
+
+def _digest_tree(tree: Any) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def _difference(name: str, saved: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+    """What first distinguishes two results of ``digest_file``."""
+    if saved["bytes"] != found["bytes"]:
+        return f"{name} has {found['bytes']} bytes, and had {saved['bytes']} when it was saved"
+    for tensor, digest in saved.get("tensors", {}).items():
+        if found["tensors"].get(tensor, digest) != digest:
+            return f"{name}: tensor '{tensor}' is not as it was saved (its digest differs)"
+    return f"{name} is not as it was saved (its digest differs)"
