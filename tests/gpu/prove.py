@@ -1,13 +1,9 @@
 """What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
 Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops
-<<<<<<< HEAD
-the next. A table comes last; every log, table and profile is in OUT/logs.tar.gz. Another megatron-core, first on
-PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names the release. Stages:
-=======
 the next: PROVE_LIMIT seconds (570). Every half minute a stage says how far its log is. A table comes last; every log,
-table and profile is in OUT/logs.tar.gz, which is written again with each line that is said. Stages:
->>>>>>> e6345dc (verify: a merge is rounded to its file's dtype; prove.py says how far a stage is and keeps its logs)
+table and profile is in OUT/logs.tar.gz, which is written again with each line that is said. Another megatron-core, put
+first on PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names the release. Stages:
 
     smoke, kernels, graphs, parity      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
