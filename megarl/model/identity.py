@@ -41,7 +41,8 @@ def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
     Fields that only one config.json has are left out: transformers adds some when it writes a model again.
     """
     config = _fields(read_config(folder))
-    for name, value in saved["config"].items():
+    # A number says more than the list of layers that follows from it.
+    for name, value in sorted(saved["config"].items(), key=lambda field: isinstance(field[1], list | dict)):
         if name in config and config[name] != value:
             return f"{name} in its config.json was {value!r}, and is {config[name]!r}"
     weights = WeightFolder(folder)
