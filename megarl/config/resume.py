@@ -13,9 +13,10 @@ FREE = (
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.gpu_memory_utilization", "sampler.max_num_seqs",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output", "train.save_every",
-    "train.keep_*", "train.max_mismatch", "train.resume", "train.resume_step", "train.resume_changes",
-    "*_seconds", "*_gib",
+    "train.keep_*", "train.max_mismatch", "lora.save_experts", "*_seconds", "*_gib",
 )  # fmt: skip
+# What a start says of itself is no setting of the run.
+OF_A_START = ("train.resume", "train.resume_step", "train.resume_changes")
 # The place may be another as long as what lies there is the same: ``contents`` tells.
 PLACES = ("model.path", "task.path", "task.reward", "lora.init_from")
 # A checkpoint fits no other value.
@@ -30,11 +31,12 @@ CONTENTS = {
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """``section.key`` -> value, JSON-able, as a checkpoint keeps them."""
+    """``section.key`` -> value, JSON-able, as a checkpoint keeps them: alike however often the run was resumed."""
     return {
         f"{section}.{key}": value
         for section, fields in config.model_dump(mode="json").items()
         for key, value in fields.items()
+        if f"{section}.{key}" not in OF_A_START
     }
 
 

@@ -222,5 +222,8 @@ def test_a_folder_with_tensors_that_the_model_has_no_place_for_is_refused(tmp_pa
     other = make_model(tmp_path / "other", "llama", tied=False)
     save_file(tensors | {"model.layers.3.self_attn.o_proj.bias": torch.ones(48)}, other / "model.safetensors")
     run_ranks(round_trip_two_ranks, 2, [str(model)])
-    with pytest.raises(Exception, match=r"holds 'model.layers.3.self_attn.o_proj.bias', which the model of its config.json has no place"):
+    with pytest.raises(
+        Exception,
+        match=r"holds 'model.layers.3.self_attn.o_proj.bias', which the model of its config.json has no place",
+    ):
         run_ranks(round_trip_two_ranks, 2, [str(other)])

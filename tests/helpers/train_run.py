@@ -40,7 +40,8 @@ class TrainRun:
             stdout=self._handle,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ
+            # Not the log level that a sampler in this process may have set: the run's logs are looked at.
+            env={name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
             | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")},
             start_new_session=True,
             # A background job of a shell ignores Ctrl-C, and so would what it starts.

@@ -25,7 +25,7 @@ class Recipes:
     """A recipe, its reward and overrides, up to the moment at which processes would be started."""
 
     def make(self, folder: Path) -> None:
-        model = make_model(folder.parent / "model", "qwen3", tied=True)
+        model = make_model(folder.parent / "model", "qwen3", tied=True, head_dim=32)  # vLLM on CPUs has no 16
         tree = yaml.safe_load(RECIPE.replace("MODEL", str(model)))
         # All settings, so that each of them is changed some time.
         (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
@@ -66,7 +66,7 @@ class Recipes:
         )
         task = build_task(TaskContext(config.task, folder, config.train.seed))
         make_stream(config, task, None)
-        plan_placement(config, [Node("id", "host", gpus=0, cpus=2, cores=2)])
+        plan_placement(config, [Node("id", "host", gpus=0, cpus=64, cores=64)])
         made = run_folder(config)
         saved = made / "config.yaml"
         saved.write_text(dump_config(config))
@@ -96,7 +96,7 @@ def _compare(found: Any, written: Any, path: str = "") -> None:
     if isinstance(written, dict) and isinstance(found, dict):
         for key, value in written.items():
             _compare(found.get(key), value, f"{path}.{key}" if path else str(key))
-    elif path not in ("model.path", "lora.init_from", "task.path", "task.reward", "train.output") and (
+    elif path not in ("model.path", "lora.init_from", "task.path", "task.reward", "train.output", "train.resume") and (
         found != written or (type(found) is not type(written) and not {type(found), type(written)} <= {int, float})
     ):
         raise WrongResult(f"{path} is {found!r}, but {written!r} is written")

@@ -54,7 +54,7 @@ class RunFolders:
     """A run of three steps, each with a checkpoint, and its resume up to the moment at which it would go on."""
 
     def make(self, folder: Path) -> None:
-        path = make_model(folder.parent / "model", "qwen3", tied=True, num_hidden_layers=1)
+        path = make_model(folder.parent / "model", "qwen3", tied=True, num_hidden_layers=1, head_dim=32)
         make_tokenizer(path)
         (folder.parent / "reward.py").write_text(REWARD)
         recipe = folder.parent / "recipe.yaml"
@@ -62,7 +62,7 @@ class RunFolders:
         config = with_absolute_paths(load_config(recipe, ["lora.target_modules=[q_proj, down_proj]"]), folder.parent)
         self.settings = settings_of(config)
         groups = init_groups(config.parallel, pick_device("auto"), seed=5)
-        lora = config.lora.model_dump(exclude={"init_from"})
+        lora = config.lora.peft_settings()
         self.model = MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, LoraConfig(**lora), hf, groups=g))
         (folder / "run").mkdir()
         (folder / OVERRIDES).write_text("[]")
@@ -194,8 +194,9 @@ class RunFolders:
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         if steps not in ([], list(range(1, state.step + 1))):
             raise WrongResult(f"metrics of steps {steps} at step {state.step}")
-        now = settings_of(load_config(run / "config.yaml"))
-        if now != settings_of(config) | {"train.resume": None, "train.resume_step": None, "train.resume_changes": []}:
+        saved = load_config(run / "config.yaml")
+        now = settings_of(saved)
+        if now != settings_of(config) or saved.train.resume or saved.train.resume_step or saved.train.resume_changes:
             raise WrongResult("the config that is saved is not the run's")
         for name, value in self.settings.items():
             decides = name.partition(".")[0] in ("loss", "lora", "task") or name in DECIDE

@@ -6,9 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.unit.scripts.conftest import ROOT, Traced
-
-pytest_plugins = ["tests.unit.scripts.conftest"]
+from tests.helpers.traced import ROOT, Traced
 
 
 def test_it_listens_on_loopback_under_a_token_of_its_own_and_a_killed_run_leaves_nothing(

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.unit.scripts.conftest import ROOT, Traced
+from tests.helpers.traced import ROOT, Traced
 
 JOBS = Path(__file__).parent / "jobs"
 SCRIPT = ["bash", str(ROOT / "scripts/launch_node.sh")]

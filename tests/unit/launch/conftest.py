@@ -1,0 +1,5 @@
+"""Fixtures of tests that start a Ray."""
+
+from tests.helpers.traced import traced
+
+__all__ = ["traced"]
