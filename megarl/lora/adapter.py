@@ -140,6 +140,11 @@ class LoraAdapter:
             for layer in layers:
                 layer.states_adapters = True
 
+    def wait(self) -> None:
+        """Wait until every matrix here holds the last update; see ``AdapterMatrices.wait``."""
+        for own in {id(slot.own): slot.own for slot in self.slots if slot.own is not None}.values():
+            own.wait()
+
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
         return [named for slot in self.slots for named in slot.matrices().items()]
@@ -154,6 +159,8 @@ class LoraAdapter:
                 main weights, gradients).
         """
         dtype = self.dtype if values is None else torch.float32
+        if values is None:
+            self.wait()
         tensors = []
         for slot in self.slots:
             matrices = slot.matrices()
@@ -191,6 +198,7 @@ class LoraAdapter:
         Args:
             tensors: this rank's base tensors under Hugging Face names.
         """
+        self.wait()
         updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.own is not None}
         return [_with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
 

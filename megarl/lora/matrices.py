@@ -83,6 +83,13 @@ class AdapterMatrices(torch.nn.Module):
         self.lora_B()
         return self
 
+    def wait(self) -> None:
+        """Let mcore's DDP finish a gather of updated weights (``overlap_param_gather``) that it left to the next
+        forward pass. A collective over the data-parallel ranks, if there is one; nothing otherwise."""
+        for matrices in (self.lora_A, self.lora_B):
+            if matrices._forward_pre_hooks:
+                matrices()
+
     @property
     def only(self) -> PartPlan:
         """The part of a layer that has one."""

@@ -163,9 +163,9 @@ def load_late(model: str, folder: str, flags: list[str]) -> dict[str, float]:
     scheduler.max_lr = scheduler.min_lr = 0.0
     scheduler.step(0)
     example.train_step(1, args, chunks, optimizer, scheduler, device)
-    dist.destroy_process_group()
     moved = max(float((tensor - loaded[name]).abs().max()) for name, tensor in adapter.export())
     changed = max(float((tensor - before[name]).abs().max()) for name, tensor in loaded.items())
+    dist.destroy_process_group()
     return {"refused": refused, "moved": moved, "changed": changed}
 
 
