@@ -209,9 +209,9 @@ def test_the_readmes_commands_run_as_written(tmp_path):
     blocks = re.findall(r"^    (?:.*\n    )*.*$", (EXAMPLE / "README.md").read_text(), flags=re.MULTILINE)
     folder = Path(sys.executable).parent
     for block in blocks:
-        command = block.replace("/tmp/plugin", str(tmp_path)).replace("torchrun", "torchrun --master-port 0")
+        command = block.replace("/tmp/plugin", str(tmp_path)).replace("torchrun", "torchrun --standalone")
         environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(EXAMPLE.parents[1])}
-        subprocess.run(command, shell=True, check=True, cwd=EXAMPLE.parents[1], env=environment)
+        subprocess.run(command, shell=True, check=True, cwd=EXAMPLE.parents[1], env=environment, timeout=300)
     model = load_reference(tmp_path / "model", None)
     before, after = (loss_of(load_reference(tmp_path / "model", tmp_path / name)) for name in ("adapter", "adapter-9"))
     assert loss_of(model) > before > after
