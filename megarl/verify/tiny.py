@@ -49,10 +49,11 @@ def shrink(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     queries = min(heads // (kv_heads or heads), MOST_QUERIES_PER_KV)
     small["num_key_value_heads"] = min(kv_heads or 2, 2) if queries > 1 else 4
     small["num_attention_heads"] = small["num_key_value_heads"] * queries
-    if hf_config.get("head_dim") and hf_config["head_dim"] * heads != hf_config["hidden_size"]:
+    small.pop("head_dim", None)
+    # With multi-latent attention transformers' class forms it from qk_rope_head_dim.
+    latent = bool(hf_config.get("kv_lora_rank"))
+    if not latent and hf_config.get("head_dim") and hf_config["head_dim"] * heads != hf_config["hidden_size"]:
         small["head_dim"] = HEAD_DIM
-    else:
-        small.pop("head_dim", None)
     for key, value in small.items():
         if isinstance(value, list) and len(value) == layers:
             small[key] = value[:LAYERS]

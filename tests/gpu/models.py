@@ -15,7 +15,8 @@ FAMILIES = {
     "qwen3_moe": transformers.Qwen3MoeConfig(),
     "llama": transformers.LlamaConfig(num_key_value_heads=8),
     "mixtral": transformers.MixtralConfig(),
-    "deepseek_v2": transformers.DeepseekV2Config(),
+    # transformers' default of None makes no model.
+    "deepseek_v2": transformers.DeepseekV2Config(num_experts_per_tok=6),
     "deepseek_v3": transformers.DeepseekV3Config(),
 }
 # Qwen3-30B-A3B's layers at half its widths, few of them and of its experts: a float64 reference has room beside it.

@@ -1,6 +1,7 @@
 """A shrunk config keeps what layouts get wrong, and makes a model that transformers and megarl load."""
 
 import pytest
+import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -14,6 +15,7 @@ from transformers import (
 from megarl.model.families import names_of
 from megarl.model.hf_folder import WeightFolder, read_config
 from megarl.verify.tiny import shrink, write_tiny
+from tests.gpu.models import FAMILIES
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -74,3 +76,11 @@ def test_lists_by_layer_are_cut():
     small = shrink(REAL["qwen3-0.6b"].to_dict())
     assert len(small["layer_types"]) == small["num_hidden_layers"] == 4
     assert AutoConfig.for_model(**small).eos_token_id is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_models_that_are_verified_on_gpus_shrink_to_ones_that_run(name):
+    small = shrink(FAMILIES[name].to_dict())
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small))
+    assert model(torch.arange(20)[None]).logits.isfinite().all()
+    names_of(small)
