@@ -242,6 +242,7 @@ def _check_products(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
         key = "kv_lora_rank + qk_rope_head_dim"
         size = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
         _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
+    _check_divides("parallel.tensor", parallel.tensor, "shared_expert_intermediate_size", shape)
     if shape.get("n_shared_experts"):
         key = "n_shared_experts x moe_intermediate_size"
         size = shape["n_shared_experts"] * shape["moe_intermediate_size"]

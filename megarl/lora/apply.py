@@ -13,7 +13,7 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
-from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, RouterLora
+from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, GateLora, RouterLora
 from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
 from megarl.lora.match import check_match
 from megarl.lora.matrices import AdapterMatrices, PartPlan
@@ -23,6 +23,7 @@ from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targe
 from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.vocabulary import plan_vocabulary
 from megarl.model.base_tensors import find_linear, layers_of, owner_of, unwrap
+from megarl.model.experts import SharedExpertGate
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import head_layout, part_rows
@@ -30,8 +31,15 @@ from megarl.model.gpt import RMSNorm
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 
-# The mcore class that each kind of linear must be; outside experts it may also be one of TE_BASES.
-BASES = {"column": ColumnParallelLinear, "row": RowParallelLinear, "replicated": TopKRouter}
+# The class that each kind of linear must be; outside experts it may also be one of TE_BASES.
+BASES = {
+    ColumnParallelLora: ColumnParallelLinear,
+    ExpertColumnLora: ColumnParallelLinear,
+    RowParallelLora: RowParallelLinear,
+    ExpertRowLora: RowParallelLinear,
+    RouterLora: TopKRouter,
+    GateLora: SharedExpertGate,
+}
 
 # Dtypes of weights that are computed with as they are.
 COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
@@ -146,7 +154,7 @@ def _check_name(name: str, trainable: bool, models: Sequence[GPTModel]) -> None:
 def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
     """The adapter layer for a linear."""
     if linear.split == "replicated":
-        return RouterLora
+        return RouterLora if linear.is_router else GateLora
     if linear.split == "column":
         return ColumnParallelLora if linear.expert is None else ExpertColumnLora
     return RowParallelLora if linear.expert is None else ExpertRowLora
@@ -186,7 +194,7 @@ def _plan(
         return (None,) * len(targets)
     module = find_linear(layer, linear, names, groups)
     module, owner = unwrap(module), owner_of(linear, names, groups)
-    expected = (BASES[linear.split], *(TE_BASES[linear.split] if linear.expert is None else ()))
+    expected = (BASES[kind_of(linear)], *(TE_BASES[linear.split] if linear.expert is None else ()))
     if not isinstance(module, expected):
         supported = ", ".join(base.__name__ for base in expected)
         raise UnsupportedError(f"{targets[0]} is a {type(module).__name__}; supported is mcore's {supported}")

@@ -74,7 +74,7 @@ def check_expression(config: LoraConfig, names: WeightMap, chosen: set[str]) -> 
     Raises:
         UnsupportedError: naming what PEFT would adapt too.
     """
-    if names.family.moe is None or not isinstance(config.target_modules, str):
+    if not names.experts_by_module or not isinstance(config.target_modules, str):
         return
     leaves = {name.rpartition(".")[2] for name in chosen}
     wider = {name for name in names.target_names() if name.rpartition(".")[2] in leaves}

@@ -1,4 +1,4 @@
-"""LoRA on routed experts and routers.
+"""LoRA on routed experts, routers and the gate of shared experts.
 
 Under expert tensor parallelism (ETP) mcore's dispatcher gathers an expert's tokens over the ETP ranks before it and
 sums their partial outputs after it, forward and backward. So both matrices can be split: A along its inputs, B along
@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     reduce_from_tensor_model_parallel_region,
 )
 
-from megarl.lora.layers import ParallelLoraLinear, mark_parameter
+from megarl.lora.layers import ParallelLoraLinear, drop_inputs, mark_parameter
 from megarl.lora.matrices import AdapterMatrices, PartPlan
 from megarl.parallel.groups import Axis, gather_full
 
@@ -91,3 +91,11 @@ class RouterLora(ParallelLoraLinear):
     def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """``out [..., experts]``, perhaps in another dtype than the model's; ``hidden [..., I]``."""
         return out + own.raised(own.lower(hidden))
+
+
+class GateLora(ParallelLoraLinear):
+    """Adapter of the gate of shared experts, whose weight and adapter every tensor-parallel rank holds whole."""
+
+    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """``out [T, 1, 1]``, ``hidden [T, 1, I]``; T/TP tokens under SP."""
+        return out + own.raised(own.lower(drop_inputs(self, own.dropout, hidden)))

@@ -134,7 +134,7 @@ class _LinearLora(ParallelLoraLinear):
         if not self.active:
             return self.base_layer(hidden, *args, **kwargs)
         own = self.current()
-        dropped = _dropped(self, own.dropout, hidden)
+        dropped = drop_inputs(self, own.dropout, hidden)
         if dropped is hidden and hidden.requires_grad:
             hidden, low = project_through(hidden, own.matrix_a())
         else:
@@ -172,7 +172,7 @@ class _LinearLora(ParallelLoraLinear):
         if not self.active:
             return F.linear(hidden, weight)
         own = self.current()
-        dropped = _dropped(self, own.dropout, hidden)
+        dropped = drop_inputs(self, own.dropout, hidden)
         if dropped is hidden and (columns or self.copies_input) and self._fits(room):
             return one_product(hidden, own.matrix_a(), own.matrices_b(), self.layout(own), room, spare=columns > 0)
         return self.widen(own, F.linear(hidden, weight), own.lower(dropped))
@@ -183,7 +183,7 @@ class _LinearLora(ParallelLoraLinear):
 
     def low(self, own: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
         """What every part's A makes of (dropped) ``hidden``, for this rank's outputs: ``[..., sum of ranks]``."""
-        return self._whole(own.lower(_dropped(self, own.dropout, hidden)))
+        return self._whole(own.lower(drop_inputs(self, own.dropout, hidden)))
 
     def _whole(self, low: torch.Tensor) -> torch.Tensor:
         return self.complete(low) if self.group.size() > 1 else low
@@ -219,12 +219,12 @@ class RowParallelLora(_LinearLora):
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
 
-def _dropped(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor) -> torch.Tensor:
+def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor) -> torch.Tensor:
     """Dropout on the adapter's input. Where TP ranks hold the same tokens and features they must drop the same ones:
     the default generator, which mcore seeds alike on TP ranks. Where they hold different ones: mcore's tracker."""
     if not (layer.training and dropout > 0.0):
         return hidden
-    if isinstance(layer, ColumnParallelLora) and not layer.base_layer.sequence_parallel:
+    if not isinstance(layer, RowParallelLora) and not layer.base_layer.sequence_parallel:
         return F.dropout(hidden, dropout)
     with get_cuda_rng_tracker().fork():
         return F.dropout(hidden, dropout)

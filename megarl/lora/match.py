@@ -22,7 +22,7 @@ FIELDS = (
     "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "qk_layernorm", "num_moe_experts",
     "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax", "moe_router_score_function",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
-    "moe_shared_expert_intermediate_size", "layernorm_zero_centered_gamma",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "layernorm_zero_centered_gamma",
 )  # fmt: skip
 # Biases of q/k/v, of the attention's output, of the MLP.
 BIASES = ("add_qkv_bias", "attention_bias", "mlp_bias")

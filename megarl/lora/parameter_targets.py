@@ -33,7 +33,7 @@ def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
     Follows ``_convert_peft_config_moe`` in ``peft/utils/transformers_weight_conversion.py``.
 
     Args:
-        config: returned as it is for a model without experts.
+        config: returned as it is where ``target_modules`` can name no experts.
         weights: the model's names.
 
     Raises:
@@ -71,12 +71,12 @@ def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
 
 
 def expert_leaves(weights: WeightMap) -> dict[str, str]:
-    """Last component of each name of expert linears and routers -> PEFT's parameter; empty without experts."""
+    """Last component of each name of expert linears and routers -> PEFT's parameter; empty where PEFT has none."""
     moe = weights.family.moe
-    if moe is None:
+    if moe is None or not moe.by_module:
         return {}
     gate_up, down = ([hf.rpartition(".")[2] for hf in linear.hf] for linear in moe.experts)
-    routers = [hf.rpartition(".")[2] for linear in moe.linears if linear.split == "replicated" for hf in linear.hf]
+    routers = [hf.rpartition(".")[2] for linear in moe.linears if linear.is_router for hf in linear.hf]
     return dict.fromkeys(gate_up, GATE_UP) | dict.fromkeys(down, DOWN) | dict.fromkeys(routers, ROUTER)
 
 

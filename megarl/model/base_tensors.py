@@ -139,6 +139,8 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
         if child is None:
             where, kind = ".".join(path.split(".")[:depth]), type(module).__name__
             advice = "; build it with moe_grouped_gemm=False (SequentialMLP)" if "Grouped" in kind else ""
+            if kind == "SharedExpertMLP":
+                advice = "; build it with megarl.model.experts.SharedExperts"
             raise UnsupportedError(
                 f"layer {layer.layer_number - 1} has no {path}, which should hold {linear.hf[0].format('N')}: its "
                 f"{where or 'layer'} is mcore's {kind}{advice}"

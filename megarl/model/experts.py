@@ -66,6 +66,32 @@ class GroupLimitedRouter(LocalRouter):
         return grouped.masked_fill(left[..., None], -torch.inf).flatten(-2)
 
 
+class SharedExpertGate(torch.nn.Module):
+    """The linear that scales the shared experts' output, token by token; the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """``[..., H] -> [..., 1]``, and no bias, as mcore's linears return them."""
+        return F.linear(hidden, self.weight), None
+
+
+class SharedExperts(SharedExpertMLP):
+    """mcore's shared experts with the gate, if there is one, as a module that an adapter can wrap."""
+
+    def __init__(self, *args: Any, gate: bool, **kwargs: Any) -> None:
+        super().__init__(*args, gate=False, **kwargs)
+        self.gate = SharedExpertGate(self.config) if gate else None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[T, 1, H]`` (T/TP tokens under sequence parallelism) to the same shape."""
+        output = super().forward(hidden)
+        return output if self.gate is None else output * self.gate(hidden)[0].sigmoid()
+
+
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     """A mixture of experts in place of an MLP."""
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
@@ -75,7 +101,7 @@ def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
         submodules=MoESubmodules(
             router=GroupLimitedRouter if grouped else LocalRouter,
             experts=ModuleSpec(module=SequentialMLP, submodules=linears),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExperts, submodules=linears),
         ),
     )
 

@@ -56,6 +56,7 @@ def linear_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     if config.get("num_experts_per_tok"):
         active = config["num_experts_per_tok"] + (config.get("n_shared_experts") or 0)
         inner = active * (config.get("moe_intermediate_size") or inner)
+        inner += config.get("shared_expert_intermediate_size") or 0
     mlp = [(inner, hidden), (inner, hidden), (hidden, inner)]
     if config.get("kv_lora_rank"):
         return _latent_shapes(config) + mlp

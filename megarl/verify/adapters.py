@@ -30,7 +30,7 @@ def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> 
     """
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     names, source = names_of(read_config(model)), WeightFolder(model)
-    if names.num_experts and not settings.get("target_parameters"):
+    if names.experts_by_module and not settings.get("target_parameters"):
         if settings["target_modules"] == "all-linear":
             settings["target_modules"] = short_names(names.target_names())
         return _write(

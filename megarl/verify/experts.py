@@ -37,7 +37,7 @@ def unstack(tensors: Mapping[str, torch.Tensor], names: WeightMap) -> dict[str, 
             found |= _experts(prefix, int(layer), bool(inner), side, tensor, names)
         elif match := _ROUTER.fullmatch(name):
             prefix, layer, side = match.groups()
-            [router] = [linear.hf[0] for linear in names.linears(int(layer)) if linear.split == "replicated"]
+            [router] = [linear.hf[0] for linear in names.linears(int(layer)) if linear.is_router]
             found[f"{prefix}{router}.lora_{side}.weight"] = tensor
         else:
             found[name] = tensor

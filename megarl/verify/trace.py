@@ -79,7 +79,7 @@ def _reference_hooks(
         for norm in _norms(names, layer):
             yield output(f"{prefix}{norm}", f"{prefix}{norm}")
         for linear in _traced(names, layer):
-            if linear.split == "replicated":
+            if linear.is_router:
                 yield output(f"{prefix}{linear.hf[0]}", f"{prefix}{ROUTER}", lambda out: _dense(out, names.num_experts))
                 continue
             for hf in linear.hf:
@@ -101,7 +101,7 @@ def _traced(names: WeightMap, layer: int) -> list[LinearMap]:
     return [
         linear
         for linear in names.linears(layer)
-        if linear.expert is None and (linear not in inside or linear.split == "replicated")
+        if linear.expert is None and (linear not in inside or linear.is_router)
     ]
 
 
@@ -208,7 +208,7 @@ def _norm_module(layer: torch.nn.Module, candidates: tuple[str, ...]) -> torch.n
 def _linear_hooks(layer: Any, linear: LinearMap, prefix: str, keep: Callable) -> list[Any]:
     module = layer.get_submodule(linear.mcore)
     targets = [f"{prefix}{hf}" for hf in linear.hf]
-    if linear.split == "replicated":
+    if linear.is_router:
         router = getattr(module, "base_layer", module)
         return [router.register_forward_hook(lambda m, i, out: keep(targets[0], out[0], "tokens"))]
     if linear.split == "row":

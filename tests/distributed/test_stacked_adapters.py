@@ -26,6 +26,16 @@ CASES: dict[str, dict[str, Any]] = {
         "family": "mixtral",
         "adapter": {"target_modules": [*ATTENTION, "w1", "w2", "w3"], "target_parameters": ["gate.weight"]},
     },
+    # A shared expert, and the gate of its own.
+    "qwen2-moe": {
+        "family": "qwen2_moe",
+        "adapter": {
+            "target_modules": ["o_proj", "shared_expert_gate", "up_proj", "down_proj"],
+            "target_parameters": ["shared_expert.gate_proj.weight", "gate_up_proj", "experts.down_proj", "gate.weight"],
+            "rank_pattern": {"shared_expert.up_proj": 3},
+            "use_rslora": True,
+        },
+    },
     # Shared experts and the MLP of the layer without experts have adapters here alone; a part of the layers.
     "deepseek": {
         "family": "deepseek_v3",

@@ -12,6 +12,7 @@ from megarl.verify.tiny import write_random
 # For the matrix, which shrinks them: nothing but a config.json.
 FAMILIES = {
     "qwen3": transformers.Qwen3Config(num_key_value_heads=8),
+    "qwen2_moe": transformers.Qwen2MoeConfig(num_key_value_heads=8),
     "qwen3_moe": transformers.Qwen3MoeConfig(),
     "llama": transformers.LlamaConfig(num_key_value_heads=8),
     "mixtral": transformers.MixtralConfig(),

@@ -9,6 +9,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -78,6 +79,15 @@ FAMILIES = {
     "llama": (LlamaConfig, {}),
     "mistral": (MistralConfig, {"head_dim": 16, "sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        {
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     "qwen3": (Qwen3Config, {"head_dim": 16}),
     "qwen3_moe": (
         Qwen3MoeConfig,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import UnsupportedError, pick
-from megarl.model.families import deepseek, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.model.families import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.model.families.base import Family
 from megarl.model.families.completion import FullConfig, complete
 from megarl.model.families.weight_map import WeightMap
@@ -16,6 +16,7 @@ _FAMILIES = (
     mistral.FAMILY,
     mixtral.FAMILY,
     qwen2.FAMILY,
+    qwen2_moe.FAMILY,
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
 )

@@ -13,6 +13,8 @@ from typing import Any, Literal
 Fusion = Literal["single", "gated", "qkv"]
 # column: the output dimension is split over tensor-parallel ranks; row: the input dimension; replicated: neither.
 Split = Literal["column", "row", "replicated"]
+# mcore's path of a router below the layer.
+ROUTER = "mlp.router"
 # (config.json, layer index from 0) -> whether the layer has it.
 Where = Callable[[Mapping[str, Any], int], bool]
 
@@ -50,6 +52,11 @@ class LinearMap:
     where: Where = everywhere
     bias: Where = nowhere
 
+    @property
+    def is_router(self) -> bool:
+        """Whether it chooses a token's experts."""
+        return self.mcore == ROUTER
+
 
 @dataclass(frozen=True)
 class VectorMap:
@@ -65,16 +72,19 @@ class MoeMap:
     """The mixture of experts that takes the place of the MLP in some layers.
 
     Attributes:
-        linears: of the layer: the router and shared experts.
+        linears: of the layer: the router, shared experts and their gate.
         experts: templates of one expert's linears.
         count: config.json -> number of experts.
         sparse: the layers that have experts.
+        by_module: whether PEFT (0.21) takes names of experts' linears and of the router among ``target_modules``, as
+            transformers 4 had them; else they are ``target_parameters`` only.
     """
 
     linears: tuple[LinearMap, ...]
     experts: tuple[LinearMap, ...]
     count: Callable[[Mapping[str, Any]], int]
     sparse: Where
+    by_module: bool = True
 
 
 # Keys of config.json that decide what any model of the supported families computes.

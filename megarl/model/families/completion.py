@@ -57,6 +57,7 @@ SIZES = (
     "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_local_experts",
     "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank",
     "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window", "decoder_sparse_step",
+    "shared_expert_intermediate_size",
 )  # fmt: skip
 NULLABLE = {"head_dim", "q_lora_rank", "n_group", "topk_group", "sliding_window"}
 
@@ -125,6 +126,8 @@ def _check_values(full: Mapping[str, Any]) -> None:
         value = full.get(key)
         if value is None and (key not in full or key in NULLABLE):
             continue
+        if key == "sliding_window" and value == 0 and full.get("use_sliding_window") is False:
+            continue  # transformers' own way to switch it off in a qwen2_moe
         if type(value) is not int or value < 1:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number above 0")
     for key in ("num_nextn_predict_layers", "first_k_dense_replace"):

@@ -15,7 +15,7 @@ from typing import Any
 from megarl.errors import ModelError, UnsupportedError
 from megarl.model.families.base import READ_BY_ALL, Family, LinearMap, MoeMap, VectorMap
 from megarl.model.families.dense import MLP, NORMS
-from megarl.model.families.moe import expert_settings, experts, num_experts, router
+from megarl.model.families.moe import expert_settings, experts, num_experts, router, shared_experts
 
 
 def _compresses_queries(hf: Mapping[str, Any], layer: int) -> bool:
@@ -42,17 +42,8 @@ LATENT_NORMS = (
     VectorMap(("self_attention.q_layernorm.weight",), "self_attn.q_a_layernorm.weight", _compresses_queries),
     VectorMap(("self_attention.kv_layernorm.weight",), "self_attn.kv_a_layernorm.weight"),
 )
-SHARED_EXPERTS = (
-    LinearMap(
-        "mlp.shared_experts.linear_fc1",
-        ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-        "column",
-        "gated",
-    ),
-    LinearMap("mlp.shared_experts.linear_fc2", ("mlp.shared_experts.down_proj",), "row"),
-)
 MOE = MoeMap(
-    linears=(router("mlp.gate"), *SHARED_EXPERTS),
+    linears=(router("mlp.gate"), *shared_experts("mlp.shared_experts")),
     experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
     count=num_experts,
     sparse=_sparse,

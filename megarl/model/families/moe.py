@@ -5,12 +5,12 @@ from typing import Any
 
 from megarl.config.checks import EXPERT_COUNTS
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.families.base import LinearMap
+from megarl.model.families.base import ROUTER, LinearMap
 
 
 def router(hf: str) -> LinearMap:
     """The router, by its Hugging Face path below the layer."""
-    return LinearMap("mlp.router", (hf,), "replicated")
+    return LinearMap(ROUTER, (hf,), "replicated")
 
 
 def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
@@ -19,6 +19,19 @@ def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
         LinearMap("mlp.experts.local_experts.{}.linear_fc1", (gate, up), "column", "gated"),
         LinearMap("mlp.experts.local_experts.{}.linear_fc2", (down,), "row"),
     )
+
+
+def shared_experts(hf: str) -> tuple[LinearMap, LinearMap]:
+    """The experts that every token passes, one MLP in all, by its Hugging Face path below the layer."""
+    return (
+        LinearMap("mlp.shared_experts.linear_fc1", (f"{hf}.gate_proj", f"{hf}.up_proj"), "column", "gated"),
+        LinearMap("mlp.shared_experts.linear_fc2", (f"{hf}.down_proj",), "row"),
+    )
+
+
+def sparse_by_step(hf: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts in Qwen's families: every ``decoder_sparse_step``-th but ``mlp_only_layers``."""
+    return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
 
 
 def num_experts(hf: Mapping[str, Any]) -> int:

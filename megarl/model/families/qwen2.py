@@ -27,7 +27,7 @@ def layer_window(hf: Mapping[str, Any], layer: int) -> int | None:
         )
     if kinds[layer] == "full_attention":
         return None
-    if hf["sliding_window"] is None:
+    if not hf["sliding_window"]:
         raise ModelError("config.json: layer_types has sliding_attention, but there is no window: use_sliding_window")
     return hf["sliding_window"]
 

@@ -5,16 +5,12 @@ from typing import Any
 
 from megarl.model.families.base import READ_BY_ALL, Family, MoeMap
 from megarl.model.families.dense import ATTENTION, MLP, NORMS
-from megarl.model.families.moe import expert_settings, experts, num_experts, router
+from megarl.model.families.moe import expert_settings, experts, num_experts, router, sparse_by_step
 from megarl.model.families.qwen3 import ATTENTION_KEYS, QK_NORMS, attention_settings
 
 
-def _sparse(hf: Mapping[str, Any], layer: int) -> bool:
-    return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
-
-
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    pattern = [int(_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])]
+    pattern = [int(sparse_by_step(hf, layer)) for layer in range(hf["num_hidden_layers"])]
     experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"])
     return attention_settings(hf) | experts_of | {"moe_layer_freq": pattern}
 
@@ -34,7 +30,7 @@ FAMILY = Family(
         linears=(router("mlp.gate"),),
         experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
         count=num_experts,
-        sparse=_sparse,
+        sparse=sparse_by_step,
     ),
     window=lambda hf, layer: hf["sliding_window"],
 )

@@ -106,17 +106,22 @@ class WeightMap:
                     found.setdefault(f"{prefix}{stack}", []).extend(f"{prefix}{hf}" for hf in linear.hf)
                     continue
                 for hf in linear.hf:
-                    name = STACKED_ROUTER if linear.split == "replicated" else hf
+                    name = STACKED_ROUTER if linear.is_router else hf
                     found[f"{prefix}{name}.weight"] = [f"{prefix}{hf}"]
         return found
 
     def router_names(self) -> set[str]:
         """Those of ``linear_names`` that are routers."""
-        return self._named(lambda linear: linear.split == "replicated")
+        return self._named(lambda linear: linear.is_router)
 
     def expert_names(self) -> set[str]:
         """Those of ``linear_names`` that belong to routed experts."""
         return self._named(lambda linear: linear.expert is not None)
+
+    @property
+    def experts_by_module(self) -> bool:
+        """Whether the model has experts that ``target_modules`` can name; see ``MoeMap.by_module``."""
+        return self.family.moe is not None and self.family.moe.by_module
 
     def shadowed_names(self) -> set[str]:
         """Those of ``linear_names`` that share their last component with a routed expert's linear but are none.
@@ -125,14 +130,16 @@ class WeightMap:
         stacks, PEFT (0.21) takes ``gate_proj`` among ``target_modules``, with or without a path before it, for the
         routed experts' alone; it adapts the others by ``target_parameters``.
         """
+        if not self.experts_by_module:
+            return set()
         experts = self.expert_names()
         shared = {name.rpartition(".")[2] for name in experts}
         return {name for name in self.linear_names() if name.rpartition(".")[2] in shared} - experts
 
     def target_names(self) -> list[str]:
         """Those of ``linear_names`` that ``target_modules`` can name."""
-        shadowed = self.shadowed_names()
-        return [name for name in self.linear_names() if name not in shadowed]
+        hidden = self.shadowed_names() if self.experts_by_module else self.expert_names() | self.router_names()
+        return [name for name in self.linear_names() if name not in hidden]
 
     def _named(self, wanted: Callable[[LinearMap], bool]) -> set[str]:
         return {

@@ -27,6 +27,7 @@ from tests.helpers.tokenizer import make_tokenizer
 MODELS = {
     "llama": {"rope_parameters": rope("llama3")},
     "qwen2": {},
+    "qwen2_moe": {},
     "qwen3_moe": {},
     "deepseek_v3": {},
 }

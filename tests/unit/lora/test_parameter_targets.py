@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.parameter_targets import as_read
+from megarl.lora.parameter_targets import as_parameters, as_read
 from megarl.lora.stacked_files import places_of
-from megarl.lora.targets import PREFIX, rank_and_scaling, resolve_targets
+from megarl.lora.targets import PREFIX, rank_and_scaling, resolve_targets, spelt_out
 from megarl.model.families import names_of
 from tests.helpers.models import FAMILIES, SHAPE
 
@@ -21,6 +21,14 @@ EVERY["deepseek_v3"] = EVERY["qwen3_moe"]
 def config_of(family: str, **changes: object) -> dict:
     config_class, extra = FAMILIES[family]
     return config_class(**{**SHAPE, **extra, "num_hidden_layers": 2, **changes}).to_dict()
+
+
+def adapted(hf_config: dict, config: LoraConfig) -> tuple[PeftModel, dict[str, torch.Size]]:
+    """A model in which PEFT put the adapter, and name -> shape in PEFT's file."""
+    with torch.device("meta"):
+        model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)), config)
+    parameters = model.named_parameters()
+    return model, {name.replace(".default", ""): matrix.shape for name, matrix in parameters if ".lora_" in name}
 
 
 SETTINGS = [
@@ -43,8 +51,21 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("family", EVERY)
+# PEFT converts no names of this family: those among ``target_modules`` are the shared expert's.
+SHARED = [
+    SETTINGS[0],
+    {"target_modules": ["gate_proj", "shared_expert_gate"], "target_parameters": ["gate_up_proj", "gate.weight"]},
+    {
+        "target_modules": ["o_proj", "up_proj"],
+        "target_parameters": ["shared_expert.down_proj.weight", "experts.down_proj"],
+        "rank_pattern": {"up_proj": 3, "shared_expert.down_proj.weight": 2},
+        "use_rslora": True,
+    },
+]
+CASES = [(family, settings) for family in EVERY for settings in SETTINGS] + [("qwen2_moe", case) for case in SHARED]
+
+
+@pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
 def test_names_shapes_and_scalings_are_pefts(family, settings):
     """Every tensor of PEFT's own file, from a model in which PEFT put the adapter."""
     listed = [*settings["target_modules"]]
@@ -52,15 +73,7 @@ def test_names_shapes_and_scalings_are_pefts(family, settings):
         listed = [name for name in listed if name != "EXPERTS"] + EVERY[family]
     settings = {"r": 4, "lora_alpha": 6, **settings, "target_modules": listed}
     hf_config = config_of(family)
-    with torch.device("meta"):
-        model = get_peft_model(
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)), LoraConfig(**settings)
-        )
-    theirs = {
-        name.replace(".default", ""): parameter.shape
-        for name, parameter in model.named_parameters()
-        if ".lora_" in name
-    }
+    model, theirs = adapted(hf_config, LoraConfig(**settings))
     names = names_of(hf_config)
     config = as_read(LoraConfig(**settings), names)
     targets = resolve_targets(config, names)
@@ -72,6 +85,22 @@ def test_names_shapes_and_scalings_are_pefts(family, settings):
         assert theirs[place.file][0] == rank * place.experts
         module = model.get_submodule(place.file.removesuffix(".lora_A.weight"))
         assert math.isclose(module.scaling["default"], scaling)
+
+
+@pytest.mark.parametrize("family", [*EVERY, "qwen2_moe"])
+def test_all_linear_is_pefts(family):
+    hf_config = config_of(family)
+    _, theirs = adapted(hf_config, LoraConfig(target_modules="all-linear"))
+    names = names_of(hf_config)
+    targets = resolve_targets(as_parameters(spelt_out(LoraConfig(target_modules="all-linear"), names), names), names)
+    assert {place.file for place in places_of(targets, names).values()} == theirs.keys()
+    assert any("shared_expert_gate" in name for name in theirs) == (family == "qwen2_moe")
+
+
+@pytest.mark.parametrize("name", ["gate", "experts.1.up_proj"])
+def test_a_module_that_peft_has_not_in_qwen2_moe_is_refused_by_name(name):
+    with pytest.raises(AdapterError, match=f"target_modules has '{name}', which the model lacks"):
+        resolve_targets(LoraConfig(target_modules=[name]), names_of(config_of("qwen2_moe")))
 
 
 @pytest.mark.parametrize(

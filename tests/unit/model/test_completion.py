@@ -24,6 +24,11 @@ PUBLISHED = {
         "attention_dropout": 0.0, "max_window_layers": 28, "sliding_window": 32768, "use_sliding_window": False,
         "use_mrope": False, "rope_theta": 1e6, "torch_dtype": "bfloat16",
     },
+    "qwen2_moe": {
+        "decoder_sparse_step": 1, "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+        "use_sliding_window": False, "output_router_logits": False, "router_aux_loss_coef": 0.001,
+    },
     "qwen3_moe": {
         "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 48,
         "mlp_only_layers": [], "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,

@@ -27,6 +27,12 @@ MIXED = ["full_attention", "sliding_attention"] * 2
             {"model_type": "qwen3", "sliding_window": 16, "use_sliding_window": True, "layer_types": MIXED},
             [None, 16] * 2,
         ),
+        ({"model_type": "qwen2_moe", "sliding_window": 0, "use_sliding_window": False}, [None] * 4),
+        ({"model_type": "qwen2_moe", "sliding_window": 32768}, [None] * 4),
+        (
+            {"model_type": "qwen2_moe", "sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3},
+            [16, None, 16, None],
+        ),
         ({"model_type": "qwen3_moe", "sliding_window": 16, "use_sliding_window": True}, [16] * 4),
         ({"model_type": "qwen3_moe", "sliding_window": 16}, [None] * 4),
     ],
@@ -51,6 +57,8 @@ def test_layer_types_that_mean_nothing_are_an_error(layer_types):
     [
         ({"model_type": "llama"}, set()),
         ({"model_type": "qwen2"}, {"q_proj", "k_proj", "v_proj"}),
+        ({"model_type": "qwen2_moe"}, {"q_proj", "k_proj", "v_proj"}),
+        ({"model_type": "qwen2_moe", "qkv_bias": False}, set()),
         ({"model_type": "qwen3", "attention_bias": True}, {"q_proj", "k_proj", "v_proj", "o_proj"}),
         ({"model_type": "llama", "mlp_bias": True}, {"gate_proj", "up_proj", "down_proj"}),
     ],

@@ -53,12 +53,13 @@ def test_a_rank_above_vllms_largest_is_refused(tmp_path: Path) -> None:
         settings.max_lora_rank(config(tmp_path, lora={"r": 600}))
 
 
-def test_a_family_that_vllm_was_not_shown_to_sample_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
+def test_a_family_that_vllm_was_not_shown_to_sample_is_refused(tmp_path: Path, family: str) -> None:
     run = config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     settings.check_sampled(run)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "deepseek_v3"}))
-    with pytest.raises(UnsupportedError, match="'deepseek_v3'; supported are llama, "):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UnsupportedError, match=f"'{family}'; supported are llama, "):
         settings.check_sampled(run)
 
 
