@@ -151,7 +151,7 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
         ConfigError: a size of the model is not a multiple of the axis that splits it.
     """
     _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
-    _check_divides("parallel.tensor", parallel.tensor, "num_key_value_heads", shape)
+    _check_kv_heads("parallel.tensor", parallel.tensor, shape)
     _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
     _check_products(parallel, shape)
     _check_experts(parallel, shape)
@@ -206,17 +206,13 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
 
 
 def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
-    """Check that vLLM can split the model over an engine's ranks; it copies KV heads where there are too few.
+    """Check that vLLM can split the model over an engine's ranks.
 
     Raises:
         ConfigError: a size of the model is not a multiple of ``sampler.tensor``, or there are fewer experts.
     """
     _check_divides("sampler.tensor", tensor, "num_attention_heads", shape)
-    kv_heads = shape.get("num_key_value_heads")
-    if kv_heads and kv_heads % tensor and tensor % kv_heads:
-        raise ConfigError(
-            f"sampler.tensor ({tensor}) must divide the model's num_key_value_heads ({kv_heads}) or be a multiple of it"
-        )
+    _check_kv_heads("sampler.tensor", tensor, shape)
     experts, inner = _expert_keys(shape)
     if shape.get(experts):
         _check_divides("sampler.tensor", tensor, inner, shape)
@@ -225,6 +221,15 @@ def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
     mixed = shape.get("mlp_only_layers") or shape.get("first_k_dense_replace")
     if not shape.get(experts) or mixed or (shape.get("decoder_sparse_step") or 1) > 1:
         _check_divides("sampler.tensor", tensor, "intermediate_size", shape)
+
+
+def _check_kv_heads(axis: str, size: int, shape: dict[str, Any]) -> None:
+    """Several KV heads on each rank, or each head on several ranks."""
+    heads = shape.get("num_key_value_heads")
+    if heads and heads % size and size % heads:
+        raise ConfigError(
+            f"{axis} ({size}) must divide the model's num_key_value_heads ({heads}) or be a multiple of it"
+        )
 
 
 def _expert_keys(shape: dict[str, Any]) -> tuple[str, str]:

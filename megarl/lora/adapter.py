@@ -56,8 +56,8 @@ class Slot:
         """PEFT name -> (shape in the file, dimension split over the kind's axis)."""
         part = self.part
         shapes = {
-            "A": ((part.rank, part.in_features), self.kind.split_A),
-            "B": ((part.out_features, part.rank), self.kind.split_B),
+            "A": ((part.rank, part.in_features), self.kind.split_of(part, "A")),
+            "B": ((part.out_features, part.rank), self.kind.split_of(part, "B")),
         }
         return {self.name(side): shapes[side] for side in part.sides}
 

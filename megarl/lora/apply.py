@@ -26,7 +26,7 @@ from megarl.model.base_tensors import find_linear, layers_of, owner_of, unwrap
 from megarl.model.experts import SharedExpertGate
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
-from megarl.model.fusion import head_layout, part_rows
+from megarl.model.fusion import head_layout, part_copies, part_rows
 from megarl.model.gpt import RMSNorm
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
@@ -208,7 +208,9 @@ def _plan(
         )
     local_out, local_in = weight.shape
     plans: list[PartPlan | None] = []
-    for name, rows in zip(targets, part_rows(local_out, linear.fusion, head_layout(layer.config)), strict=True):
+    heads = head_layout(layer.config)
+    counts = zip(part_rows(local_out, linear.fusion, heads), part_copies(linear.fusion, heads), strict=True)
+    for name, (rows, copies) in zip(targets, counts, strict=True):
         if name not in chosen:
             plans.append(None)
             continue
@@ -216,8 +218,10 @@ def _plan(
         # Of one parameter in PEFT: one A.
         shares = next((part.key for part in plans if part and chosen[part.name] == chosen[name]), None)
         in_features = local_in * (size if linear.split == "row" else 1)
-        out_features = rows * (size if linear.split == "column" else 1)
-        plans.append(PartPlan(name, rank, scaling, in_features, out_features, rows, owner, shares=shares))
+        out_features = rows * (size // copies if linear.split == "column" else 1)
+        plans.append(
+            PartPlan(name, rank, scaling, in_features, out_features, rows, owner, copies=copies, shares=shares)
+        )
     return tuple(plans)
 
 
@@ -250,11 +254,14 @@ def _matrices(
     own = AdapterMatrices(parts, dropout)
     for part in filter(None, parts):
         whole = wrapped.initial(part, seed)
-        for side, split, matrices in (("A", wrapped.split_A, own.lora_A), ("B", wrapped.split_B, own.lora_B)):
+        for side, matrices in (("A", own.lora_A), ("B", own.lora_B)):
             if side not in part.sides:
                 continue
+            split = wrapped.split_of(part, side)
             mine = whole[side] if split is None else whole[side].chunk(size, dim=split)[rank]
             parameter = torch.nn.Parameter(mine.to(dtype=dtype, device=groups.device).contiguous())
             wrapped.mark(parameter, split)
+            if side == "B" and part.copies > 1:
+                parameter.sequence_parallel = False  # the backward pass sums its gradient
             matrices[part.key] = parameter
     return own

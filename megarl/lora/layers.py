@@ -61,6 +61,13 @@ class ParallelLoraLinear(WithBaseNames):
         except AttributeError:
             return getattr(super().__getattr__("base_layer"), name)
 
+    @classmethod
+    def split_of(cls, part: PartPlan, side: str) -> int | None:
+        """The dimension of a part's A or B that is split over the ranks of ``axis``; None if each holds all of it."""
+        if side == "A":
+            return cls.split_A
+        return cls.split_B if part.copies == 1 else None
+
     def current(self) -> AdapterMatrices:
         """The active adapter's matrices."""
         return self.adapters[self.active]()
@@ -82,7 +89,11 @@ class ParallelLoraLinear(WithBaseNames):
 
     def widen(self, own: AdapterMatrices, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
         """Add every part's scaled B, applied to its columns of ``low``, to ``out``."""
-        return add_wide(out, low, own.matrices_b(), self.layout(own))
+        return add_wide(out, low, self.matrices_b(own), self.layout(own))
+
+    def matrices_b(self, own: AdapterMatrices) -> list[torch.Tensor]:
+        """Every part's B, its rows on this rank."""
+        return own.matrices_b()
 
     def layout(self, own: AdapterMatrices) -> Layout:
         """Where an adapter's parts lie in this layer."""
@@ -205,6 +216,25 @@ class ColumnParallelLora(_LinearLora):
             # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
+
+    def matrices_b(self, own: AdapterMatrices) -> list[torch.Tensor]:
+        """Every part's B, its rows on this rank. The gradient of rows that several ranks use is summed over them."""
+        parts = zip(filter(None, own.parts), own.matrices_b(), strict=True)
+        return [
+            self._own_rows(part, copy_to_tensor_model_parallel_region(matrix, group=self.group))
+            if part.copies > 1
+            else matrix
+            for part, matrix in parts
+        ]
+
+    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(A, B)`` whose product is this rank's slice of the part's update."""
+        return own.a_of(part), self._own_rows(part, own.lora_B[part.key])
+
+    def _own_rows(self, part: PartPlan, matrix: torch.Tensor) -> torch.Tensor:
+        if part.copies == 1:
+            return matrix
+        return matrix.narrow(0, self.group.rank() // part.copies * part.rows, part.rows)
 
 
 class RowParallelLora(_LinearLora):

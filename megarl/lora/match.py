@@ -51,7 +51,7 @@ def check_match(models: Sequence[GPTModel], hf_config: Mapping[str, Any], groups
 
 
 def _check_heads(model: GPTModel, groups: Groups) -> None:
-    """mcore can share a KV head among ranks; then no rank has whole parts of the fused q/k/v linear."""
+    """mcore's own way to share a KV head among ranks leaves none of them whole parts of the fused q/k/v linear."""
     size, heads = groups.topology.tensor, model.config.num_query_groups
     if not getattr(model.config, "kv_lora_rank", None) and heads % size:
         raise UnsupportedError(
@@ -67,6 +67,8 @@ def _differences(model: GPTModel, hf: Mapping[str, Any], groups: Groups) -> Iter
     for field in FIELDS:
         if field in defaults and not (field == "ffn_hidden_size" and only_experts):
             here, there = getattr(config, field), wanted.get(field, defaults[field])
+            if field == "num_query_groups":
+                here //= getattr(config, "kv_copies", 1)
             if not _same(here, there):
                 yield field, here, there
     if _biases(config) != (biases := tuple(bool(wanted.get(name)) for name in BIASES)):

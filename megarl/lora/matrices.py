@@ -19,6 +19,8 @@ class PartPlan:
         rows: of the part on this rank.
         owner: the expert-parallel rank that holds it; None if all do.
         padded: of a vocabulary: its size with padding.
+        copies: neighbouring ranks whose rows are the same (KV heads, where there are more ranks than heads). B is whole
+            on every rank then.
         shares: ``key`` of the part of the same layer whose A it uses; None if it has its own.
     """
 
@@ -30,6 +32,7 @@ class PartPlan:
     rows: int
     owner: int | None = None
     padded: int | None = None
+    copies: int = 1
     shares: str | None = None
 
     @property

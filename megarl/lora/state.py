@@ -58,7 +58,7 @@ class WithBaseNames(torch.nn.Module):
         found = {}
         for part in filter(None, own.parts):
             for side in part.sides:
-                split, matrices = {"A": (self.split_A, own.lora_A), "B": (self.split_B, own.lora_B)}[side]
+                split, matrices = self.split_of(part, side), own.lora_A if side == "A" else own.lora_B
                 key, matrix = f"{prefix}{matrix_name(part.name, side)}", matrices[part.key]
                 groups = {"tp_group": self.group, "dp_cp_group": replicas}
                 if split is None:

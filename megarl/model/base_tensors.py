@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from megarl.errors import ModelError, UnsupportedError
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import EMBEDDING, FINAL_NORM, HF_LAYER, MCORE_LAYER, OUTPUT, LinearMap, VectorMap
-from megarl.model.fusion import head_layout, part_rows, part_views
+from megarl.model.fusion import head_layout, part_copies, part_rows, part_views
 from megarl.model.hf_folder import WeightFolder
 from megarl.model.sharding import ShardedTensor, parameter_view, placed
 from megarl.parallel.groups import Axis, Groups, current_groups
@@ -169,12 +169,13 @@ def _linear(
             continue
         data = parameter.data
         split = {"column": 0, "row": 1 if attribute == "weight" else None, "replicated": None}[linear.split]
-        rows = part_rows(data.shape[0], linear.fusion, heads)
-        for hf, view, part in zip(linear.hf, part_views(data, linear.fusion, heads), rows, strict=True):
-            shape = [part * (size if split == 0 else 1), *data.shape[1:]]
+        rows, views = part_rows(data.shape[0], linear.fusion, heads), part_views(data, linear.fusion, heads)
+        for hf, view, part, copies in zip(linear.hf, views, rows, part_copies(linear.fusion, heads), strict=True):
+            shape = [part * (size // copies if split == 0 else 1), *data.shape[1:]]
             if split == 1:
                 shape[1] *= size
             tensor = parameter_view(f"{hf_prefix}{hf}.{attribute}", view, tuple(shape), split)
+            tensor = dataclasses.replace(tensor, copies=copies)
             tensors.append(placed(tensor, axis, owner_of(linear, names, groups), groups))
     return tensors
 

@@ -90,6 +90,7 @@ def transformer_config(
         "persist_layer_norm": False,
     }
     settings |= architecture(hf, family) | recompute | _stages(hf["num_hidden_layers"], parallel)
+    copies = max(1, parallel.tensor // hf["num_key_value_heads"])
     windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
     if model.backend == "te" and (settings.get("attention_bias") or settings.get("mlp_bias")):
         raise UnsupportedError(
@@ -97,7 +98,8 @@ def transformer_config(
         )
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
     if "kv_lora_rank" not in settings:
-        return PackedConfig(**settings, windows=windows if any(windows) else ())
+        settings["num_query_groups"] *= copies
+        return PackedConfig(**settings, windows=windows if any(windows) else (), kv_copies=copies)
     # mcore's own flag would leave RoPE to each layer; LatentAttention takes the model's angles like every attention.
     without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")

@@ -10,11 +10,15 @@ from megarl.model.families.base import Fusion
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Attention heads on this tensor-parallel rank: ``groups`` KV heads, each with ``queries`` query heads."""
+    """Attention heads on this tensor-parallel rank: ``groups`` KV heads, each with ``queries`` query heads.
+
+    ``copies`` neighbouring ranks hold the same KV heads, with other query heads.
+    """
 
     groups: int
     queries: int
     head_dim: int
+    copies: int = 1
 
 
 def head_layout(config: Any) -> HeadLayout:
@@ -24,6 +28,7 @@ def head_layout(config: Any) -> HeadLayout:
         groups=groups // config.tensor_model_parallel_size,
         queries=config.num_attention_heads // groups,
         head_dim=config.kv_channels,
+        copies=getattr(config, "kv_copies", 1),
     )
 
 
@@ -49,6 +54,13 @@ def part_rows(total_rows: int, fusion: Fusion, heads: HeadLayout) -> tuple[int, 
         return (total_rows // 2, total_rows // 2)
     kv = heads.groups * heads.head_dim
     return (kv * heads.queries, kv, kv)
+
+
+def part_copies(fusion: Fusion, heads: HeadLayout) -> tuple[int, ...]:
+    """How many neighbouring ranks hold the same rows of each part."""
+    if fusion == "qkv":
+        return 1, heads.copies, heads.copies
+    return (1,) if fusion == "single" else (1, 1)
 
 
 def split_heads(fused: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

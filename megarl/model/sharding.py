@@ -34,6 +34,7 @@ class ShardedTensor:
         axis: ``expert_tensor`` for the tensors of routed experts.
         owner: the expert-parallel rank that holds it, or None if all do. The others list it too, so that collectives
             meet, but must not read or write it.
+        copies: neighbouring ranks of ``axis`` that hold the same part (KV heads, where there are more ranks).
     """
 
     name: str
@@ -45,6 +46,7 @@ class ShardedTensor:
     padded: int | None = None
     axis: Axis = "tensor"
     owner: int | None = None
+    copies: int = 1
 
     def held(self, groups: Groups) -> bool:
         """Whether this rank has (a part of) it."""
@@ -53,6 +55,7 @@ class ShardedTensor:
     def local_slice(self, rank: int, size: int) -> tuple[slice, ...]:
         """Index of this rank's part within the file's tensor (padding excluded)."""
         index = [slice(None)] * len(self.shape)
+        rank, size = rank // self.copies, size // self.copies
         if self.dim is not None:
             step = (self.padded or self.shape[self.dim]) // size
             end = self.shape[self.dim]

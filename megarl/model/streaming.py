@@ -71,7 +71,7 @@ def whole_tensors(tensors: list[ShardedTensor], groups: Groups) -> list[torch.Te
     cuts = [parts[index].numel() for index in split]
     columns = [flat.split(cuts) for flat in gathered]
     for place, index in enumerate(split):
-        pieces = [column[place].view(parts[index].shape) for column in columns]
+        pieces = [column[place].view(parts[index].shape) for column in columns[:: tensors[index].copies]]
         found[index] = _unpadded(torch.cat(pieces, dim=tensors[index].dim), tensors[index])
     if any(tensor.owner is not None for tensor in tensors) and groups.topology.expert > 1:
         found |= _from_owners(found, tensors, groups)

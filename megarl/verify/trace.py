@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.model.base_tensors import layers_of
 from megarl.model.families import WeightMap
 from megarl.model.families.base import HF_LAYER, LinearMap
-from megarl.model.fusion import head_layout, part_views
+from megarl.model.fusion import head_layout, part_copies, part_views
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.groups import Groups, gather_full
 from megarl.types import Sample
@@ -122,6 +122,7 @@ class _Calls:
     tokens: list[torch.Tensor]
     values: dict[str, list[torch.Tensor]]
     splits: dict[str, Split]
+    copies: dict[str, int]
 
 
 def trace_model(
@@ -134,7 +135,7 @@ def trace_model(
     """
     calls, handles = [], []
     for chunk in model.chunks:
-        seen = _Calls([], {}, {})
+        seen = _Calls([], {}, {}, {})
         calls.append(seen)
         handles += _model_hooks(chunk, names, seen)
     try:
@@ -150,10 +151,10 @@ def trace_model(
 
 
 def _model_hooks(chunk: Any, names: WeightMap, seen: _Calls) -> list[Any]:
-    def keep(name: str, value: torch.Tensor, split: Split) -> None:
+    def keep(name: str, value: torch.Tensor, split: Split, copies: int = 1) -> None:
         # Without gradients mcore adds residuals in place.
         seen.values.setdefault(name, []).append(value.detach().reshape(value.shape[0], -1).clone())
-        seen.splits[name] = split
+        seen.splits[name], seen.copies[name] = split, copies
 
     def output(module: torch.nn.Module, name: str, split: Split) -> Any:
         return module.register_forward_hook(lambda m, i, out: keep(name, _with_bias(out), split))
@@ -168,7 +169,8 @@ def _model_hooks(chunk: Any, names: WeightMap, seen: _Calls) -> list[Any]:
         prefix = HF_LAYER.format(index)
         for hf, candidates in _norms(names, index).items():
             if (norm := _norm_module(layer, candidates)) is not None:
-                handles.append(norm.register_forward_hook(_norm_output(keep, f"{prefix}{hf}")))
+                copies = head_layout(layer.config).copies if hf.endswith("k_norm") else 1
+                handles.append(norm.register_forward_hook(_norm_output(keep, f"{prefix}{hf}", copies)))
         for linear in _traced(names, index):
             handles += _linear_hooks(layer, linear, prefix, keep)
         if names.sparse(index):
@@ -190,9 +192,9 @@ def _norms(names: WeightMap, layer: int) -> dict[str, tuple[str, ...]]:
     return {vector.hf.removesuffix(".weight"): vector.mcore for vector in vectors}
 
 
-def _norm_output(keep: Callable, name: str) -> Callable:
+def _norm_output(keep: Callable, name: str, copies: int) -> Callable:
     """Norms of heads see this rank's heads ``[T, 1, heads / TP, head_dim]``, the others whole tokens."""
-    return lambda module, given, out: keep(name, out, "features" if out.ndim == 4 else "tokens")
+    return lambda module, given, out: keep(name, out, "features" if out.ndim == 4 else "tokens", copies)
 
 
 def _norm_module(layer: torch.nn.Module, candidates: tuple[str, ...]) -> torch.nn.Module | None:
@@ -221,8 +223,9 @@ def _linear_hooks(layer: Any, linear: LinearMap, prefix: str, keep: Callable) ->
     def parts(module: Any, given: Any, out: Any) -> None:
         fused = _with_bias(out)
         rows = fused.reshape(fused.shape[0], -1).t().contiguous()
-        for name, part in zip(targets, part_views(rows, linear.fusion, heads), strict=True):
-            keep(name, part.reshape(-1, rows.shape[1]).t(), "features")
+        views, copies = part_views(rows, linear.fusion, heads), part_copies(linear.fusion, heads)
+        for name, part, count in zip(targets, views, copies, strict=True):
+            keep(name, part.reshape(-1, rows.shape[1]).t(), "features", count)
 
     return [module.register_forward_hook(parts)]
 
@@ -244,6 +247,8 @@ def _assemble(seen: _Calls, places: torch.Tensor, groups: Groups, sequence_paral
         features = seen.splits[name] == "features"
         if features or sequence_parallel:
             parts = [gather_full(part, 1 if features else 0, groups.tensor) for part in parts]
+        if (copies := seen.copies[name]) > 1:
+            parts = [part.unflatten(1, (groups.topology.tensor, -1))[:, ::copies].flatten(1) for part in parts]
         value = torch.cat(parts)
         whole = value.new_zeros(int(places.max()) + 1, value.shape[1])
         whole[rows] = value[kept]

@@ -16,7 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", "tied": False},
     "qwen3-tied": {"family": "qwen3", "tied": True},
     "qwen2": {"family": "qwen2", "tied": False},
-    "qwen2-tied": {"family": "qwen2", "tied": True},
+    "qwen2-tied": {"family": "qwen2", "tied": True, "num_key_value_heads": 1},
     "llama": {"family": "llama", "tied": False},
     "llama-tied": {"family": "llama", "tied": True},
     "llama3": {"family": "llama", "tied": False, "rope_parameters": rope("llama3")},
@@ -97,6 +97,8 @@ ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",
 # Layers that the stages cannot share evenly; windows shorter than the sequences.
 ONLY |= {"llama-biases": ("TP2+SP", "PP2", "PP2xVPP2"), "qwen3-windows": ("TP2+SPxCP2", "PP2+full")}
 ONLY["qwen3-tied-vocabulary"] = (*ELSEWHERE, "TP2xPP2")
+# Each KV head on two ranks.
+ONLY["qwen2-tied"] = (*ELSEWHERE, "TP2")
 # lm_head's adapter is used outside its layer's forward pass, and the embedding's before any recomputed layer.
 ONLY["llama-vocabulary"] = (*ELSEWHERE, "TP2", "CP2", "DP2", "DP2+overlap", "PP2+full")
 SWITCHED = ("qwen3", "mixtral")  # at the layouts with a train section; test_switches.py is about the rest

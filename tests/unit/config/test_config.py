@@ -64,7 +64,7 @@ WRONG = {
     "an unset variable": ("model.path=${oc.env:MEGARL_UNSET}", ["'model.path'", "MEGARL_UNSET"]),
     "a folder that is missing": ("model.path=/nowhere", ["model.path is '/nowhere'", "not a folder"]),
     "9 heads at TP2": ("parallel.tensor=2", ["parallel.tensor (2)", "num_attention_heads (9)", "allowed: 1, 3, 9"]),
-    "kv heads at TP9": ("parallel.tensor=9", ["parallel.tensor (9)", "num_key_value_heads (3)", "allowed: 1, 3"]),
+    "an MLP of 1536 at TP9": ("parallel.tensor=9", ["parallel.tensor (9)", "intermediate_size (1536)"]),
     "30 layers at PP31": (
         "parallel.pipeline=31",
         ["parallel.pipeline (31)", "num_hidden_layers (30)", "needs a layer"],
@@ -97,6 +97,14 @@ def test_a_wrong_override_is_one_line_that_names_field_value_and_what_is_allowed
 
 
 EXPERTS = {"num_attention_heads": 12, "num_key_value_heads": 3, "num_experts": 8, "moe_intermediate_size": 36}
+
+
+def test_trainers_copy_kv_heads_that_are_fewer_than_ranks(recipe, model):
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 3}))
+    for tensor in (3, 6, 12):
+        assert load_config(recipe, [f"parallel.tensor={tensor}", "sampler.tensor=1"]).parallel.tensor == tensor
+    message = message_of(recipe, "parallel.tensor=4")
+    assert "parallel.tensor (4) must divide the model's num_key_value_heads (3) or be a multiple of it" in message
 
 
 @pytest.mark.parametrize(
