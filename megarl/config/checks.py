@@ -16,16 +16,24 @@ if TYPE_CHECKING:
 # Sizes read from config.json; of these the optional ones may be null.
 SIZES = (
     "num_attention_heads",
-    "num_key_value_heads",
     "intermediate_size",
     "num_hidden_layers",
+    "hidden_size",
+    "qk_rope_head_dim",
+    "num_key_value_heads",
     "max_position_embeddings",
     "num_experts",
     "num_local_experts",
     "n_routed_experts",
     "moe_intermediate_size",
+    "n_shared_experts",
+    "shared_expert_intermediate_size",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "decoder_sparse_step",
+    "first_k_dense_replace",
 )
-OPTIONAL = ("num_key_value_heads", "max_position_embeddings", *SIZES[-4:])
+OPTIONAL = SIZES[SIZES.index("num_key_value_heads") :]
 # Names that families give the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -241,14 +249,17 @@ def _expert_keys(shape: dict[str, Any]) -> tuple[str, str]:
 
 
 def _check_products(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
-    """Sizes that tensor ranks split and no field of config.json gives: of multi-latent attention and shared experts."""
-    if shape.get("kv_lora_rank"):
+    """Sizes that tensor ranks split and no field of config.json gives: of multi-latent attention and shared experts.
+
+    A factor that config.json leaves to its default is known once the file has been completed (``inspect_folder``).
+    """
+    if shape.get("kv_lora_rank") and shape.get("qk_rope_head_dim"):
         _check_divides("parallel.tensor", parallel.tensor, "q_lora_rank", shape)
         key = "kv_lora_rank + qk_rope_head_dim"
         size = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
         _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
     _check_divides("parallel.tensor", parallel.tensor, "shared_expert_intermediate_size", shape)
-    if shape.get("n_shared_experts"):
+    if shape.get("n_shared_experts") and shape.get("moe_intermediate_size"):
         key = "n_shared_experts x moe_intermediate_size"
         size = shape["n_shared_experts"] * shape["moe_intermediate_size"]
         _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
@@ -280,7 +291,7 @@ def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
 def _check_divides(axis: str, size: int, key: str, shape: dict[str, Any]) -> None:
     value = shape.get(key)
     if value and value % size:
-        allowed = [n for n in range(1, value + 1) if value % n == 0]
+        allowed = [n for n in range(1, min(value, 4096) + 1) if value % n == 0]
         raise ConfigError(
             f"{axis} ({size}) must divide the model's {key} ({value}); allowed: {', '.join(map(str, allowed[:12]))}"
         )

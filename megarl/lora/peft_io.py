@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from megarl.errors import AdapterError, nearest
 from megarl.files import user_path, write_directory
 from megarl.lora.arrangements import arrange
-from megarl.lora.config_fields import check_fields
 from megarl.lora.parameter_targets import as_read
 from megarl.lora.pattern_order import SIDE_A, restore_order
 from megarl.lora.stacked_files import AdapterFile, places_of
@@ -29,6 +28,7 @@ from megarl.lora.targets import (
     settle_patterns,
     spelt_out,
 )
+from megarl.lora.values import check_values
 from megarl.lora.vocabulary import check_tables
 from megarl.model.families import WeightMap
 
@@ -106,7 +106,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         raise AdapterError(
             f"{file}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
         )
-    check_fields(plain, file)
+    check_values(plain, str(file))
     try:
         config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
     except (TypeError, ValueError, AttributeError) as error:

@@ -1,39 +1,71 @@
-"""Values of a PEFT config that PEFT takes as they come, and that mean nothing or not what they say."""
+"""Values of a PEFT config that PEFT takes as they come, and that mean nothing or not what they say.
 
-import math
-import re
-from collections.abc import Collection
-from typing import Any
+PEFT checks none of them when it reads a file: ``use_rslora: "no"`` would be true, an alpha of 0 no adapter at all.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from peft import LoraConfig
 from peft.utils.other import get_pattern_key
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megarl.config.explain import explain
+from megarl.config.lora import Pattern
 from megarl.errors import AdapterError, nearest
 
+Rank = Annotated[int, Field(ge=1, le=2**20)]
+# Python's integers have no largest one; JSON's 1e400 is read as infinity.
+Alpha = Annotated[float, Field(gt=0.0, le=2.0**53, allow_inf_nan=False)]
+Modules = Pattern | list[str] | None
 
-def check_values(config: LoraConfig) -> None:
-    """Refuse values of another type or range than their fields'; ``"no"`` would count as true.
+
+class _Fields(BaseModel):
+    """Types and ranges of the fields that decide what an adapter computes, or on which PEFT fails."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    r: Rank = 8
+    lora_alpha: Alpha = 8
+    lora_dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    lora_bias: bool = False
+    inference_mode: bool = False
+    target_modules: Modules = None
+    exclude_modules: Modules = None
+    target_parameters: list[str] | None = None
+    rank_pattern: dict[Pattern, Rank] = Field(default_factory=dict)
+    alpha_pattern: dict[Pattern, Alpha] = Field(default_factory=dict)
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[Pattern] | Pattern | None = None
+    bias: Literal["none", "all", "lora_only"] = "none"
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+
+
+def check_values(config: LoraConfig | Mapping[str, Any], where: str = "adapter config") -> None:
+    """Refuse values of another type or range than their fields'.
+
+    Args:
+        config: PEFT's, or what ``adapter_config.json`` holds.
+        where: what the message starts with.
 
     Raises:
-        AdapterError: naming the field, its value and what it must be.
+        AdapterError: one line for each wrong field: its name, its value and what it must be.
     """
-    dropout = config.lora_dropout
-    if not (_is_number(dropout) and 0.0 <= dropout < 1.0):
-        raise AdapterError(f"adapter config: lora_dropout is {dropout!r}; it must be a number from 0 to below 1")
-    for field in ("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias", "inference_mode"):
-        if not isinstance(value := getattr(config, field), bool):
-            raise AdapterError(f"adapter config: {field} is {value!r}; it must be true or false")
-    for field in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(pattern := getattr(config, field), dict):
-            raise AdapterError(f"adapter config: {field} is {pattern!r}; it must be an object of names and numbers")
-        for key in pattern:
-            _check_expression(field, key)
-    for where, rank in {"r": config.r, **_entries(config, "rank_pattern")}.items():
-        if type(rank) is not int or rank < 1:
-            raise AdapterError(f"adapter config: {where} is {rank!r}; it must be a whole number above 0")
-    for where, alpha in {"lora_alpha": config.lora_alpha, **_entries(config, "alpha_pattern")}.items():
-        if not (_is_number(alpha) and 0.0 < alpha < math.inf):
-            raise AdapterError(f"adapter config: {where} is {alpha!r}; it must be a number above 0")
+    plain = config if isinstance(config, Mapping) else _plain(config)
+    try:
+        _Fields.model_validate(plain)
+    except ValidationError as error:
+        raise AdapterError(f"{where}: {explain(error, plain, _Fields)}") from None
+
+
+def _plain(config: LoraConfig) -> dict[str, Any]:
+    """As ``adapter_config.json`` has it: PEFT makes sets of its lists."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: list(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def check_patterns(config: LoraConfig, adapted: Collection[str]) -> None:
@@ -56,18 +88,3 @@ def check_patterns(config: LoraConfig, adapted: Collection[str]) -> None:
                     f"adapter config: {field} has '{key}', which matches nothing that is adapted"
                     f"{nearest(key, known)} (adapted are: {', '.join(known)})"
                 )
-
-
-def _entries(config: LoraConfig, field: str) -> dict[str, Any]:
-    return {f"{field} of '{key}'": value for key, value in getattr(config, field).items()}
-
-
-def _check_expression(field: str, key: Any) -> None:
-    try:
-        re.compile(key)
-    except (re.error, TypeError, OverflowError, RecursionError) as error:
-        raise AdapterError(f"adapter config: {field} has {key!r}, which is no regular expression: {error}") from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

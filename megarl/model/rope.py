@@ -75,9 +75,10 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
         UnsupportedError: a type that is not supported, one per kind of layer, or parameters that transformers rejects.
     """
     given = _given(hf)
-    kind = given.get("rope_type") or given.get("type") or "default"
+    # transformers takes a null for a type of its own, which is not the default.
+    kind = given.get("rope_type", given.get("type", "default"))
     if kind not in SUPPORTED:
-        raise UnsupportedError(f"config.json: rope_type is '{kind}'; supported are {', '.join(SUPPORTED)}")
+        raise UnsupportedError(f"config.json: rope_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
     if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
         raise UnsupportedError(f"config.json: rope_parameters differ by layer ({nested[0]}); supported is one for all")
     partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
@@ -87,9 +88,10 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
     full = {key: value for key, value in copy.deepcopy(dict(full_config(hf))).items() if key != "model_type"}
     try:
         config = AutoConfig.for_model(hf["model_type"], **full)
-        base = float(config.rope_parameters["rope_theta"])
-        if not 1.0 < base < math.inf:
-            raise ValueError(f"rope_theta is {base}")
+        base = config.rope_parameters["rope_theta"]
+        if not isinstance(base, int | float) or not 1.0 < base < math.inf:
+            raise ValueError(f"rope_theta is {base!r}; it must be a number above 1")
+        base = float(base)
         if kind == "default":
             return Rope(base)
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)

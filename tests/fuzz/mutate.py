@@ -56,9 +56,9 @@ def json_of(file: Path, draw: Random) -> Mutation:
 
 def yaml_of(file: Path, draw: Random) -> Mutation:
     """Change one place of a YAML file's tree."""
-    tree = yaml.safe_load(file.read_text())
+    tree = yaml.load(file.read_text(), yaml.CSafeLoader)
     what = tree_of(tree, draw)
-    file.write_text(yaml.safe_dump(tree, sort_keys=False))
+    file.write_text(yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False))
     return Mutation(f"{file.name}: {what}")
 
 

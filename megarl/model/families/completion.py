@@ -59,6 +59,8 @@ SIZES = (
     "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window", "decoder_sparse_step",
     "shared_expert_intermediate_size",
 )  # fmt: skip
+# transformers' classes make a list of them, so that a damaged number would fill the memory.
+MOST_LAYERS = 10_000
 NULLABLE = {"head_dim", "q_lora_rank", "n_group", "topk_group", "sliding_window"}
 
 
@@ -85,6 +87,9 @@ def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
     for alias, name in aliases.items():
         if alias in read and name in read and read[alias] != read[name]:
             raise ModelError(f"config.json: {alias} is {read[alias]!r} and {name} {read[name]!r}; they are one setting")
+    layers = raw.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ModelError(f"config.json: num_hidden_layers is {layers}; it must be at most {MOST_LAYERS}")
     try:
         full = config_class(**read).to_dict()
     except Exception as error:  # whatever a library raises that was given anything at all
@@ -136,6 +141,9 @@ def _check_values(full: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number or null")
     if full["hidden_act"] != "silu":
         raise UnsupportedError(f"config.json: hidden_act is '{full['hidden_act']}'; supported is 'silu'")
+    padding, vocab = full.get("pad_token_id"), full["vocab_size"]
+    if isinstance(padding, int) and not -vocab <= padding < vocab:  # as torch's Embedding, hence transformers, has it
+        raise ModelError(f"config.json: pad_token_id is {padding}, but vocab_size is {vocab}; set it to null")
     eps = full["rms_norm_eps"]
     if not 0.0 < eps < math.inf:
         raise ModelError(f"config.json: rms_norm_eps is {eps!r}; it must be a number above 0")

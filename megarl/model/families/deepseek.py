@@ -60,8 +60,8 @@ def _attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     for field in ("attention_bias", "mlp_bias"):
         if hf.get(field):
             raise UnsupportedError(f"config.json: {field} is true; supported is false")
-    if hf.get("rope_interleave") is False:
-        raise UnsupportedError("config.json: rope_interleave is false; supported is true")
+    if not hf.get("rope_interleave", True):
+        raise UnsupportedError(f"config.json: rope_interleave is {hf['rope_interleave']}; supported is true")
     return _logit_scale(hf) | {
         "kv_channels": hf["qk_rope_head_dim"],
         "q_lora_rank": hf["q_lora_rank"],

@@ -76,7 +76,7 @@ class Recipes:
         if load_config(saved) != config:
             raise WrongResult("the config that is saved reads back as another")
         if not overrides:
-            _compare(config.model_dump(), yaml.safe_load((folder / "recipe.yaml").read_text()))
+            _compare(config.model_dump(), yaml.load((folder / "recipe.yaml").read_text(), yaml.CSafeLoader))
 
 
 def _inside(path: str, output: Path) -> str:

@@ -59,7 +59,9 @@ class RunFolders:
         (folder.parent / "reward.py").write_text(REWARD)
         recipe = folder.parent / "recipe.yaml"
         recipe.write_text(RECIPE.replace("MODEL", str(path)).replace("{data: 2}", "{data: 1}"))
-        config = with_absolute_paths(load_config(recipe, ["lora.target_modules=[q_proj, down_proj]"]), folder.parent)
+        # All prompts are encoded for every case.
+        overrides = ["lora.target_modules=[q_proj, down_proj]", "task.options.size=12"]
+        config = with_absolute_paths(load_config(recipe, overrides), folder.parent)
         self.settings = settings_of(config)
         groups = init_groups(config.parallel, pick_device("auto"), seed=5)
         lora = config.lora.peft_settings()

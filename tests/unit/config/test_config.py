@@ -181,6 +181,10 @@ def test_a_recipe_that_is_missing_binary_or_a_folder_is_a_config_error(tmp_path)
         (b"[1]", "no JSON object"),
         (b"\xff", "not readable JSON"),
         (b'{"num_attention_heads": "9"}', "num_attention_heads = '9'; it must be an integer"),
+        (b'{"hidden_size": ["x"]}', "hidden_size = ['x']; it must be an integer"),
+        (b'{"kv_lora_rank": "8"}', "kv_lora_rank = '8'; it must be an integer"),
+        (b'{"n_shared_experts": Infinity}', "n_shared_experts = inf; it must be an integer"),
+        (b'{"decoder_sparse_step": ""}', "decoder_sparse_step = ''; it must be an integer"),
     ],
 )
 def test_a_malformed_model_config_is_a_config_error(recipe, model, content, part):

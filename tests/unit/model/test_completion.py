@@ -149,6 +149,9 @@ def test_an_unknown_key_of_rope_is_refused_by_name():
         ({"num_key_value_heads": 3}, r"num_key_value_heads \(3\) must divide num_attention_heads \(4\)"),
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"head_dim": 5}, "head_dim"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
+        ({"pad_token_id": 131}, "pad_token_id is 131, but vocab_size is 131"),
+        ({"pad_token_id": -132}, "pad_token_id is -132"),
     ],
 )
 def test_a_value_that_no_model_can_have_is_an_error_that_names_it(change, message):

@@ -62,6 +62,10 @@ def test_rope_theta_defaults_to_the_familys(family, theta):
     ("rope_parameters", "part"),
     [
         ({"rope_type": "proportional"}, "rope_type is 'proportional'; supported are default, linear, llama3, yarn"),
+        ({"rope_type": None}, "rope_type is None; supported are"),
+        ({"rope_type": 0}, "rope_type is 0; supported are"),
+        ({"rope_type": ["default"]}, "rope_type is ['default']; supported are"),
+        ({"rope_theta": "8"}, "rope_theta is '8'; it must be a number above 1"),
         ({"type": "longrope"}, "transformers rejects it"),
         ({"rope_type": "llama3", "factor": 8.0}, "transformers rejects it"),
         ({"full_attention": {"rope_type": "default"}}, "differ by layer (full_attention)"),
