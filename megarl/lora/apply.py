@@ -27,7 +27,6 @@ from megarl.model.experts import SharedExpertGate
 from megarl.model.families import WeightMap, names_of
 from megarl.model.families.base import HF_LAYER, LinearMap
 from megarl.model.fusion import head_layout, part_copies, part_rows
-from megarl.model.gpt import RMSNorm
 from megarl.model.recompute import open_to_gradients
 from megarl.parallel.groups import Groups, current_groups
 
@@ -44,9 +43,6 @@ BASES = {
 # Dtypes of weights that are computed with as they are.
 COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
 
-# Linear -> the norm whose output it alone reads.
-NORM_BEFORE = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
-
 
 def apply_lora(
     chunks: Sequence[torch.nn.Module],
@@ -62,9 +58,6 @@ def apply_lora(
 
     Works on every ``GPTModel``, built by megarl or by a user's own script, before it is wrapped in DDP. A and B start
     as PEFT's (Kaiming uniform and zero), drawn per module from ``seed`` and its name: the same at every layout.
-
-    On CUDA in 16 bits, without tensor parallelism, the weights of adapted linears move to other memory in the first
-    forward pass (``megarl.lora.room``): move or cast the model before that, not after.
 
     Call it again with another ``name`` for a further adapter of the same model. The first one is active; see
     ``LoraAdapter.activate``. Only an active adapter computes and gets gradients.
@@ -235,9 +228,6 @@ def _wrap(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: G
     path = next(name for name, module in layer.named_modules() if module is base)
     parent, _, attribute = path.rpartition(".")
     setattr(layer.get_submodule(parent), attribute, wrapped)
-    norm = getattr(layer, NORM_BEFORE.get(path, ""), None)
-    if isinstance(norm, RMSNorm):
-        norm.reader = (wrapped,)
     return wrapped
 
 

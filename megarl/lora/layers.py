@@ -20,12 +20,9 @@ from megatron.core.tensor_parallel import (
 
 from megarl.lora.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.products import Layout, add_wide, project_through
-from megarl.lora.room import Room, can_make_room, one_product
 from megarl.lora.state import WithBaseNames
-from megarl.model import spare
 from megarl.model.families.base import Fusion
 from megarl.model.fusion import HeadLayout
-from megarl.model.pointwise import wants_kernels
 from megarl.parallel.groups import Axis
 
 
@@ -119,29 +116,10 @@ class ParallelLoraLinear(WithBaseNames):
 
 
 class _LinearLora(ParallelLoraLinear):
-    """What the adapters of tensor-parallel linears share.
-
-    Attributes:
-        room: see ``megarl.lora.room``; None where there is none. The base's weight moves there in the first forward
-            pass, whether or not an adapter is active: CUDA graphs keep its address. From then on the base layer's own
-            forward pass, which may take its weight for contiguous, is not called.
-    """
-
-    # Whether one product is worth a copy of the input.
-    copies_input: ClassVar[bool] = False
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.room: Room | None = None
-        self._settled = False
+    """What the adapters of tensor-parallel linears share."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Base output plus the active adapter's part; the bias passes through."""
-        columns = spare.take(hidden)
-        if self.copies_input:
-            self._settle(hidden)
-        if self.room is not None:
-            return self._with_room(self.room, hidden, columns), None
         if not self.active:
             return self.base_layer(hidden, *args, **kwargs)
         own = self.current()
@@ -152,41 +130,6 @@ class _LinearLora(ParallelLoraLinear):
             low = own.lower(dropped)
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.widen(own, out, self._whole(low)), bias
-
-    def wanted_columns(self, hidden: torch.Tensor) -> int:
-        """Columns that whatever makes this layer's input should leave behind each row, see ``megarl.model.spare``."""
-        self._settle(hidden)
-        return self.room.columns if self.room is not None and self._fits(self.room) else 0
-
-    def _settle(self, hidden: torch.Tensor) -> None:
-        """Make room for adapters like the first one, if it pays. Once: later, graphs may hold the weight's address."""
-        if self._settled or self.group.size() > 1 or not wants_kernels(hidden):
-            return
-        self._settled = True
-        layout = self.layout(next(iter(self.adapters.values())))
-        if self._can_make_room(layout):
-            self.room = Room.beside(self.base_layer.weight, layout)
-
-    def _can_make_room(self, layout: Layout) -> bool:
-        return can_make_room(self.base_layer, layout)
-
-    def _fits(self, room: Room) -> bool:
-        """Whether there is an active adapter and it lies as those that the room was made for."""
-        if not self.active:
-            return False
-        own = self.adapters[self.active]
-        return room.fits(own.places, own.ranks)
-
-    def _with_room(self, room: Room, hidden: torch.Tensor, columns: int) -> torch.Tensor:
-        """The whole output, where the base's weight has moved; ``columns`` are free behind each row of ``hidden``."""
-        weight = room.weight(self.base_layer)
-        if not self.active:
-            return F.linear(hidden, weight)
-        own = self.current()
-        dropped = drop_inputs(self, own.dropout, hidden)
-        if dropped is hidden and (columns or self.copies_input) and self._fits(room):
-            return one_product(hidden, own.matrix_a(), own.matrices_b(), self.layout(own), room, spare=columns > 0)
-        return self.widen(own, F.linear(hidden, weight), own.lower(dropped))
 
     def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As ``forward``, where the adapter's input is not the base layer's."""
@@ -208,7 +151,6 @@ class ColumnParallelLora(_LinearLora):
     """Adapter of a layer whose outputs are split over TP; under SP its input is split along the sequence."""
 
     split_B = 0
-    copies_input = True
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
         """``[T/TP or T, ..., sum of ranks] -> [T, ..., sum of ranks]``: all tokens on every TP rank."""

@@ -114,11 +114,11 @@ class _AddWide(torch.autograd.Function):
         rows, scale = gradient.reshape(-1, gradient.shape[-1]), _factor(ctx.layout)
         by_low = _product(rows, wide, scale).view(low.shape) if ctx.needs_input_grad[1] else None
         needed = any(ctx.needs_input_grad[3:])
-        by_matrices = wide_gradients(rows, _rows(low), ctx.layout) if needed else [None] * len(ctx.layout.ranks)
+        by_matrices = _b_gradients(rows, _rows(low), ctx.layout) if needed else [None] * len(ctx.layout.ranks)
         return gradient, by_low, None, *by_matrices
 
 
-def wide_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """The gradient of each part's B.
 
     Args:
@@ -133,15 +133,6 @@ def wide_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> lis
     if _differ(layout):
         found = [slot * scaling for slot, scaling in zip(found, layout.scalings, strict=True)]
     return [slot.reshape(-1, rank) for slot, rank in zip(found, layout.ranks, strict=True)]
-
-
-def fill_slots(wide: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout, *, scaled: bool) -> None:
-    """Write each part's B ``[rows, r]`` into its slot of ``wide [O, R]``, times its scaling if ``scaled``."""
-    for slot, matrix, scaling in zip(_slots(wide, layout), matrices, layout.scalings, strict=True):
-        if scaled:
-            torch.mul(matrix.view(slot.shape), scaling, out=slot)
-        else:
-            slot.copy_(matrix.view(slot.shape))
 
 
 def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -177,5 +168,9 @@ def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) ->
     if layout.fusion == "single":
         return matrices[0]
     wide = matrices[0].new_zeros(width, layout.columns)
-    fill_slots(wide, matrices, layout, scaled=_differ(layout))
+    for slot, matrix, scaling in zip(_slots(wide, layout), matrices, layout.scalings, strict=True):
+        if _differ(layout):
+            torch.mul(matrix.view(slot.shape), scaling, out=slot)
+        else:
+            slot.copy_(matrix.view(slot.shape))
     return wide

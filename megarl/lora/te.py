@@ -4,11 +4,12 @@ mcore's wrappers of TE's column- and row-parallel linears behave like mcore's ow
 with a norm in front needs its own: PEFT's adapter sees the norm's output, which only the fused layer has.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.extensions import transformer_engine as extension
 
 from megarl.lora.layers import ColumnParallelLora
-from megarl.lora.products import Layout
 
 # Base classes by how the linear is split. Without Transformer Engine mcore's names for them are not classes.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -34,7 +35,7 @@ class NormColumnLora(ColumnParallelLora):
     less, and A's gradient is then summed over TP like every other column-parallel A's.
     """
 
-    def __init__(self, base: torch.nn.Module, *args: object) -> None:
+    def __init__(self, base: torch.nn.Module, *args: Any) -> None:
         super().__init__(base, *args)
         base.return_layernorm_output = True
 
@@ -42,9 +43,6 @@ class NormColumnLora(ColumnParallelLora):
         self, hidden: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Base output plus the active adapter's part; the bias passes through."""
-        columns = self.wanted_columns(hidden)
-        if self.room is not None:
-            return self._with_room(self.room, self._normed(hidden, columns), columns), None
         returned = self.base_layer(hidden, *args, **kwargs)
         if self.base_layer.te_return_bias:
             out, bias, normed = returned
@@ -52,15 +50,3 @@ class NormColumnLora(ColumnParallelLora):
             # mcore's wrapper takes whatever TE returned for the output and pairs it with an absent bias.
             (out, normed), bias = returned
         return self.adapt(self.current(), out, normed) if self.active else out, bias
-
-    def _can_make_room(self, layout: Layout) -> bool:
-        base = self.base_layer
-        if not super()._can_make_room(layout) or base.layer_norm_weight.requires_grad:
-            return False
-        return base.normalization == "RMSNorm" and not base.zero_centered_gamma
-
-    def _normed(self, hidden: torch.Tensor, columns: int) -> torch.Tensor:
-        """What the base layer's norm makes of its input, with free columns behind each row."""
-        from megarl.model.kernels.norm import rms_norm
-
-        return rms_norm(hidden, self.base_layer.layer_norm_weight, self.base_layer.eps, columns)

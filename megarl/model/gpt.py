@@ -17,24 +17,17 @@ from megarl.model.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.block import Parts, block_of
 from megarl.model.experts import let_go_of_graphs
 from megarl.model.pointwise import SwiGLU, rms_norm, wants_kernels
-from megarl.model.spare import offer, wanted_by
 from megarl.parallel.mcore import without_remarks
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm. mcore's own torch norm asserts against SP.
-
-    Attributes:
-        reader: the only linear that reads the output, where it may want columns behind each row; in a tuple, as torch
-            would take a bare module for a part of this one.
-    """
+    """Root mean square norm. mcore's own torch norm asserts against SP."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
-        self.reader: tuple[torch.nn.Module, ...] = ()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension."""
@@ -42,8 +35,7 @@ class RMSNorm(torch.nn.Module):
             return rms_norm(hidden, self.weight, self.eps)
         from megarl.model.kernels import norm
 
-        columns = sum(wanted_by(linear, hidden) for linear in self.reader)
-        return offer(norm.rms_norm(hidden, self.weight, self.eps, columns), columns)
+        return norm.rms_norm(hidden, self.weight, self.eps)
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

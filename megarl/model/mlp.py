@@ -8,11 +8,10 @@ from megatron.core.transformer.mlp import MLP
 
 from megarl.model.packed_config import PackedConfig
 from megarl.model.pointwise import wants_kernels
-from megarl.model.spare import offer, wanted_by
 
 
 class PackedMLP(MLP):
-    """mcore's layer; on CUDA in 16 bits, without biases, its activation is one kernel, which leaves room for LoRA."""
+    """mcore's layer; on CUDA in 16 bits, without biases its activation is one kernel."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         self.biased = isinstance(config, PackedConfig) and config.mlp_bias
@@ -27,5 +26,4 @@ class PackedMLP(MLP):
         from megarl.model.kernels.swiglu import swiglu
 
         fused, _ = self.linear_fc1(hidden_states)
-        columns = wanted_by(self.linear_fc2, fused)
-        return self.linear_fc2(offer(swiglu(fused, columns), columns))
+        return self.linear_fc2(swiglu(fused))

@@ -7,7 +7,6 @@ first on PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names
 
     smoke, kernels, graphs, parity      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
-    products                            times of the ways to compute a linear with LoRA
     models                              writes the models of the next two
     matrix:FAMILY:BACKEND:DTYPE:RANKS[:SECTION.KEY=VALUE,...]   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
@@ -52,8 +51,6 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
     match kind, rest:
         case "smoke", []:
             return [sys.executable, "-m", "tests.gpu.te_smoke"], "^(te|torch|attention|smoke)"
-        case "products", []:
-            return [sys.executable, "-m", "tests.gpu.products"], OTHER
         case "models", []:
             return [sys.executable, "-m", "tests.gpu.models", str(MODELS)], OTHER
         case "bench", [shape, *settings]:

@@ -57,7 +57,6 @@ def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.T
     for step, count in enumerate(BATCHES):
         samples = make_samples(count, SHAPE["vocab_size"], seed=step)
         batch = model.pack(samples, np.full(len(samples), 0.05))
-        # Without the adapter first: making room for it must not move what this pass's graph reads.
         results += [*model.forward(batch, adapter=False), *model.forward(batch)]
         model.forward_backward(batch, SurrogateLoss())
         results += [tensor.cpu().clone() for tensor in model.gradients().values()]

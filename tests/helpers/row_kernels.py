@@ -1,4 +1,4 @@
-"""The SwiGLU and RMSNorm kernels beside torch's own operations, on rows that lie apart or not.
+"""The SwiGLU and RMSNorm kernels beside torch's own operations; the gradient's rows may lie apart.
 
 As a program (`python -m tests.helpers.row_kernels`): in float32 on the CPU, by Triton's interpreter.
 """
@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 EPS, TOKENS = 1e-6, 75
-# Width of the result, and columns to spare behind each row of it.
+# Width of the result, and of the gap behind each row of its gradient.
 SHAPES = [(384, 0), (200, 8), (130, 48), (1024, 16)]
 Errors = dict[str, tuple[float, float]]
 
 
-def swiglu_errors(width: int, spare: int, dtype: torch.dtype, device: str) -> Errors:
+def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     """Result -> relative error of the kernel and of torch's operations in the same dtype, both against float64."""
     from megarl.model.kernels.swiglu import swiglu
 
@@ -22,10 +22,10 @@ def swiglu_errors(width: int, spare: int, dtype: torch.dtype, device: str) -> Er
         gate, up = fused.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    return _errors(2 * width, width, spare, dtype, device, lambda fused: swiglu(fused, spare), theirs)
+    return _errors(2 * width, width, gap, dtype, device, swiglu, theirs)
 
 
-def norm_errors(width: int, spare: int, dtype: torch.dtype, device: str) -> Errors:
+def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     """As ``swiglu_errors``."""
     from megarl.model.kernels.norm import rms_norm
 
@@ -34,13 +34,13 @@ def norm_errors(width: int, spare: int, dtype: torch.dtype, device: str) -> Erro
     def theirs(hidden: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(hidden, (width,), weight.to(hidden.dtype), EPS)
 
-    return _errors(width, width, spare, dtype, device, lambda hidden: rms_norm(hidden, weight, EPS, spare), theirs)
+    return _errors(width, width, gap, dtype, device, lambda hidden: rms_norm(hidden, weight, EPS), theirs)
 
 
 def _errors(
     inputs: int,
     outputs: int,
-    spare: int,
+    gap: int,
     dtype: torch.dtype,
     device: str,
     ours: Callable[[torch.Tensor], torch.Tensor],
@@ -51,7 +51,7 @@ def _errors(
     def draw(width: int) -> torch.Tensor:
         return torch.randn(TOKENS, 1, width, device=device, generator=generator).to(dtype)
 
-    given, slope = draw(inputs), draw(outputs + spare)[..., :outputs]
+    given, slope = draw(inputs), draw(outputs + gap)[..., :outputs]
 
     def run(compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         leaf = given.detach().to(dtype).requires_grad_()
@@ -59,7 +59,6 @@ def _errors(
         (gradient,) = torch.autograd.grad(out, leaf, slope.to(dtype) if dtype is not given.dtype else slope)
         return [out.detach().double(), gradient.double()]
 
-    assert ours(given).stride(0) == outputs + spare
     found = zip(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64), strict=True)
     return {
         name: (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))
@@ -68,7 +67,7 @@ def _errors(
 
 
 if __name__ == "__main__":
-    for width, spare in SHAPES[:3]:
+    for width, gap in SHAPES[:3]:
         for measure in (swiglu_errors, norm_errors):
-            found = measure(width, spare, torch.float32, "cpu")
-            assert all(error <= 5e-7 for error, _ in found.values()), (measure.__name__, width, spare, found)
+            found = measure(width, gap, torch.float32, "cpu")
+            assert all(error <= 5e-7 for error, _ in found.values()), (measure.__name__, width, gap, found)

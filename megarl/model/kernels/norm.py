@@ -9,30 +9,29 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.model.kernels.rows import as_rows, spaced
+from megarl.model.kernels.rows import as_rows
 
 FEATURES_OF_A_WARP = 512
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, spare: int = 0) -> torch.Tensor:
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The norm over the last dimension, computed in float32 and rounded once.
 
     Args:
         hidden: ``[..., H]``, 16-bit.
         weight: ``[H]``; gets no gradient.
         eps: added to the mean square.
-        spare: columns to leave unwritten behind each row of the result, see ``megarl.model.spare``.
 
     Returns:
-        ``[..., H]``, rows ``H + spare`` elements apart.
+        ``[..., H]``.
     """
-    return _RMSNorm.apply(hidden, weight, eps, spare)
+    return _RMSNorm.apply(hidden, weight, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, spare: int) -> torch.Tensor:
-        rows, out = as_rows(hidden), spaced(hidden, hidden.shape[-1], spare)
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        rows, out = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
         inverse = rows.new_empty(len(rows), dtype=torch.float32)
         ctx.save_for_backward(hidden, weight, inverse)
         _launch(_norm_forward, rows, weight, inverse, as_rows(out), eps)
@@ -43,7 +42,7 @@ class _RMSNorm(torch.autograd.Function):
         hidden, weight, inverse = ctx.saved_tensors
         by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         _launch(_norm_backward, as_rows(hidden), weight, inverse, as_rows(gradient), by_hidden)
-        return by_hidden, None, None, None
+        return by_hidden, None, None
 
 
 def _launch(

@@ -7,8 +7,3 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """``[..., W]`` as ``[T, W]`` with contiguous rows; a view where the strides allow it."""
     rows = tensor.reshape(-1, tensor.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def spaced(like: torch.Tensor, width: int, spare: int) -> torch.Tensor:
-    """Unwritten ``[..., width]`` with the leading dimensions of ``like``, its rows ``width + spare`` elements apart."""
-    return like.new_empty(*like.shape[:-1], width + spare)[..., :width]

@@ -9,30 +9,29 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.model.kernels.rows import as_rows, spaced
+from megarl.model.kernels.rows import as_rows
 
 # Of one program: few, so that its registers leave room for enough others to hide the memory's latency.
 ROWS, COLUMNS, WARPS = 32, 128, 8
 
 
-def swiglu(fused: torch.Tensor, spare: int = 0) -> torch.Tensor:
+def swiglu(fused: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up`` (Shazeer, arXiv:2002.05202), computed in float32 and rounded once.
 
     Args:
         fused: ``[..., 2 I]``, 16-bit: gate, then up.
-        spare: columns to leave unwritten behind each row of the result, see ``megarl.model.spare``.
 
     Returns:
-        ``[..., I]``, rows ``I + spare`` elements apart.
+        ``[..., I]``.
     """
-    return _SwiGLU.apply(fused, spare)
+    return _SwiGLU.apply(fused)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, fused: torch.Tensor, spare: int) -> torch.Tensor:
+    def forward(ctx: Any, fused: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(fused)
-        out = spaced(fused, fused.shape[-1] // 2, spare)
+        out = fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
         _launch(_swiglu_forward, as_rows(fused), as_rows(out))
         return out
 
@@ -41,7 +40,7 @@ class _SwiGLU(torch.autograd.Function):
         (fused,) = ctx.saved_tensors
         by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
         _launch(_swiglu_backward, as_rows(fused), as_rows(gradient), by_fused)
-        return by_fused, None
+        return by_fused
 
 
 def _launch(kernel: Any, fused: torch.Tensor, narrow: torch.Tensor, *others: torch.Tensor) -> None:
