@@ -52,6 +52,25 @@ def test_config_json_of_older_transformers_means_the_same():
     assert "rope_theta" not in scaling  # config.json as parsed stays as it was
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_partial_rotation_is_refused_as_no_class_of_transformers_has_it(family):
+    """Where transformers begins to rotate a part of each head, this fails: then it can be supported."""
+    config_class, extra = FAMILIES[family]
+    shape = {**SHAPE, **extra, "num_hidden_layers": 1}
+    parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    configs = [
+        config_class(**shape, rope_parameters=parameters | more) for more in ({}, {"partial_rotary_factor": 0.5})
+    ]
+    models = [AutoModel.from_config(config) for config in configs]
+    models[1].load_state_dict(models[0].state_dict())
+    with torch.no_grad():
+        whole, partly = (model(torch.arange(6)[None]).last_hidden_state for model in models)
+    assert torch.equal(whole, partly)
+    for given in (configs[1].to_dict(), configs[0].to_dict() | {"partial_rotary_factor": 0.5}):
+        with pytest.raises(UnsupportedError, match="partial_rotary_factor is 0.5; supported is 1.0"):
+            rope_of(given)
+
+
 @pytest.mark.parametrize(("family", "theta"), [("llama", 1e4), ("mixtral", 1e6)])
 def test_rope_theta_defaults_to_the_familys(family, theta):
     assert rope_of({"model_type": family, **SHAPE}).base == theta
