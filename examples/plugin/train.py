@@ -22,8 +22,8 @@ from megatron.core.transformer.module import Float16Module
 from peft import LoraConfig
 
 from megarl.lora import LoraAdapter, apply_lora, load_peft_config
-from megarl.model.base_tensors import load_base
-from megarl.model.hf_folder import read_config
+from megarl.model.weights.base_tensors import load_base
+from megarl.model.weights.hf_folder import read_config
 from megarl.parallel.device import backend, cuda_names, pick_device
 
 from arguments import parse_args  # isort: skip

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.model.work import head_dim, linear_shapes
+from megarl.model.step.sequence_work import head_dim, linear_shapes
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from megarl.config import LossConfig, ModelConfig, ParallelConfig, TrainConfig
 from megarl.lora import apply_lora
 from megarl.loss import build_loss
 from megarl.loss.base import LossOutput, TokenBatch
-from megarl.model.base_tensors import load_base
-from megarl.model.build import build_chunks
-from megarl.model.ddp import wrap_ddp
-from megarl.model.gpt import PackedGPTModel
-from megarl.model.graphs import graphed
-from megarl.model.optim import AdapterOptimizer
-from megarl.model.packing import MicroBatch, pack
-from megarl.model.step import Stepper, run_chunk, set_training
+from megarl.model.layers.build import build_chunks
+from megarl.model.layers.gpt import PackedGPTModel
+from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
+from megarl.model.optimizer.ddp import wrap_ddp
+from megarl.model.step.graphs import graphed
+from megarl.model.step.packing import MicroBatch, pack
+from megarl.model.step.schedule import Stepper, run_chunk, set_training
+from megarl.model.weights.base_tensors import load_base
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 from megarl.parallel.rendezvous import ALONE

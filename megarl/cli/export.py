@@ -28,7 +28,7 @@ def export_run(run: Path, form: str, out: Path) -> None:
         from megarl.controller.run_folder import checkpoints
         from megarl.lora.merge import merge_folder
         from megarl.model.checkpoint import check_base
-        from megarl.model.seal import read_state
+        from megarl.model.checkpoint_digests import read_state
 
         base = Path(config.model.path).expanduser()
         for last in checkpoints(run)[-1:]:
@@ -38,9 +38,9 @@ def export_run(run: Path, form: str, out: Path) -> None:
     from megarl.files import write_directory, writing
 
     if config.lora.save_experts != "as_trained":
-        from megarl.lora.peft_io import convert
-        from megarl.model.families import names_of
-        from megarl.model.hf_folder import read_config
+        from megarl.lora.files.peft_folder import convert
+        from megarl.model.weights.families import names_of
+        from megarl.model.weights.hf_folder import read_config
 
         names = names_of(read_config(Path(config.model.path).expanduser()))
         convert(adapter, out, names, config.lora.save_experts)
@@ -67,7 +67,7 @@ def find_adapter(run: Path) -> Path:
         CheckpointError: there is neither; or that checkpoint is damaged.
     """
     from megarl.controller.run_folder import ADAPTER, checkpoints
-    from megarl.model.seal import verify
+    from megarl.model.checkpoint_digests import verify
 
     if (run / ADAPTER / "adapter_config.json").is_file():
         return run / ADAPTER

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.verify import report as output
-from megarl.verify.settings import verify_config
+from megarl.verify.inputs.settings import verify_config
 
 RANKS = 4
 

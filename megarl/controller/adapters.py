@@ -37,8 +37,8 @@ def attach_adapters(config: RunConfig, chunks: list, hf_config: Mapping[str, Any
     from peft import LoraConfig
 
     from megarl.lora import apply_lora, load_peft_config
-    from megarl.lora.arrangements import arrange_config
-    from megarl.model.families import names_of
+    from megarl.lora.files.arrangements import arrange_config
+    from megarl.model.weights.families import names_of
 
     section = config.lora
     if section.init_from:

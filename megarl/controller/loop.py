@@ -8,10 +8,10 @@ from typing import Any
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
+from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
 from megarl.controller.data import PromptStream
 from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
-from megarl.controller.roles import SamplerGroup, TrainerGroup
 from megarl.controller.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError

@@ -9,9 +9,9 @@ import numpy as np
 
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.config import RunConfig, dump_config
+from megarl.controller.actor_handles import TrainerGroup
 from megarl.controller.background import Background
 from megarl.controller.memory import MemoryWatch
-from megarl.controller.roles import TrainerGroup
 from megarl.controller.rollout import Rollout
 from megarl.controller.run_folder import (
     ADAPTER,

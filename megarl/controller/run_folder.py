@@ -10,7 +10,7 @@ from megarl.config import RunConfig
 from megarl.config.resume import check_changes
 from megarl.errors import CheckpointError
 from megarl.files import append_line, discard, write_text, writing
-from megarl.model.seal import STATE, verify
+from megarl.model.checkpoint_digests import STATE, verify
 
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
 CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"

@@ -13,7 +13,7 @@ from megarl.types import Sample
 
 if TYPE_CHECKING:
     from megarl.model.megatron_model import MegatronModel
-    from megarl.model.packing import PackedBatch
+    from megarl.model.step.packing import PackedBatch
 
 
 def run_updates(

@@ -16,12 +16,12 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, dump_config
 from megarl.config.resume import settings_of
 from megarl.controller import loop
+from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.data import PromptStream
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
 from megarl.controller.pulse import Watch
 from megarl.controller.rewards import RewardProcess
-from megarl.controller.roles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.run_folder import CONFIG, find_resumption
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
@@ -36,8 +36,8 @@ from megarl.launch.requeue import find_run
 from megarl.launch.resume import contents_of, resume
 from megarl.lora.section import check_section
 from megarl.loss import build_loss
-from megarl.model.families import names_of
 from megarl.model.inspection import inspect_folder
+from megarl.model.weights.families import names_of
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task

@@ -7,8 +7,8 @@ adapter.save("out/adapter")            # a plain PEFT directory
 
 from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
+from megarl.lora.files.peft_folder import load_peft_config
 from megarl.lora.optimizer import load_optimizer, own_adam_states
-from megarl.lora.peft_io import load_peft_config
 from megarl.lora.state import adapters_of
 
 __all__ = ["LoraAdapter", "adapters_of", "apply_lora", "load_optimizer", "load_peft_config", "own_adam_states"]

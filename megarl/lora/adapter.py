@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
-from megarl.lora import peft_io
-from megarl.lora.arrangements import AS_TRAINED, arrange, arrange_config
-from megarl.lora.layers import ParallelLoraLinear
-from megarl.lora.matrices import AdapterMatrices, PartPlan
+from megarl.lora.files import peft_folder
+from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
+from megarl.lora.files.stacked_experts import Place, pack, places_of
+from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
+from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
-from megarl.lora.stacked_files import Place, pack, places_of
-from megarl.lora.targets import matrix_name, resolve_targets, unties
-from megarl.model.families import WeightMap
-from megarl.model.sharding import ShardedTensor, collect, parameter_view, placed
-from megarl.model.streaming import stream_full
+from megarl.lora.targets.resolve import matrix_name, resolve_targets, unties
+from megarl.model.weights.families import WeightMap
+from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
+from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 
 
@@ -190,7 +190,7 @@ class LoraAdapter:
 
     @functools.cached_property
     def _file_config(self) -> dict[str, Any]:
-        return peft_io.config_dict(self.config, self.names)
+        return peft_folder.config_dict(self.config, self.names)
 
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
         """Base tensors with this adapter added when they are read: in fp32, rounded once, out of place.
@@ -240,7 +240,7 @@ class LoraAdapter:
 
         def write(path: Path) -> None:
             arranged, theirs = arrange(tensors, config, names, experts)
-            peft_io.write(path, arranged, peft_io.config_dict(theirs, names))
+            peft_folder.write(path, arranged, peft_folder.config_dict(theirs, names))
 
         return write
 
@@ -265,7 +265,7 @@ class LoraAdapter:
 
     def read(self, path: str | Path) -> None:
         """As ``load``, for a caller that sets the optimizer's copies itself."""
-        peft_io.load(path, self)
+        peft_folder.load(path, self)
 
 
 def wrapped_layers(models: Iterable[torch.nn.Module]) -> list[ParallelLoraLinear]:

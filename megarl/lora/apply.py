@@ -13,21 +13,21 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
-from megarl.lora.experts import ExpertColumnLora, ExpertRowLora, GateLora, RouterLora
-from megarl.lora.layers import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
-from megarl.lora.match import check_match
-from megarl.lora.matrices import AdapterMatrices, PartPlan
-from megarl.lora.parameter_targets import as_read
+from megarl.lora.layers.experts import ExpertColumnLora, ExpertRowLora, GateLora, RouterLora
+from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
+from megarl.lora.layers.parallel_linear import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
+from megarl.lora.layers.te import TE_BASES, NormColumnLora, holds_norm
+from megarl.lora.layers.vocabulary import plan_vocabulary
 from megarl.lora.state import accept_base_alone
-from megarl.lora.targets import check_supported, rank_and_scaling, resolve_targets
-from megarl.lora.te import TE_BASES, NormColumnLora, holds_norm
-from megarl.lora.vocabulary import plan_vocabulary
-from megarl.model.base_tensors import find_linear, layers_of, owner_of, unwrap
-from megarl.model.experts import SharedExpertGate
-from megarl.model.families import WeightMap, names_of
-from megarl.model.families.base import HF_LAYER, LinearMap
-from megarl.model.fusion import head_layout, part_copies, part_rows
-from megarl.model.recompute import open_to_gradients
+from megarl.lora.targets.model_match import check_match
+from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.resolve import check_supported, rank_and_scaling, resolve_targets
+from megarl.model.layers.experts import SharedExpertGate
+from megarl.model.layers.recompute import open_to_gradients
+from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
+from megarl.model.weights.families import WeightMap, names_of
+from megarl.model.weights.families.base import HF_LAYER, LinearMap
+from megarl.model.weights.fusion import head_layout, part_copies, part_rows
 from megarl.parallel.groups import Groups, current_groups
 
 # The class that each kind of linear must be; outside experts it may also be one of TE_BASES.
@@ -168,7 +168,7 @@ def _check_attention(model: GPTModel) -> None:
             raise UnsupportedError(
                 f"self_attention of layer {index} is mcore's {type(layer.self_attention).__name__}, which does not sum "
                 "the gradient of the rotary key over tensor-parallel ranks; supported is LatentAttention "
-                "(megarl.model.latent_attention)"
+                "(megarl.model.layers.latent_attention)"
             )
 
 

@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
 from megarl.files import write_directory
-from megarl.lora.parameter_targets import as_read
-from megarl.lora.peft_io import WEIGHTS, load_peft_config
-from megarl.lora.stacked_files import AdapterFile
-from megarl.lora.targets import EMBED_MODULE, rank_and_scaling, resolve_targets, unties
-from megarl.model.families import names_of
-from megarl.model.families.base import EMBEDDING, OUTPUT
-from megarl.model.hf_folder import INDEX, WeightFolder, parse_json, read_config
+from megarl.lora.files.peft_folder import WEIGHTS, load_peft_config
+from megarl.lora.files.stacked_experts import AdapterFile
+from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.resolve import EMBED_MODULE, rank_and_scaling, resolve_targets, unties
+from megarl.model.weights.families import names_of
+from megarl.model.weights.families.base import EMBEDDING, OUTPUT
+from megarl.model.weights.hf_folder import INDEX, WeightFolder, parse_json, read_config
 
 SHARD_BYTES = 4 << 30
 

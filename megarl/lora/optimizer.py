@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.model.shards import parts_of, shards_of
+from megarl.model.optimizer.optimizer_shards import parts_of, shards_of
 
 
 def check_copies(parameters: Iterable[tuple[str, torch.nn.Parameter]], optimizer: Any | None) -> None:

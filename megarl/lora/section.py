@@ -3,11 +3,11 @@
 from peft import LoraConfig
 
 from megarl.config.lora import LoraConfig as LoraSection
-from megarl.lora.parameter_targets import as_read
-from megarl.lora.peft_io import load_peft_config
-from megarl.lora.targets import check_supported, resolve_targets
-from megarl.lora.values import check_patterns
-from megarl.model.families import WeightMap
+from megarl.lora.files.peft_folder import load_peft_config
+from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.resolve import check_supported, resolve_targets
+from megarl.model.weights.families import WeightMap
+from megarl.peft.values import check_patterns
 
 
 def check_section(section: LoraSection, weights: WeightMap) -> None:

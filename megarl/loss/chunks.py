@@ -5,7 +5,7 @@ By Triton kernels on CUDA, else by torch's own functions. The formulas are in ``
 
 import torch
 
-from megarl.loss.kernels import has_triton
+from megarl.triton_support import has_triton
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.model.gpt import PackedGPTModel
-from megarl.model.sharding import ShardedTensor
+from megarl.model.layers.gpt import PackedGPTModel
+from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
 
 

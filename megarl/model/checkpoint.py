@@ -20,12 +20,12 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError
 from megarl.files import publish
 from megarl.model.adapter import Adapter
-from megarl.model.durable import BackgroundWriter
+from megarl.model.checkpoint_digests import FORMAT, STATE, read_state, seal, verify
+from megarl.model.checkpoint_writer import BackgroundWriter
 from megarl.model.identity import difference
-from megarl.model.optim import AdapterOptimizer
-from megarl.model.seal import FORMAT, STATE, read_state, seal, verify
-from megarl.model.sharding import ShardedTensor, collect
-from megarl.model.streaming import stream_full
+from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
+from megarl.model.weights.sharded_tensor import ShardedTensor, collect
+from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 from megarl.parallel.mcore import release
 

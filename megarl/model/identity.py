@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megarl.model.families import family_of
-from megarl.model.hf_folder import WeightFolder, read_config
-from megarl.model.rope import rope_of
+from megarl.model.layers.rope import rope_of
+from megarl.model.weights.families import family_of
+from megarl.model.weights.hf_folder import WeightFolder, read_config
 
 ROPE = "rope_parameters"
 # So many tensors, spread over the model, and one row of each: a few reads, however large the model is.

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from megarl.config import ParallelConfig
 from megarl.config.checks import check_layout_fits_model
-from megarl.model.families import family_of, names_of
-from megarl.model.families.completion import FullConfig
-from megarl.model.hf_folder import WeightFolder, read_config
-from megarl.model.rope import rope_of
+from megarl.model.layers.rope import rope_of
+from megarl.model.weights.families import family_of, names_of
+from megarl.model.weights.families.completion import FullConfig
+from megarl.model.weights.hf_folder import WeightFolder, read_config
 
 
 def inspect_folder(path: str | Path, parallel: ParallelConfig) -> FullConfig:

@@ -17,21 +17,21 @@ from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
 from megarl.model.adapter import Attach
-from megarl.model.base_tensors import base_tensors, load_base
-from megarl.model.build import build_chunks
-from megarl.model.ddp import without_reduction, wrap_ddp
-from megarl.model.durable import BackgroundWriter
-from megarl.model.families import names_of
-from megarl.model.graphs import graphed, token_unit
-from megarl.model.hf_folder import read_config
+from megarl.model.checkpoint_writer import BackgroundWriter
 from megarl.model.identity import identify
-from megarl.model.optim import AdapterOptimizer, make_optimizers
-from megarl.model.packing import PackedBatch, pack
-from megarl.model.rope import rope_of
-from megarl.model.sharding import ShardedTensor
-from megarl.model.step import Metrics, Stepper, run_chunk, set_training
-from megarl.model.streaming import stream_full
-from megarl.model.work import sequence_work
+from megarl.model.layers.build import build_chunks
+from megarl.model.layers.rope import rope_of
+from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer, make_optimizers
+from megarl.model.optimizer.ddp import without_reduction, wrap_ddp
+from megarl.model.step.graphs import graphed, token_unit
+from megarl.model.step.packing import PackedBatch, pack
+from megarl.model.step.schedule import Metrics, Stepper, run_chunk, set_training
+from megarl.model.step.sequence_work import sequence_work
+from megarl.model.weights.base_tensors import base_tensors, load_base
+from megarl.model.weights.families import names_of
+from megarl.model.weights.hf_folder import read_config
+from megarl.model.weights.sharded_tensor import ShardedTensor
+from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
 

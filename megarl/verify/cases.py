@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RunConfig
-from megarl.model.families import names_of
-from megarl.model.hf_folder import read_config
+from megarl.model.weights.families import names_of
+from megarl.model.weights.hf_folder import read_config
 from megarl.types import Sample
 from megarl.verify.compare import Rule
-from megarl.verify.samples import COUNT, LONG, UPDATE_SCALES, distinct_samples, verify_samples, weights_of
+from megarl.verify.inputs.samples import COUNT, LONG, UPDATE_SCALES, distinct_samples, verify_samples, weights_of
 
 # Which of the samples are used, where some are not.
 KEPT = "kept"

@@ -10,15 +10,15 @@ from megarl.config import RunConfig
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
 from megarl.lora import load_peft_config
 from megarl.lora.section import check_section
-from megarl.model.families import full_config, names_of
-from megarl.model.hf_folder import parse_json
 from megarl.model.inspection import inspect_folder
-from megarl.verify.adapters import make_adapter
+from megarl.model.weights.families import full_config, names_of
+from megarl.model.weights.hf_folder import parse_json
 from megarl.verify.cases import Case, Place
-from megarl.verify.layouts import allowed_layouts, describe_refused, label
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.layouts import allowed_layouts, describe_refused, label
+from megarl.verify.inputs.settings import check_dropout
+from megarl.verify.inputs.tiny_model import write_tiny
 from megarl.verify.run import Report, check_gpus, verify_places
-from megarl.verify.settings import check_dropout
-from megarl.verify.tiny import write_tiny
 
 Say = Callable[[str], None]
 

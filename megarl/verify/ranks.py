@@ -11,9 +11,9 @@ import torch
 from megarl.config import ParallelConfig
 from megarl.lora import apply_lora, load_peft_config
 from megarl.lora.merge import merge_folder, write_merged
-from megarl.model.families.base import OUTPUT
-from megarl.model.hf_folder import WeightFolder
 from megarl.model.megatron_model import MegatronModel
+from megarl.model.weights.families.base import OUTPUT
+from megarl.model.weights.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout
 from megarl.verify.cases import Case, Place
@@ -28,9 +28,9 @@ from megarl.verify.compare import (
     compare_adapters,
     is_worse,
 )
+from megarl.verify.inputs.layouts import label
 from megarl.verify.launch import free_memory, say
-from megarl.verify.layouts import label
-from megarl.verify.loss import SurrogateLoss
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from megarl.config.checks import read_model_shape
-from megarl.verify.layouts import describe_refused
+from megarl.verify.inputs.layouts import describe_refused
 
 if TYPE_CHECKING:
     from megarl.verify.run import Report

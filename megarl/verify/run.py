@@ -9,11 +9,11 @@ import torch
 from megarl.errors import ConfigError
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import BOUNDS, EACH_GRADIENT, EXPORTED_WEIGHTS, MERGED_WEIGHTS, Finding, Row, worst_of
-from megarl.verify.difference import explain
+from megarl.verify.explain.difference import explain
+from megarl.verify.inputs.layouts import label, other_layout
 from megarl.verify.launch import run_ranks
-from megarl.verify.layouts import label, other_layout
 from megarl.verify.ranks import Stage, run_stages
-from megarl.verify.truth import make_own, make_truth, read_back, run_shared
+from megarl.verify.reference.reference_runs import make_own, make_truth, read_back, run_shared
 
 Say = Callable[[str], None]
 

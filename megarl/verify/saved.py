@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from safetensors.torch import load_file
 
-from megarl.lora.peft_io import WEIGHTS
+from megarl.lora.files.peft_folder import WEIGHTS
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import (
     ADAPTER,
@@ -24,8 +24,8 @@ from megarl.verify.compare import (
     Outcome,
     compare_adapters,
 )
-from megarl.verify.parts import beyond, first_of, forward_order
-from megarl.verify.truth import exact_sums
+from megarl.verify.explain.parts import beyond, first_of, forward_order
+from megarl.verify.reference.reference_runs import exact_sums
 
 # Where one of these fails, what is saved follows from it.
 CAUSES = {LOGPROBS, BASE_LOGPROBS, GRADIENTS, GRADIENT_NORM}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 
-from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
-from megarl.verify.loss import SurrogateLoss
-from megarl.verify.reference import load_reference, logprobs_of
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.hf_peft import load_reference, logprobs_of
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.cases import make_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
@@ -196,7 +196,8 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
     from peft import LoraConfig
 
     from megarl.config import ParallelConfig
-    from megarl.lora import apply_lora, layers
+    from megarl.lora import apply_lora
+    from megarl.lora.layers import parallel_linear
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups, leave_layout
 
@@ -215,7 +216,7 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
             return kept
 
         with pytest.MonkeyPatch.context() as patch:  # not in torch itself: the base model has dropouts too
-            patch.setattr(layers, "F", SimpleNamespace(**vars(layers.F) | {"dropout": recorded}))
+            patch.setattr(parallel_linear, "F", SimpleNamespace(**vars(parallel_linear.F) | {"dropout": recorded}))
             model.forward_backward(model.pack(make_samples(2, SHAPE["vocab_size"]), np.ones(2)), SurrogateLoss())
             model.forward(model.pack(make_samples(2, SHAPE["vocab_size"])))
         found["SP" if sequence else "no SP"] = masks
@@ -227,7 +228,7 @@ def test_dropout_is_the_same_where_tp_ranks_hold_the_same_and_differs_where_they
     first, second = run_ranks(drop_masks, 2, str(tmp_path))
     for sequence in ("no SP", "SP"):
         pairs = list(zip(first[sequence], second[sequence], strict=True))
-        assert len(pairs) == 4 * 2 + 1  # q_proj and o_proj of four layers, then lm_head; none without training
+        assert len(pairs) == 4 * 2 + 1  # q_proj and o_proj of four parallel_linear, then lm_head; none without training
         for call, (ours, theirs) in enumerate(pairs):
             column = call == len(pairs) - 1 or call % 2 == 0
             assert ours.shape == theirs.shape
@@ -242,7 +243,7 @@ def operations(folder: str) -> tuple[list[str], list[str], list[str]]:
 
     from megarl.config import ParallelConfig
     from megarl.lora import apply_lora
-    from megarl.model.packing import micro_batches
+    from megarl.model.step.packing import micro_batches
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 
@@ -259,7 +260,7 @@ def operations(folder: str) -> tuple[list[str], list[str], list[str]]:
     before: list[str] = []
 
     def one_pass(chunk: Any) -> list[str]:
-        from megarl.model.packing import pack
+        from megarl.model.step.packing import pack
 
         batch = pack(make_samples(2, SHAPE["vocab_size"]), None, max_tokens=128)
         [item] = micro_batches(batch, 0, groups.device)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megarl.errors import AdapterError, CheckpointError, UnsupportedError
-from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
+from megarl.verify.inputs.adapters import make_adapter
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build, everything, train
@@ -119,7 +119,7 @@ def test_training_goes_on_while_a_save_is_written_and_a_failure_reaches_every_ra
 def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
     """Load and hand back the optimizer's whole state, by name."""
     from megarl.model.checkpoint import _optimizer_tensors
-    from megarl.model.streaming import stream_full
+    from megarl.model.weights.streaming import stream_full
 
     model = build(Path(folder), layout)
     model.load_checkpoint(Path(folder) / "checkpoint")

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 
 from megarl.verify.cases import Place
 from megarl.verify.compare import ENTROPY, GRADIENTS, LOGPROBS, relative_error
+from megarl.verify.inputs.samples import make_samples
 from megarl.verify.ranks import Stage, each_layout, train
-from megarl.verify.samples import make_samples
-from megarl.verify.truth import make_truth, run_shared
+from megarl.verify.reference.reference_runs import make_truth, run_shared
 from tests.distributed.test_checkpoint import resume, save_and_go_on
 from tests.helpers.cases import make_case, outside, place
 from tests.helpers.models import SHAPE, make_model
@@ -47,8 +47,8 @@ def attention_of_one_process() -> list[torch.Tensor]:
 
 def attention_of_ranks(sizes: list[int]) -> dict[int, Any]:
     """On each rank: its part of the same, and where it lies, for each CP size; padding holds large numbers."""
-    from megarl.model.attention import PackedAttention, PackedSequences
-    from megarl.model.zigzag import padded_length, rank_tokens
+    from megarl.model.layers.attention import PackedAttention, PackedSequences
+    from megarl.model.layers.zigzag import padded_length, rank_tokens
 
     dist.init_process_group("gloo")
     found = {}
@@ -109,10 +109,12 @@ MUTATIONS = {
 
 def remove(name: str, patch: pytest.MonkeyPatch) -> None:
     """Break one thing on this rank."""
-    from megarl.model import attention, gpt, optim, packing, step
+    from megarl.model.layers import attention, gpt
+    from megarl.model.optimizer import adapter_optimizer
+    from megarl.model.step import packing, schedule
 
     if name == "the gradient's sum over CP":
-        patch.setattr(optim, "finalize_model_grads", lambda *args, **kwargs: None)
+        patch.setattr(adapter_optimizer, "finalize_model_grads", lambda *args, **kwargs: None)
     if name == "the keys' gradient from other ranks":
 
         def keep_own(local: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
@@ -130,13 +132,13 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(packing, "_loss_tokens", weigh_by_own_tokens)
     if name == "the metrics' sum over CP":
-        reduce = step.Stepper._reduce_metrics
+        reduce = schedule.Stepper._reduce_metrics
 
         def reduce_over_data(self: Any, outputs: Any) -> Any:
             patch.setattr(self, "groups", dataclasses.replace(self.groups, data_context=self.groups.data))
             return reduce(self, outputs)
 
-        patch.setattr(step.Stepper, "_reduce_metrics", reduce_over_data)
+        patch.setattr(schedule.Stepper, "_reduce_metrics", reduce_over_data)
     if name == "the positions of a rank's tokens":
         preprocess = gpt.PackedGPTModel._preprocess
 
@@ -171,7 +173,7 @@ def metrics_of_ranks(folder: str, layout: dict[str, int]) -> dict:
     """GRPO's metrics with old, sampler and reference logprobs, and the fewest response tokens of a micro-batch."""
     from megarl.config import LossConfig
     from megarl.loss import build_loss
-    from megarl.model.packing import micro_batches
+    from megarl.model.step.packing import micro_batches
     from megarl.types import Sample
 
     model = build(Path(folder), layout)

@@ -14,8 +14,8 @@ def train_and_drop(here: Place) -> bool:
     """On each rank: whether nothing of the model is left after a step."""
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import destroy_groups, init_groups
-    from megarl.verify.loss import SurrogateLoss
     from megarl.verify.ranks import build
+    from megarl.verify.reference.surrogate_loss import SurrogateLoss
 
     groups = init_groups(here.config.parallel, pick_device("cpu"))
     model = build(here, groups)

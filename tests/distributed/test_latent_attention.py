@@ -7,8 +7,8 @@ import pytest
 from megarl.verify.cases import Place
 from megarl.verify.compare import GRADIENTS, LOGPROBS
 from megarl.verify.ranks import Stage, each_layout, train
+from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places
-from megarl.verify.truth import make_truth, run_shared
 from tests.helpers.cases import check, make_case, outside, place
 from tests.helpers.models import rope
 from tests.helpers.ranks import run_ranks
@@ -70,7 +70,7 @@ MUTATIONS = ("the rotary key's sum", "the bias on the choice")
 
 def train_mutants(here: Place) -> dict[str, dict[str, str]]:
     """On each rank: what `megarl verify` finds of V3 at TP2 with one thing removed in turn, outside the bounds."""
-    from megarl.model import experts, latent_attention
+    from megarl.model.layers import experts, latent_attention
 
     results = {}
     for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):

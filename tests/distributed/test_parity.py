@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from megarl.verify.cases import Case, Place
+from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places
-from megarl.verify.truth import make_truth, run_shared
 from tests.helpers.cases import FLOAT32_ROWS, check, make_case, place
 from tests.helpers.models import rope
 

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from megarl.errors import AdapterError
 from megarl.lora import adapters_of
-from megarl.model.sharding import collect
-from megarl.model.streaming import stream_full
-from megarl.verify.adapters import make_adapter
+from megarl.model.weights.sharded_tensor import collect
+from megarl.model.weights.streaming import stream_full
 from megarl.verify.compare import relative_error
-from megarl.verify.reference import adapter_tensors, load_reference
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.reference.hf_peft import adapter_tensors, load_reference
 from tests.helpers.models import make_model
 from tests.helpers.plugin_script import EXAMPLE, arguments, parsed, script
 from tests.helpers.ranks import run_ranks

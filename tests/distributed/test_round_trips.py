@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig
-from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
-from megarl.verify.reference import load_reference, logprobs_of
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.hf_peft import load_reference, logprobs_of
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 
@@ -53,11 +53,11 @@ def shapes(draw, ranks: int = 1) -> dict:
 
 def exported(path: Path, parallel: ParallelConfig, groups) -> dict[str, torch.Tensor]:
     """Load a folder into mcore's model and export it."""
-    from megarl.model.base_tensors import base_tensors, load_base
-    from megarl.model.build import build_chunks
-    from megarl.model.families import names_of
-    from megarl.model.hf_folder import read_config
-    from megarl.model.streaming import stream_full
+    from megarl.model.layers.build import build_chunks
+    from megarl.model.weights.base_tensors import base_tensors, load_base
+    from megarl.model.weights.families import names_of
+    from megarl.model.weights.hf_folder import read_config
+    from megarl.model.weights.streaming import stream_full
 
     hf = read_config(path)
     config = ModelConfig(path=str(path), dtype=str(hf["dtype"]))

@@ -16,8 +16,8 @@ from megarl.controller.updates import plan, run_updates
 from megarl.errors import CheckpointError
 from megarl.loss import build_loss
 from megarl.types import Sample
-from megarl.verify.adapters import make_adapter
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import everything

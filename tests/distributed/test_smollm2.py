@@ -1,7 +1,6 @@
 """The quickstart's real model at PP2: what `megarl verify` says of it, in fp32."""
 
 from megarl.cli.prepare import prepare_smollm2
-from megarl.verify.adapters import make_adapter
 from megarl.verify.cases import Case
 from megarl.verify.compare import (
     BASE_WEIGHTS,
@@ -11,6 +10,7 @@ from megarl.verify.compare import (
     MERGED_LOAD,
     MERGED_WEIGHTS,
 )
+from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.run import verify_places
 from tests.helpers.cases import make_config, place
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megarl.errors import MegarlError
-from megarl.verify.loss import SurrogateLoss
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build

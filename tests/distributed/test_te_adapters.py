@@ -2,15 +2,15 @@
 
 import pytest
 
+from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places
-from megarl.verify.truth import make_truth, run_shared
 from tests.distributed.test_parity import LAYOUTS, MODELS
 from tests.helpers.cases import FLOAT32_ROWS, check, make_case, place
 
 
 def build_of_standins():
     """In each rank: a norm and the linear behind it are one module, which a model cannot do without."""
-    from megarl.model import build
+    from megarl.model.layers import build
     from tests.helpers.te_standin import NormColumnStandIn, standin_block_spec
 
     def run_fused(model, *args, **kwargs):

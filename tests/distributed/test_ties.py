@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.verify.cases import Case
-from megarl.verify.reference import load_reference, logprobs_of
+from megarl.verify.reference.hf_peft import load_reference, logprobs_of
+from megarl.verify.reference.reference_runs import make_truth
+from megarl.verify.reference.router_margins import NEAREST, Gaps, _routes
 from megarl.verify.run import verify_places
-from megarl.verify.ties import NEAREST, Gaps, _routes
-from megarl.verify.truth import make_truth
 from tests.helpers.cases import check, make_case, place
 
 SAMPLE, TOKEN = 3, 2

@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[2]
 
 def drop_sequence_parallel_sum():
     """Replicated matrices keep the gradient of their own rank's tokens."""
-    from megarl.lora import layers
+    from megarl.lora.layers import parallel_linear
 
-    original = layers.mark_parameter
-    layers.mark_parameter = lambda parameter, split, sequence_parallel: original(parameter, split, False)
+    original = parallel_linear.mark_parameter
+    parallel_linear.mark_parameter = lambda parameter, split, sequence_parallel: original(parameter, split, False)
 
 
 def drop_rope_restart():
@@ -42,7 +42,7 @@ def drop_rope_restart():
 
     Running on alone changes nothing: RoPE is relative, and sequences do not see each other.
     """
-    from megarl.model.gpt import PackedGPTModel
+    from megarl.model.layers.gpt import PackedGPTModel
 
     original = PackedGPTModel._preprocess
 
@@ -84,7 +84,7 @@ def coarsen_norms():
     """Norms give eight-bit numbers."""
     import torch
 
-    from megarl.model.gpt import RMSNorm
+    from megarl.model.layers.gpt import RMSNorm
 
     original = RMSNorm.forward
     RMSNorm.forward = lambda self, hidden: original(self, hidden).to(torch.float8_e4m3fn).to(hidden.dtype)
@@ -92,7 +92,7 @@ def coarsen_norms():
 
 def clamp_positions():
     """RoPE's table ends at 64."""
-    from megarl.model.gpt import PackedGPTModel
+    from megarl.model.layers.gpt import PackedGPTModel
 
     original = PackedGPTModel._preprocess
 
@@ -104,7 +104,7 @@ def clamp_positions():
 
 def ignore_temperature():
     """Logits are not divided."""
-    from megarl.model.step import Stepper
+    from megarl.model.step.schedule import Stepper
 
     original = Stepper.__init__
     Stepper.__init__ = lambda self, *args, **kwargs: original(self, *args, **(kwargs | {"temperature": 1.0}))
@@ -126,23 +126,23 @@ def weigh_by_the_neighbour():
 
 def forget_clipping():
     """Updates are made with the whole gradient."""
-    from megarl.model import optim
+    from megarl.model.optimizer import adapter_optimizer
 
-    original = optim.update
-    optim.update = lambda part, norm, lr, max_norm: original(part, norm, lr, 0.0)
+    original = adapter_optimizer.update
+    adapter_optimizer.update = lambda part, norm, lr, max_norm: original(part, norm, lr, 0.0)
 
 
 def forget_weight_decay():
     """The optimizer is made without."""
-    from megarl.model import optim
+    from megarl.model.optimizer import adapter_optimizer
 
-    original = optim.OptimizerConfig
-    optim.OptimizerConfig = lambda **settings: original(**(settings | {"weight_decay": 0.0}))
+    original = adapter_optimizer.OptimizerConfig
+    adapter_optimizer.OptimizerConfig = lambda **settings: original(**(settings | {"weight_decay": 0.0}))
 
 
 def zero_an_experts_gradient():
     """One matrix of one expert has no gradient."""
-    from megarl.model.optim import AdapterOptimizer
+    from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 
     original = AdapterOptimizer.reduce_gradients
     name = "base_model.model.model.layers.1.mlp.experts.2.down_proj.lora_A.weight"

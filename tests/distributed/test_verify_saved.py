@@ -16,14 +16,14 @@ SAVED = {PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS, EXPORTED_WEIGHTS, BASE_WEIGHTS,
 
 def lose_a_shard():
     """The saved adapter lacks what the second rank holds of one tensor."""
-    from megarl.lora import peft_io
     from megarl.lora.adapter import LoraAdapter
+    from megarl.lora.files import peft_folder
 
     def snapshot(self, *experts):
         tensors, config = {name: tensor.clone() for name, tensor in self.export()}, self.adapter_config()
         lost = tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"]
         lost[len(lost) // 2 :] = 0
-        return lambda path: peft_io.write(path, tensors, config)
+        return lambda path: peft_folder.write(path, tensors, config)
 
     LoraAdapter.snapshot = snapshot
 
@@ -75,7 +75,7 @@ def touch_the_base():
 
 def restore_a_moment_wrongly():
     """Of one tensor the second moment comes back four times as large."""
-    from megarl.model.optim import AdapterOptimizer
+    from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 
     original, name = AdapterOptimizer.restore, "base_model.model.model.layers.2.self_attn.o_proj.lora_A.weight"
 

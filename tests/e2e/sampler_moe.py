@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megarl.lora.peft_io import config_dict, load_peft_config
-from megarl.model.families import names_of
-from megarl.model.hf_folder import read_config
-from megarl.verify.adapters import make_adapter
-from megarl.verify.reference import load_reference
+from megarl.lora.files.peft_folder import config_dict, load_peft_config
+from megarl.model.weights.families import names_of
+from megarl.model.weights.hf_folder import read_config
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.reference.hf_peft import load_reference
 from tests.e2e.sampler_faults import EXPERT
 from tests.e2e.sampler_rig import VOCABULARY, PeftTrainer, Rig, prompts, raised, run_config
 from tests.helpers.models import make_model

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import ray
 
+from megarl.controller.actor_handles import Limit, wait_all
 from megarl.controller.logs import logs_exceptions
 from megarl.controller.pulse import Place, Watch
-from megarl.controller.roles import Limit, wait_all
 from megarl.errors import DataError, WorkerError
 
 HANG_SECONDS = 3.0

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.types import Sample
-from megarl.verify.reference import load_reference, logprobs_of
+from megarl.verify.reference.hf_peft import load_reference, logprobs_of
 from tests.helpers.models import make_model
 from tests.helpers.processes import find_engine
 from tests.helpers.tokenizer import make_tokenizer

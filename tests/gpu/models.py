@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoConfig
 
 from megarl.bench.shapes import SHAPES
-from megarl.verify.tiny import write_random
+from megarl.verify.inputs.tiny_model import write_random
 
 # For the matrix, which shrinks them: nothing but a config.json.
 FAMILIES = {

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
-from megarl.verify.loss import SurrogateLoss
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.cases import make_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks

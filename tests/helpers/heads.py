@@ -6,7 +6,7 @@ As a program (`python -m tests.helpers.heads`): in float32 on the CPU, by Triton
 import torch
 import torch.nn.functional as F
 
-from megarl.model.fusion import HeadLayout, split_heads
+from megarl.model.weights.fusion import HeadLayout, split_heads
 
 EPS = 1e-6
 LAYOUTS = [HeadLayout(8, 2, 128), HeadLayout(2, 7, 64), HeadLayout(3, 1, 80), HeadLayout(1, 40, 16)]
@@ -38,7 +38,7 @@ def run(compute, fused: torch.Tensor, gradients: list[torch.Tensor]) -> list[tor
 
 def errors(heads: HeadLayout, norm: bool, dtype: torch.dtype, device: str) -> dict[str, tuple[float, float]]:
     """Result -> relative error of the kernel and of torch's operations in the same dtype, both against float64."""
-    from megarl.model.kernels.heads import prepare_heads
+    from megarl.model.layers.kernels.heads import prepare_heads
 
     generator = torch.Generator(device).manual_seed(0)
 

@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megarl.verify.tiny import write_random
+from megarl.verify.inputs.tiny_model import write_random
 
 # Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
 SHAPE = {

@@ -16,7 +16,7 @@ Errors = dict[str, tuple[float, float]]
 
 def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     """Result -> relative error of the kernel and of torch's operations in the same dtype, both against float64."""
-    from megarl.model.kernels.swiglu import swiglu
+    from megarl.model.layers.kernels.swiglu import swiglu
 
     def theirs(fused: torch.Tensor) -> torch.Tensor:
         gate, up = fused.chunk(2, dim=-1)
@@ -27,7 +27,7 @@ def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Erro
 
 def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     """As ``swiglu_errors``."""
-    from megarl.model.kernels.norm import rms_norm
+    from megarl.model.layers.kernels.norm import rms_norm
 
     weight = torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
 

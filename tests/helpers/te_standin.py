@@ -8,10 +8,10 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.model.attention import PackedAttention
-from megarl.model.block import Parts, block_of
-from megarl.model.gpt import RMSNorm
-from megarl.model.pointwise import SwiGLU
+from megarl.model.layers.attention import PackedAttention
+from megarl.model.layers.block import Parts, block_of
+from megarl.model.layers.gpt import RMSNorm
+from megarl.model.layers.pointwise import SwiGLU
 
 
 class NormColumnStandIn(ColumnParallelLinear):

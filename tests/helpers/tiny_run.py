@@ -13,8 +13,8 @@ from megarl.model.checkpoint import _rng_state
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
-from megarl.verify.loss import SurrogateLoss
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.models import SHAPE
 
 

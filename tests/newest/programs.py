@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from megarl.parallel import mcore
+from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places
-from megarl.verify.truth import make_truth, run_shared
 from tests.distributed import test_latent_attention as latent
 from tests.distributed import test_parity as parity
 from tests.distributed.test_checkpoint import resume, save_and_go_on

@@ -12,7 +12,7 @@ import pytest
 from megarl import files
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import FolderLock, append_line, discard, publish, user_path, write_text
-from megarl.model.durable import BackgroundWriter
+from megarl.model.checkpoint_writer import BackgroundWriter
 
 
 def fill(folder):

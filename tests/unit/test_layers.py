@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
 # May be imported by all of megarl.
-COMMON = {"types", "errors", "config", "files", "network"}
+COMMON = {"types", "errors", "config", "files", "network", "triton_support"}
 
 # Part -> the other parts that it may import. The part with the longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
@@ -17,11 +17,17 @@ INTERNAL: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "network": set(),
+    "triton_support": set(),
     "config": {"errors", "files"},
     "parallel": COMMON,
     "loss": COMMON,
-    "model": COMMON | {"parallel", "loss"},
-    "lora": COMMON | {"parallel", "model"},
+    "peft": COMMON,
+    "model": COMMON | {"parallel", "loss", "model"},
+    "model.weights": COMMON | {"parallel"},
+    "model.layers": COMMON | {"parallel", "model.weights"},
+    "model.step": COMMON | {"parallel", "loss", "model.layers", "model.weights"},
+    "model.optimizer": COMMON | {"parallel"},
+    "lora": COMMON | {"parallel", "model", "peft"},
     "tasks": COMMON,
     "checkpoint_engine": COMMON | {"checkpoint_engine"},  # senders
     "checkpoint_engine.wire": COMMON,
@@ -30,7 +36,7 @@ INTERNAL: dict[str, set[str]] = {
     "controller": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
     "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
     "bench": COMMON | {"parallel", "loss", "model", "lora"},
-    "verify": COMMON | {"parallel", "loss", "model", "lora"},
+    "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
     | {"bench", "verify"},
@@ -134,7 +140,11 @@ def test_megarl_keeps_the_import_arrows():
         ("types.py", "import megarl.config.run\n", "types may not import config.run"),
         ("loss/new.py", "from megatron.core import parallel_state\n", "megatron may only be imported under"),
         ("loss/new.py", "import megarl.parallel.groups\n", "loss may not import parallel.groups"),
-        ("model/new.py", "from megarl.lora.layers import X\n", "model may not import lora.layers.X"),
+        (
+            "model/new.py",
+            "from megarl.lora.layers.parallel_linear import X\n",
+            "model may not import lora.layers",
+        ),
         ("model/new.py", "class A:\n    def f(self):\n        import ray\n", "new.py:3: ray may only be imported"),
         ("checkpoint_engine/shm.py", "from vllm import LLM\n", "vllm may only be imported under"),
         ("checkpoint_engine/wire.py", "from megarl.checkpoint_engine.shm import X\n", "wire may not import"),
@@ -159,7 +169,7 @@ def test_a_planted_violation_is_found(tmp_path, file, source, problem):
     [
         ("tasks/new.py", "import numpy\nfrom megarl.types import Prompt\nfrom .base import Task\n"),
         ("checkpoint_engine/receiver_lora.py", "from vllm.lora import x\nfrom megarl.checkpoint_engine import wire\n"),
-        ("lora/new.py", "from megatron.core import x\nfrom megarl.model.gpt import y\nimport peft, torch\n"),
+        ("lora/new.py", "from megatron.core import x\nfrom megarl.model.layers.gpt import y\nimport peft, torch\n"),
         ("controller/new.py", "import ray\nfrom megarl.tasks import build_task\n"),
     ],
 )

@@ -15,7 +15,7 @@ from megarl.lora import apply_lora, load_peft_config
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
-from megarl.verify.adapters import make_adapter
+from megarl.verify.inputs.adapters import make_adapter
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import bytes_of, json_of, safetensors_of
 from tests.helpers.models import make_model

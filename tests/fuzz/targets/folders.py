@@ -14,10 +14,10 @@ from megarl.model.inspection import inspect_folder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
 from megarl.sampler.settings import stop_tokens
-from megarl.verify.reference import all_logprobs
-from megarl.verify.samples import make_samples
-from megarl.verify.settings import verify_tree
-from megarl.verify.tiny import write_random
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.inputs.settings import verify_tree
+from megarl.verify.inputs.tiny_model import write_random
+from megarl.verify.reference.hf_peft import all_logprobs
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import bytes_of, json_of, safetensors_of
 from tests.helpers.models import FAMILIES, SHAPE, rope

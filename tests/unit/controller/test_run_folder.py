@@ -12,7 +12,7 @@ from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
 from megarl.controller.run_folder import find_resumption, last_checkpoint
 from megarl.errors import CheckpointError, ConfigError
-from megarl.model.seal import seal, verify
+from megarl.model.checkpoint_digests import seal, verify
 from tests.helpers.models import make_model
 
 CONTENT = {"data": "7 prompts", "tokens": "t", "reward": "r", "adapter": None}

@@ -14,11 +14,11 @@ from peft import LoraConfig
 from megarl.errors import UnsupportedError
 from megarl.lora import apply_lora
 from megarl.lora.state import adapters_of
-from megarl.model.base_tensors import load_base
-from megarl.model.hf_folder import read_config
-from megarl.verify.adapters import make_adapter
+from megarl.model.weights.base_tensors import load_base
+from megarl.model.weights.hf_folder import read_config
 from megarl.verify.compare import relative_error
-from megarl.verify.reference import load_reference
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.reference.hf_peft import load_reference
 from tests.helpers.models import make_model
 from tests.helpers.plugin_script import parsed, script
 from tests.helpers.ranks import run_ranks

@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 
 from megarl.errors import UnsupportedError
 from megarl.lora import load_peft_config
+from megarl.lora.files.peft_folder import convert
 from megarl.lora.merge import merge_folder
-from megarl.lora.peft_io import convert
-from megarl.model.families import names_of
-from megarl.model.hf_folder import read_config
-from megarl.verify.adapters import make_adapter
-from megarl.verify.reference import load_reference
+from megarl.model.weights.families import names_of
+from megarl.model.weights.hf_folder import read_config
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.reference.hf_peft import load_reference
 from tests.helpers.models import make_model
 
 EXPERTS = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megarl.lora.products import Layout, add_wide, project_through
-from megarl.model.fusion import HeadLayout
+from megarl.lora.layers.products import Layout, add_wide, project_through
+from megarl.model.weights.fusion import HeadLayout
 
 HEADS = HeadLayout(groups=2, queries=3, head_dim=4)
 INPUTS, TOKENS = 6, 5

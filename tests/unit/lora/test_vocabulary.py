@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ParallelConfig
 from megarl.lora.merge import merge_folder
-from megarl.verify.adapters import make_adapter
 from megarl.verify.compare import relative_error
-from megarl.verify.reference import load_reference, logprobs_of
-from megarl.verify.samples import make_samples
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.hf_peft import load_reference, logprobs_of
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import torch
 
 from megarl.config import ModelConfig
 from megarl.errors import UnsupportedError
-from megarl.model import backends
+from megarl.model.layers import backends
 
 TE = ModelConfig(path="somewhere", backend="te")
 CUDA = torch.device("cuda")

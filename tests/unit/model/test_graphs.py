@@ -5,8 +5,8 @@ import torch
 from megatron.core.tensor_parallel import random
 
 from megarl.errors import UnsupportedError
-from megarl.model.attention import PackedSequences
-from megarl.model.graphs import SIZES, _without_randomness, graphed, token_unit
+from megarl.model.layers.attention import PackedSequences
+from megarl.model.step.graphs import SIZES, _without_randomness, graphed, token_unit
 
 
 @pytest.mark.parametrize(("budget", "multiple"), [(8192, 1), (8192, 2), (1000, 4), (17, 8), (2, 1)])

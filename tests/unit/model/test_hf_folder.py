@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl.config import ParallelConfig
 from megarl.errors import ConfigError, MegarlError, ModelError, UnsupportedError
-from megarl.model.hf_folder import INDEX, WeightFolder
 from megarl.model.inspection import inspect_folder
+from megarl.model.weights.hf_folder import INDEX, WeightFolder
 from tests.helpers.models import FAMILIES, make_model
 
 

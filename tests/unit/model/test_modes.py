@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megarl.lora.layers import ParallelLoraLinear
-from megarl.model.fusion import HeadLayout
-from megarl.model.step import set_training
+from megarl.lora.layers.parallel_linear import ParallelLoraLinear
+from megarl.model.step.schedule import set_training
+from megarl.model.weights.fusion import HeadLayout
 
 
 class Counted(torch.nn.Sequential):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
-from megarl.model import pointwise
+from megarl.model.layers import pointwise
 
 TOKENS, HEADS, HEAD_DIM = 5, 3, 8
 

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from megarl.errors import MegarlError, UnsupportedError
-from megarl.model.rope import rope_of
+from megarl.model.layers.rope import rope_of
 from tests.helpers.models import FAMILIES, ROPES, SHAPE, rope
 
 LLAMA = {"model_type": "llama", **SHAPE}
@@ -67,7 +67,7 @@ def test_partial_rotation_is_refused_as_no_class_of_transformers_has_it(family):
         whole, partly = (model(torch.arange(6)[None]).last_hidden_state for model in models)
     assert torch.equal(whole, partly)
     for given in (configs[1].to_dict(), configs[0].to_dict() | {"partial_rotary_factor": 0.5}):
-        with pytest.raises(UnsupportedError, match="partial_rotary_factor is 0.5; supported is 1.0"):
+        with pytest.raises(UnsupportedError, match=r"partial_rotary_factor is 0\.5; supported is 1\.0"):
             rope_of(given)
 
 

@@ -4,8 +4,8 @@ import pytest
 
 from megarl.errors import ConfigError
 from megarl.verify import command
-from megarl.verify.adapters import make_adapter
-from megarl.verify.settings import verify_config
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.settings import verify_config
 from tests.helpers.models import make_model
 
 

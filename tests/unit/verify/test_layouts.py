@@ -7,8 +7,8 @@ import pytest
 from megarl.config import ParallelConfig
 from megarl.config.checks import check_layout
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.verify.layouts import all_layouts, allowed_layouts, describe_refused, label, other_layout
-from megarl.verify.settings import verify_config
+from megarl.verify.inputs.layouts import all_layouts, allowed_layouts, describe_refused, label, other_layout
+from megarl.verify.inputs.settings import verify_config
 from tests.unit.verify.test_settings import SHAPE
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "model_type": "qwen3_moe"}

@@ -13,9 +13,9 @@ from megarl.config import parse_config
 from megarl.verify import command
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import Row
+from megarl.verify.inputs.settings import verify_tree
 from megarl.verify.report import as_json, markdown, matrix_markdown, table
 from megarl.verify.run import Report
-from megarl.verify.settings import verify_tree
 from tests.unit.verify.test_settings import SHAPE
 
 GOOD = [Row("logprobs", "sample 3", 1.5e-7, 1e-5), Row("base weights", "w", 0.0, 0.0)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megarl.verify.samples import LONG, distinct_samples, token_places, verify_samples
+from megarl.verify.inputs.samples import LONG, distinct_samples, token_places, verify_samples
 
 
 @pytest.mark.parametrize("vocab", [40, 131, 49152])

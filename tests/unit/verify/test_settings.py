@@ -8,8 +8,8 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.verify.samples import LONG
-from megarl.verify.settings import verify_config
+from megarl.verify.inputs.samples import LONG
+from megarl.verify.inputs.settings import verify_config
 from tests.helpers.models import SHAPE as SIZES
 
 SHAPE = {"model_type": "llama", **SIZES}

@@ -12,9 +12,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megarl.model.families import names_of
-from megarl.model.hf_folder import WeightFolder, read_config
-from megarl.verify.tiny import shrink, write_tiny
+from megarl.model.weights.families import names_of
+from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.verify.inputs.tiny_model import shrink, write_tiny
 from tests.gpu.models import FAMILIES
 
 LLAMA3 = {

@@ -1,0 +1,119 @@
+"""The two ways in which a PEFT file holds adapters of experts, and from one to the other.
+
+``per_expert``: a pair for each linear of each expert, the names in ``target_modules``; vLLM loads it as it is.
+``stacked``: as PEFT 0.21 with transformers 5 saves it, the parameters in ``target_parameters``
+(``megarl.lora.files.stacked_experts``). Pairs of gate and up become one pair of twice the rank: A = [A_gate; A_up], B =
+[[B_gate, 0], [0, B_up]], as PEFT itself converts them. A pair of gate and up of rank r becomes two with the same A.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from peft import LoraConfig
+
+from megarl.errors import UnsupportedError
+from megarl.lora.files.stacked_experts import AdapterFile, pack, places_of
+from megarl.lora.targets.parameters import ROUTER, as_parameters, expert_leaves
+from megarl.lora.targets.resolve import matrix_name, rank_and_scaling, resolve_targets, spelt_out
+from megarl.model.weights.families import WeightMap
+
+AS_TRAINED, STACKED, PER_EXPERT = "as_trained", "stacked", "per_expert"
+
+
+def arrange_config(config: LoraConfig, names: WeightMap, experts: str) -> LoraConfig:
+    """The config of a file with its experts in another way.
+
+    Args:
+        config: the adapter's.
+        names: the model's.
+        experts: ``"as_trained"`` (as the config has them), ``"stacked"`` or ``"per_expert"``.
+
+    Raises:
+        UnsupportedError: the file would mean something else in PEFT.
+    """
+    config = spelt_out(config, names)
+    if experts == STACKED and not config.target_parameters:
+        chosen = resolve_targets(config, names)
+        return as_parameters(config, names) if (names.expert_names() | names.router_names()) & chosen.keys() else config
+    if experts != PER_EXPERT or not config.target_parameters:
+        return config
+    old, leaves = resolve_targets(config, names), expert_leaves(names)
+    named = {key.rpartition(".")[2] for key in old.values()} | (
+        {ROUTER} if names.router_names() & old.keys() else set()
+    )
+    targets = set(config.target_modules or ()) | {leaf for leaf, parameter in leaves.items() if parameter in named}
+    new = dataclasses.replace(config, target_modules=targets, target_parameters=None)
+    try:
+        there = resolve_targets(new, names) if targets else {}
+    except UnsupportedError as error:
+        raise UnsupportedError(f"lora.save_experts is 'per_expert', but then: {error}; set it to 'stacked'") from error
+    for name in sorted(old.keys() | there.keys()):
+        if name not in there or name not in old:
+            reason = f"'{name}' is {'not ' if name not in old else ''}adapted, which target_modules cannot say"
+        elif rank_and_scaling(new, there[name]) != rank_and_scaling(config, old[name]):
+            reason = f"'{name}' has another rank or alpha than r and lora_alpha"
+        else:
+            continue
+        raise UnsupportedError(f"lora.save_experts is 'per_expert', but {reason}; set it to 'stacked'")
+    return new
+
+
+def arrange(
+    tensors: Mapping[str, torch.Tensor], config: LoraConfig, names: WeightMap, experts: str
+) -> tuple[dict[str, torch.Tensor], LoraConfig]:
+    """A file's tensors and its config with the experts in another way; see ``arrange_config``."""
+    new = arrange_config(config, names, experts)
+    if bool(new.target_parameters) == bool(config.target_parameters):
+        return dict(tensors), new
+    targets = resolve_targets(new, names)
+    if new.target_parameters:
+        return dict(pack(_fused(tensors, targets, names), places_of(targets, names))), new
+    file = AdapterFile(_Whole(tensors), resolve_targets(config, names), names)
+    pairs = {name: file.pair(name) for name in targets}
+    return {
+        matrix_name(name, side): matrix.clone(memory_format=torch.contiguous_format)
+        for name, pair in pairs.items()
+        for side, matrix in zip("AB", pair, strict=True)
+    }, new
+
+
+def _fused(
+    tensors: Mapping[str, torch.Tensor], targets: Mapping[str, str], names: WeightMap
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each expert's pairs of one parameter as one pair, under the names that ``pack`` takes."""
+    experts = names.expert_names()
+    for name in targets:
+        if name not in experts:
+            yield from ((matrix_name(name, side), tensors[matrix_name(name, side)]) for side in "AB")
+    for key, linears in names.parameter_names().items():
+        if linears[0] not in experts or linears[0] not in targets or key != targets[linears[0]]:
+            continue
+        parts = len(linears) // names.num_experts
+        for first in range(0, len(linears), parts):
+            members = linears[first : first + parts]
+            yield matrix_name(members[0], "A"), torch.cat([tensors[matrix_name(name, "A")] for name in members])
+            whole = torch.block_diag(*(tensors[matrix_name(name, "B")] for name in members))
+            for name, rows in zip(members, whole.chunk(parts), strict=True):
+                yield matrix_name(name, "B"), rows
+
+
+class _Whole:
+    """Tensors in memory, read as ``safetensors.safe_open`` reads a file's."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self.tensors[name])
+
+
+class _Slice:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def __getitem__(self, index: object) -> torch.Tensor:
+        return self.tensor[index]

@@ -1,0 +1,1 @@
+"""Adapters around Megatron-Core's linears, routers, experts, embedding and output layer."""

@@ -1,0 +1,1 @@
+"""Resolve a PEFT config against a model: modules, parameters, ranks; refuse what cannot be exact."""

@@ -1,0 +1,129 @@
+"""PEFT's ``target_parameters``: adapters of weights by their names in transformers 5, which stacks a layer's experts.
+
+An adapter of a stacked parameter (PEFT 0.21's ``ParamWrapper``) has one A and one B for each expert. Gate and up lie in
+one parameter: they share A, ``[r, in]``, and B is ``[2 * inner, r]``. PEFT turns the names of experts and routers
+among ``target_modules`` (``"all-linear"`` too) into such parameters, and doubles the rank and alpha of gate and up.
+"""
+
+import dataclasses
+import re
+
+from peft import LoraConfig
+
+from megarl.errors import AdapterError, UnsupportedError, nearest
+from megarl.model.weights.families import WeightMap
+from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_EXPERTS, STACKED_ROUTER
+
+GATE_UP, DOWN = (name.rpartition(".")[2] for name in STACKED_EXPERTS)
+ROUTER = f"{STACKED_ROUTER.rpartition('.')[2]}.weight"
+
+
+def as_read(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """The config as PEFT reads it: beside ``target_parameters``, experts and routers are parameters by any name.
+
+    Raises:
+        AdapterError, UnsupportedError: see ``as_parameters``.
+    """
+    return as_parameters(config, weights) if config.target_parameters else config
+
+
+def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """Experts and routers among ``target_modules`` as ``target_parameters``, as PEFT (0.21) converts them.
+
+    Follows ``_convert_peft_config_moe`` in ``peft/utils/transformers_weight_conversion.py``.
+
+    Args:
+        config: returned as it is where ``target_modules`` can name no experts.
+        weights: the model's names.
+
+    Raises:
+        AdapterError: gate without up, or up without gate.
+        UnsupportedError: ``target_modules`` is an expression.
+    """
+    mapping = expert_leaves(weights)
+    if not mapping:
+        return config
+    if isinstance(config.target_modules, str):
+        raise UnsupportedError(
+            f"adapter config: target_modules is the expression '{config.target_modules}' where experts are "
+            "target_parameters; give a list of names"
+        )
+    fused = {leaf for leaf, parameter in mapping.items() if parameter == GATE_UP}
+    kept, parameters, halves = set(), set(config.target_parameters or ()), set()
+    for target in config.target_modules or ():
+        leaf = target.rpartition(".")[2]
+        if leaf in mapping:
+            parameters.add(mapping[leaf])
+            halves |= {leaf} & fused
+        elif leaf not in (GATE_UP, "weight"):  # PEFT leaves both there when it resolves an expression
+            kept.add(target)
+    if halves and halves != fused:
+        [missing] = fused - halves
+        raise AdapterError(
+            f"adapter config: target_modules has '{halves.pop()}' without '{missing}'; transformers stacks them, and "
+            "PEFT adapts both or none: name both"
+        )
+    patterns = {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
+    if halves:
+        key = rf".*\.{re.escape(GATE_UP)}"
+        patterns["rank_pattern"][key], patterns["alpha_pattern"][key] = 2 * config.r, 2 * config.lora_alpha
+    return dataclasses.replace(config, target_modules=kept, target_parameters=sorted(parameters), **patterns)
+
+
+def expert_leaves(weights: WeightMap) -> dict[str, str]:
+    """Last component of each name of expert linears and routers -> PEFT's parameter; empty where PEFT has none."""
+    moe = weights.family.moe
+    if moe is None or not moe.by_module:
+        return {}
+    gate_up, down = ([hf.rpartition(".")[2] for hf in linear.hf] for linear in moe.experts)
+    routers = [hf.rpartition(".")[2] for linear in moe.linears if linear.is_router for hf in linear.hf]
+    return dict.fromkeys(gate_up, GATE_UP) | dict.fromkeys(down, DOWN) | dict.fromkeys(routers, ROUTER)
+
+
+def resolve_parameters(config: LoraConfig, weights: WeightMap) -> dict[str, str]:
+    """Linear that ``target_parameters`` adapts -> name of the parameter it lies in, by which PEFT's patterns match.
+
+    PEFT's matching: a whole name, or its end after a dot. ``layers_to_transform`` and ``exclude_modules`` do not count.
+
+    Args:
+        config: from ``as_read``.
+        weights: the model's names.
+
+    Raises:
+        AdapterError: a name that matches nothing.
+        UnsupportedError: one that matches something else than a linear; or dropout, which PEFT refuses there too.
+    """
+    if not config.target_parameters:
+        return {}
+    if config.lora_dropout:
+        raise UnsupportedError(
+            f"adapter config: lora_dropout is {config.lora_dropout} with target_parameters, where dropout is not "
+            "defined (PEFT refuses it too); set it to 0"
+        )
+    parameters, others = weights.parameter_names(), _others(weights)
+    found: dict[str, str] = {}
+    for target in sorted(set(config.target_parameters)):
+        if wrong := [name for name in others if f".{name}".endswith(f".{target}")]:
+            raise UnsupportedError(
+                f"adapter config: target_parameters has '{target}', which matches '{wrong[0]}'; supported are the "
+                "weights of attention, MLPs, experts and routers (adapt embed_tokens and lm_head by target_modules)"
+            )
+        hits = [name for name in parameters if f".{name}".endswith(f".{target}")]
+        if not hits:
+            known = sorted({".".join(name.split(".")[3:]) for name in parameters})
+            raise AdapterError(
+                f"adapter config: target_parameters has '{target}', which the model lacks{nearest(target, known)} "
+                f"(it has: {', '.join(known)})"
+            )
+        found |= {linear: name for name in hits for linear in parameters[name]}
+    return found
+
+
+def _others(weights: WeightMap) -> list[str]:
+    """Parameters that are no linear of a layer."""
+    vectors = [
+        f"{HF_LAYER.format(layer)}{vector.hf}"
+        for layer in range(weights.num_layers)
+        for vector in weights.vectors(layer)
+    ]
+    return [EMBEDDING[1], OUTPUT[1], "model.norm.weight", *vectors]

@@ -1,0 +1,266 @@
+"""Core attention over packed sequences for mcore linears: SDPA on a CPU, variable-length flash attention on CUDA."""
+
+import copy
+import inspect
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.model.layers.zigzag import key_rows, rank_runs
+
+# Neither "sbhd" nor "thd": mcore then applies RoPE from per-token angles (PackedGPTModel prepares them), which needs
+# no loop over the sequences of a pack.
+PACKED_FORMAT = "packed"
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """mcore's record of a pack, with lengths on the host, so that no layer waits for the device.
+
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are the sequences' bounds in the whole pack, context-parallel padding
+    included, as Transformer Engine's thd attention takes them; ``max_seqlen_*`` is the longest of them.
+
+    Attributes:
+        lengths: of the sequences in the whole pack, padding included; they add up to T * CP.
+        context: CP size.
+        query_lengths: of this rank's runs (see ``zigzag``); they add up to T. Without CP a run is a sequence.
+        key_lengths: keys of each run; its causal mask is aligned to the lower right.
+        query_bounds, key_bounds: int32 ``[runs + 1]``, cumulated lengths.
+        longest_query, longest_key: at least the largest of those lengths.
+        key_rows: int64, where those keys lie in the pack gathered from all CP ranks; None without CP.
+    """
+
+    lengths: tuple[int, ...] = ()
+    context: int = 1
+    query_lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
+    query_bounds: torch.Tensor | None = None
+    key_bounds: torch.Tensor | None = None
+    longest_query: int = 0
+    longest_key: int = 0
+    key_rows: torch.Tensor | None = None
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: tuple[int, ...], device: torch.device, *, context: int = 1, context_rank: int = 0
+    ) -> "PackedSequences":
+        """Describe sequences of these (padded) lengths that lie one after the other."""
+        bounds = _bounds(lengths, device)
+        longest = max(lengths)
+        runs = rank_runs(lengths, context, context_rank)
+        queries, keys = tuple(run.length for run in runs), tuple(run.keys for run in runs)
+        return cls(
+            qkv_format=PACKED_FORMAT,
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths,
+            context=context,
+            query_lengths=queries,
+            key_lengths=keys,
+            query_bounds=bounds if context == 1 else _bounds(queries, device),
+            key_bounds=bounds if context == 1 else _bounds(keys, device),
+            longest_query=max(queries),
+            longest_key=max(keys),
+            key_rows=None
+            if context == 1
+            else torch.from_numpy(key_rows(lengths, context, context_rank)).to(device, non_blocking=True),
+        )
+
+    @cached_property
+    def thd(self) -> "PackedSequences":
+        """The same under Transformer Engine's name for the format."""
+        renamed = copy.copy(self)
+        renamed.qkv_format = "thd"
+        return renamed
+
+    def with_room(self, sequences: int, longest: int) -> "PackedSequences":
+        """The same with empty sequences at the end, so that there are ``sequences``, and ``longest`` as the limit."""
+        assert self.context == 1 and self.cu_seqlens_q is not None
+        bounds = self.cu_seqlens_q.new_full((sequences + 1,), sum(self.lengths))
+        bounds[: len(self.lengths) + 1] = self.cu_seqlens_q
+        roomy = copy.copy(self)
+        roomy.__dict__.pop("thd", None)
+        roomy.cu_seqlens_q = roomy.cu_seqlens_kv = roomy.query_bounds = roomy.key_bounds = bounds
+        roomy.max_seqlen_q = roomy.max_seqlen_kv = roomy.longest_query = roomy.longest_key = longest
+        return roomy
+
+
+def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each packed sequence; mcore's ``core_attention`` for the ``local`` back end.
+
+    Attributes:
+        window: how many tokens a token attends to, itself included; None for all before it.
+
+    Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value
+    ``[T, 1, kv_heads, value_dim]`` of this rank's tokens, returns ``[T, 1, heads * value_dim]``.
+
+    Under context parallelism every layer gathers the keys and values of the whole pack, and each run attends to its own
+    sequence up to its end: no masked block is computed, and all ranks do the same work. Until its backward pass a layer
+    keeps about T * (CP + 1/2) keys and values instead of T, unless it is recomputed.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+        windows = getattr(config, "windows", ())
+        self.window: int | None = windows[kwargs["layer_number"] - 1] if windows else None
+        self.context = getattr(pg_collection, "cp", None)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend; ``attention_mask`` is not used, the mask follows from ``packed_seq_params``."""
+        query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        if packed_seq_params.key_rows is not None:
+            key, value = (_GatherRows.apply(t, packed_seq_params.key_rows, self.context) for t in (key, value))
+        out = attend_runs(query, key, value, packed_seq_params, self.softmax_scale, self.window)
+        return out.reshape(out.shape[0], 1, -1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """All ranks' rows, then those of ``rows``; backward: the sum over all ranks' uses, for this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.group, ctx.tokens = group, local.shape[0]
+        whole = local.new_empty(group.size() * ctx.tokens, *local.shape[1:])
+        dist.all_gather_into_tensor(whole, local.contiguous(), group=group)
+        return whole.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (rows,) = ctx.saved_tensors
+        # Summed in float32, as a kernel that saw all queries at once would: the result is rounded once.
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        whole = gradient.new_zeros(ctx.group.size() * ctx.tokens, *gradient.shape[1:], dtype=dtype)
+        whole.index_add_(0, rows, gradient.to(dtype))
+        local = whole.new_empty(ctx.tokens, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(local, whole, group=ctx.group)
+        return local.to(gradient.dtype), None, None
+
+
+def attend_runs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of this rank's runs, each to its own keys, aligned to the lower right.
+
+    Args:
+        query: ``[T, heads, head_dim]``.
+        key: ``[sum(key_lengths), kv_heads, head_dim]``, run after run.
+        value: ``[sum(key_lengths), kv_heads, value_dim]``, ``value_dim`` at most ``head_dim``.
+        packed: the runs.
+        scale: of the logits; default: 1 / sqrt(head_dim).
+        window: the last keys that each query sees, its own included; default: all.
+
+    Returns:
+        ``[T, heads, value_dim]``.
+    """
+    if window is not None and packed.longest_key <= window:
+        window = None
+    attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
+    return attend(query, key, value, packed, scale, window)
+
+
+def _attend_each(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One SDPA call per run: no work across sequences."""
+    queries = query.transpose(0, 1).split(packed.query_lengths, dim=1)
+    keys, values = (tensor.transpose(0, 1).split(packed.key_lengths, dim=1) for tensor in (key, value))
+    outs = []
+    for q, k, v in zip(queries, keys, values, strict=True):
+        before = k.shape[1] - q.shape[1]
+        # SDPA's own causal mask is aligned to the upper left.
+        mask = None
+        if before or window is not None:
+            mask = q.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before)
+        if mask is not None and window is not None:
+            mask = mask.triu(before - window + 1)
+        outs.append(
+            F.scaled_dot_product_attention(
+                q[None], k[None], v[None], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            )[0]
+        )
+    return torch.cat(outs, dim=1).transpose(0, 1)
+
+
+def _attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """torch's variable-length flash attention; needs CUDA and 16-bit inputs.
+
+    Its causal mask is aligned to the lower right where a sequence has more keys than queries: query i sees keys up to
+    i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h),
+    whether asked for by ``is_causal`` or as the window (-1, 0).
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    if window is not None and "window_size" not in known:
+        return _attend_each(query, key, value, packed, scale, window)
+    # The kernel wants one head_dim for all three, a multiple of 8. Zeros in queries and keys add nothing to the logits,
+    # zeros in the value stay zeros in the output.
+    width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
+    head_dim = -(-query.shape[-1] // 8) * 8
+    query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
+    before = -1 if window is None else window - 1
+    options: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
+    if "enable_gqa" in known:
+        options["enable_gqa"] = True
+    else:  # torch 2.11
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    result = varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        packed.query_bounds,
+        packed.key_bounds,
+        packed.longest_query,
+        packed.longest_key,
+        scale=scale,
+        **options,
+    )
+    return (result[0] if isinstance(result, tuple) else result)[..., :width]
+
+
+def _pad_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Zeros at the end of the last dimension."""
+    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))

@@ -1,0 +1,183 @@
+"""Hugging Face folder -> GPTModel chunks of this rank, with the weights loaded."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import ModelType
+
+from megarl.config import ModelConfig, ParallelConfig, TrainConfig
+from megarl.config.checks import check_layout_fits_model
+from megarl.errors import UnsupportedError
+from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
+from megarl.model.layers.gpt import PackedGPTModel
+from megarl.model.layers.packed_config import PackedConfig
+from megarl.model.layers.recompute import recompute_settings
+from megarl.model.layers.rope import rope_of
+from megarl.model.weights.families import Family, family_of, full_config
+from megarl.parallel.device import cuda_names
+from megarl.parallel.groups import Groups
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def architecture(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """``TransformerConfig``'s arguments that follow from a completed ``config.json`` alone.
+
+    Raises:
+        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+    """
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
+    settings: dict[str, Any] = {
+        "num_layers": hf["num_hidden_layers"],
+        "hidden_size": hf["hidden_size"],
+        "ffn_hidden_size": hf["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": hf["num_key_value_heads"],
+        "kv_channels": head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf["rms_norm_eps"],
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+    }
+    return settings | rope_of(hf).attention_settings(head_dim) | family.settings(hf)
+
+
+def transformer_config(
+    hf: Mapping[str, Any],
+    family: Family,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    device: torch.device,
+    recompute: dict[str, Any],
+) -> TransformerConfig:
+    """mcore's config for a completed ``config.json``.
+
+    Raises:
+        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+    """
+    dtype = DTYPES[model.dtype]
+    settings: dict[str, Any] = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        **_interleaving(parallel),
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": parallel.expert_tensor,
+        "sequence_parallel": parallel.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Micro-batches differ in length; mcore accepts that only together with this dispatcher, dense model or not.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # The loss arrives normalised over the whole step: mcore must not divide it again.
+        "calculate_per_token_loss": True,
+        # Every weight is read from the checkpoint.
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type == "cpu",
+        # mcore's own fusions need Apex, or compile on a CPU too; the back ends have theirs.
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+    }
+    settings |= architecture(hf, family) | recompute | _stages(hf["num_hidden_layers"], parallel)
+    copies = max(1, parallel.tensor // hf["num_key_value_heads"])
+    windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
+    if model.backend == "te" and (settings.get("attention_bias") or settings.get("mlp_bias")):
+        raise UnsupportedError(
+            "model.backend is 'te', but config.json has attention_bias or mlp_bias true; supported is 'local'"
+        )
+    settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
+    if "kv_lora_rank" not in settings:
+        settings["num_query_groups"] *= copies
+        return PackedConfig(**settings, windows=windows if any(windows) else (), kv_copies=copies)
+    # mcore's own flag would leave RoPE to each layer; LatentAttention takes the model's angles like every attention.
+    without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
+    return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")
+
+
+def _stages(layers: int, parallel: ParallelConfig) -> dict[str, Any]:
+    """Where the layers do not divide among the stages: some stages get one more, the outermost last.
+
+    The first stage has the embedding and the last one the loss.
+    """
+    stages = parallel.pipeline * parallel.virtual_pipeline
+    each, more = divmod(layers, stages)
+    if not more:
+        return {}
+    favoured = [*range(1, stages - 1), 0, stages - 1][:more]
+    rows = [["decoder"] * (each + (stage in favoured)) for stage in range(stages)]
+    rows[0].insert(0, "embedding")
+    rows[-1].append("loss")
+    return {"pipeline_model_parallel_layout": rows}
+
+
+def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
+    """Settings of the interleaved schedule."""
+    if parallel.virtual_pipeline == 1:
+        return {}
+    # mcore wants its neighbours' sends and receives unbatched with two stages, where both neighbours are one rank.
+    return {
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+        "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }
+
+
+def padded_vocab(vocab: int, tensor: int) -> int:
+    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    return -(-vocab // tensor) * tensor
+
+
+def build_chunks(
+    hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups, train: TrainConfig
+) -> list[PackedGPTModel]:
+    """Build this rank's model chunks with uninitialised, frozen weights; ``train`` tells what to recompute.
+
+    Returns:
+        One chunk per virtual pipeline stage.
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+        ModelError, UnsupportedError: the family or a setting is wrong or not supported.
+    """
+    hf = full_config(hf)
+    # Again: what config.json leaves out is known only now.
+    check_layout_fits_model(parallel, hf)
+    config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
+    stages = range(parallel.virtual_pipeline)
+    spec = block_spec(model)
+    return [_build_chunk(hf, config, spec, groups, stage if len(stages) > 1 else None) for stage in stages]
+
+
+def _build_chunk(
+    hf: Mapping[str, Any], config: TransformerConfig, spec: BlockSpec, groups: Groups, vp_stage: int | None
+) -> PackedGPTModel:
+    rope = rope_of(hf)
+    first, last = vp_stage in (None, 0), vp_stage in (None, groups.topology.virtual_pipeline - 1)
+    with cuda_names():
+        chunk = PackedGPTModel(
+            config=config,
+            transformer_layer_spec=spec(config, vp_stage),
+            vocab_size=padded_vocab(hf["vocab_size"], groups.topology.tensor),
+            max_sequence_length=hf["max_position_embeddings"],
+            pre_process=groups.first_stage and first,
+            post_process=groups.last_stage and last,
+            share_embeddings_and_output_weights=hf["tie_word_embeddings"],
+            vp_stage=vp_stage,
+            **rope.model_settings(),
+        )
+    rope.install(chunk)
+    chunk.model_type = ModelType.encoder_or_decoder
+    chunk.to(groups.device)
+    chunk.requires_grad_(False)
+    return chunk

@@ -1,0 +1,106 @@
+"""mcore's GPTModel for packed token streams, and the layer specification of the ``local`` back end."""
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megarl.model.layers.attention import PACKED_FORMAT, PackedAttention
+from megarl.model.layers.block import Parts, block_of
+from megarl.model.layers.experts import let_go_of_graphs
+from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
+from megarl.parallel.mcore import without_remarks
+
+
+class RMSNorm(torch.nn.Module):
+    """Root mean square norm. mcore's own torch norm asserts against SP."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last dimension."""
+        if self.weight.requires_grad or not wants_kernels(hidden):
+            return rms_norm(hidden, self.weight, self.eps)
+        from megarl.model.layers.kernels import norm
+
+        return norm.rms_norm(hidden, self.weight, self.eps)
+
+
+def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer block of mcore's own linears, our norm and our packed attention."""
+    parts = Parts(RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, SwiGLU)
+    return block_of(parts, config, vp_stage)
+
+
+class PackedGPTModel(GPTModel):
+    """A GPTModel whose forward takes packed tokens and returns hidden states instead of logits.
+
+    ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final
+    hidden states ``[T, 1, hidden]`` on the last stage (``[T / TP, 1, hidden]`` under SP). Logits are the business of
+    ``megarl.loss.logprobs``, which never holds all of them. T are this rank's tokens under context parallelism.
+
+    Attributes:
+        rope_table: ``[longest, 1, 1, rotated]`` float32 radians per position, of the last forward pass; None without
+            RoPE.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with without_remarks():
+            super().__init__(*args, **kwargs)
+        if hasattr(self, "rotary_pos_emb"):
+            # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.
+            self.rotary_pos_emb.cp_group = None
+        let_go_of_graphs(self)
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
+        """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""
+        outputs = super()._preprocess(*args, **kwargs)
+        self.rope_table = outputs[1]
+        if kwargs["packed_seq_params"].qkv_format != PACKED_FORMAT or outputs[1] is None:
+            return outputs
+        angles = outputs[1].index_select(0, kwargs["position_ids"].view(-1))
+        return (outputs[0], angles, *outputs[2:])
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Skip the output layer."""
+        return hidden_states
+
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output projection, ``[padded_vocab / TP, hidden]``."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def output_deltas(
+        self, hidden_states: torch.Tensor, positions: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What an adapter of the output layer adds to the logits at ``positions [R]``: ``([R, r], [V/TP, r])`` each."""
+        deltas = getattr(self.output_layer, "deltas", None)
+        return deltas(hidden_states, positions) if deltas else []
+
+    def tokens_hidden(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states ``[T, hidden]`` of all tokens on every TP rank; their gradient is summed over TP ranks."""
+        hidden = hidden_states.squeeze(1)
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+        return copy_to_tensor_model_parallel_region(hidden, group=group)
+
+
+def inner_model(chunk: Any) -> PackedGPTModel:
+    """The model in a chunk that may be wrapped in DDP."""
+    while not isinstance(chunk, PackedGPTModel):
+        chunk = chunk.module
+    return chunk

@@ -1,0 +1,85 @@
+"""SwiGLU as one Triton kernel each way.
+
+Shape letters: T tokens, I features of the gate on this rank.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.model.layers.kernels.rows import as_rows
+
+# Of one program: few, so that its registers leave room for enough others to hide the memory's latency.
+ROWS, COLUMNS, WARPS = 32, 128, 8
+
+
+def swiglu(fused: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` (Shazeer, arXiv:2002.05202), computed in float32 and rounded once.
+
+    Args:
+        fused: ``[..., 2 I]``, 16-bit: gate, then up.
+
+    Returns:
+        ``[..., I]``.
+    """
+    return _SwiGLU.apply(fused)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(fused)
+        out = fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
+        _launch(_swiglu_forward, as_rows(fused), as_rows(out))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (fused,) = ctx.saved_tensors
+        by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+        _launch(_swiglu_backward, as_rows(fused), as_rows(gradient), by_fused)
+        return by_fused
+
+
+def _launch(kernel: Any, fused: torch.Tensor, narrow: torch.Tensor, *others: torch.Tensor) -> None:
+    tokens, width = narrow.shape
+    grid = (triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))
+    strides = fused.stride(0), narrow.stride(0)
+    kernel[grid](fused, narrow, *others, tokens, *strides, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+
+
+@triton.jit
+def _swiglu_forward(
+    fused, out, tokens, fused_stride, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row, column, inside, gate, up = _gate_and_up(fused, tokens, fused_stride, WIDTH, ROWS, COLUMNS)
+    active = gate * tl.sigmoid(gate) * up
+    tl.store(out + row[:, None] * stride + column[None, :], active.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    fused, by_out, by_fused, tokens, fused_stride, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, column, inside, gate, up = _gate_and_up(fused, tokens, fused_stride, WIDTH, ROWS, COLUMNS)
+    slope = tl.load(by_out + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    by_gate = slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    place = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
+    tl.store(place, by_gate.to(by_fused.dtype.element_ty), mask=inside)
+    tl.store(place + WIDTH, (slope * gate * sigmoid).to(by_fused.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_and_up(fused, tokens, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's rows and columns, and both halves there in float32."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    place = fused + row[:, None] * stride + column[None, :]
+    gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
+    return row, column, inside, gate, up

@@ -1,0 +1,101 @@
+"""Pointwise parts of a layer for the ``local`` back end, compiled into one kernel on CUDA where none is written.
+
+As separate torch operations they are most of a small model's time on a GPU: every one reads and writes a whole
+activation. On a CPU, in float32 and where torch.compile does not work they run as written.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megarl.triton_support import has_triton
+
+
+def one_kernel(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compile a function of tensors when it first sees 16-bit ones on CUDA; its first dimension is that of tokens."""
+    compiled: Callable[..., torch.Tensor] | None = None
+    broken = False
+
+    @functools.wraps(function)
+    def call(*args: Any) -> torch.Tensor:
+        """``function``, compiled where that is worth it; what the compiler raises is a warning, once."""
+        nonlocal compiled, broken
+        if broken or not wants_compilation(args[0]):
+            return function(*args)
+        from torch._dynamo import maybe_mark_dynamic
+        from torch._dynamo.exc import TorchDynamoException
+
+        compiled = compiled or torch.compile(function)
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and tensor.ndim > 1:
+                maybe_mark_dynamic(tensor, 0)
+        try:
+            return compiled(*args)
+        except TorchDynamoException as error:
+            broken = True
+            warnings.warn(f"torch.compile of {function.__name__} failed, it runs uncompiled: {error}")
+            return function(*args)
+
+    return call
+
+
+def wants_compilation(tensor: torch.Tensor) -> bool:
+    """Whether a function of this tensor is worth compiling; float32 is for comparisons, not for speed."""
+    return tensor.is_cuda and tensor.element_size() == 2
+
+
+def wants_kernels(tensor: torch.Tensor) -> bool:
+    """Whether a function of this tensor is for a Triton kernel of our own."""
+    return wants_compilation(tensor) and has_triton()
+
+
+@one_kernel
+def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
+    return F.rms_norm(hidden, weight.shape, weight, eps)
+
+
+def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
+    """``[..., 2 I] -> [..., I]``: silu of the first half times the second (Shazeer, arXiv:2002.05202)."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@one_kernel
+def _rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    cos, sin = angles.cos(), angles.sin()
+    turned, passed = states[..., : angles.shape[-1]].float(), states[..., angles.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((turned.to(states.dtype), passed), dim=-1)
+
+
+def rotate(states: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotary position embedding (Su et al., arXiv:2104.09864), under the signature of mcore's fused one.
+
+    Args:
+        states: ``[T, 1, heads, head_dim]``.
+        angles: ``[T, 1, 1, rotated]`` float32, ``rotated`` at most ``head_dim``.
+        interleaved: must be False; no supported family pairs neighbouring dimensions.
+    """
+    assert not interleaved
+    return _rotate(states, angles)
+
+
+class SwiGLU(torch.nn.Module):
+    """``swiglu`` as the activation module of an mcore MLP."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+
+    def forward(self, gate_and_up: torch.Tensor) -> torch.Tensor:
+        """``[..., 2 I] -> [..., I]``."""
+        return swiglu(gate_and_up)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Empty; mcore's MLP asks all of its modules."""
+        return {}

@@ -1,0 +1,111 @@
+"""Rotary position embedding (Su et al., arXiv:2104.09864), scaled as transformers scales it: by its own functions."""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megarl.errors import ModelError, UnsupportedError
+from megarl.model.weights.families import full_config
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How one model rotates queries and keys.
+
+    Attributes:
+        base: rope_theta.
+        frequencies: ``[head_dim / 2]`` float32, radians per position; None where they follow from ``base`` alone.
+        attention_factor: multiplies rotated queries and keys (YaRN, Peng et al., arXiv:2309.00071).
+        longest: tokens of the longest sequence with these frequencies; longer ones have others, each length its own
+            (dynamic) or all the same (longrope). None where they do not depend on the length.
+    """
+
+    base: float
+    frequencies: torch.Tensor | None = None
+    attention_factor: float = 1.0
+    longest: int | None = None
+
+    def check_length(self, length: int, what: str) -> None:
+        """Refuse sequences whose frequencies would be others.
+
+        Args:
+            length: tokens of the longest sequence.
+            what: where the length comes from, for the message.
+
+        Raises:
+            UnsupportedError: it exceeds ``longest``.
+        """
+        if self.longest is not None and length > self.longest:
+            raise UnsupportedError(
+                f"config.json: its dynamic or longrope RoPE changes beyond {self.longest} tokens, but {what} is "
+                f"{length}; supported are sequences up to there"
+            )
+
+    def model_settings(self) -> dict[str, Any]:
+        """GPTModel's arguments."""
+        return {"position_embedding_type": "rope", "rotary_base": self.base, "rotary_percent": 1.0}
+
+    def attention_settings(self, head_dim: int) -> dict[str, Any]:
+        """``TransformerConfig``'s arguments: scaling q and k by f scales the attention logits by f squared."""
+        if self.attention_factor == 1.0:
+            return {}
+        return {"softmax_scale": self.attention_factor**2 * head_dim**-0.5}
+
+    def install(self, chunk: "GPTModel") -> None:
+        """Give a built model these frequencies."""
+        if self.frequencies is not None:
+            chunk.rotary_pos_emb.inv_freq = self.frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
+
+
+def rope_of(hf: Mapping[str, Any]) -> Rope:
+    """The RoPE of a parsed ``config.json``, in transformers 5's form (``rope_parameters``) or the older ones.
+
+    Raises:
+        UnsupportedError: a type that is not supported, one per kind of layer, or parameters that transformers rejects.
+    """
+    given = _given(hf)
+    # transformers takes a null for a type of its own, which is not the default.
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in SUPPORTED:
+        raise UnsupportedError(f"config.json: rope_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
+    if nested := [key for key, value in given.items() if isinstance(value, Mapping)]:
+        raise UnsupportedError(f"config.json: rope_parameters differ by layer ({nested[0]}); supported is one for all")
+    partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        # No class of transformers of the families supported here has it: they ignore it; vLLM and mcore do not.
+        raise UnsupportedError(f"config.json: partial_rotary_factor is {partial}; supported is 1.0")
+    full = {key: value for key, value in copy.deepcopy(dict(full_config(hf))).items() if key != "model_type"}
+    try:
+        config = AutoConfig.for_model(hf["model_type"], **full)
+        base = config.rope_parameters["rope_theta"]
+        if not isinstance(base, int | float) or not 1.0 < base < math.inf:
+            raise ValueError(f"rope_theta is {base!r}; it must be a number above 1")
+        base = float(base)
+        if kind == "default":
+            return Rope(base)
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        if not (frequencies.isfinite().all() and 0.0 < factor < math.inf):
+            raise ValueError("its frequencies are not finite")
+    except Exception as error:  # whatever a library raises that was given anything at all
+        raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
+    longest = {"dynamic": full["max_position_embeddings"], "longrope": given.get("original_max_position_embeddings")}
+    return Rope(base, frequencies.float(), float(factor), longest.get(kind))
+
+
+def _given(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``rope_parameters``, or what older releases called so."""
+    given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"config.json: rope_parameters is {given!r}; it must be an object")
+    return given

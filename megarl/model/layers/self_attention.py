@@ -1,0 +1,71 @@
+"""Self-attention for packed tokens on the linears of either back end."""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
+from megatron.core.transformer.attention import SelfAttention
+
+from megarl.model.layers.attention import PackedSequences
+from megarl.model.layers.packed_config import PackedConfig
+from megarl.model.layers.pointwise import wants_kernels
+from megarl.model.weights.fusion import HeadLayout, head_layout, split_heads
+
+
+class PackedSelfAttention(SelfAttention):
+    """mcore's layer, whose forward pass is only what training on packed tokens needs of it.
+
+    On CUDA in 16 bits everything between the projection and attention is one kernel, unless the norms of queries and
+    keys are trained.
+    """
+
+    def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config.with_bias(True) if config.attention_bias else config, *args, **kwargs)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As ``LatentAttention.forward``; ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
+        fused, _ = self.linear_qkv(hidden_states)
+        split = self._split_by_kernel if self._has_kernel(fused) else self._split
+        query, key, value = split(fused, rotary_pos_emb)
+        recomputed = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recomputed else self.core_attention
+        out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
+        return self.linear_proj(out)
+
+    @cached_property
+    def _heads(self) -> HeadLayout:
+        return head_layout(self.config)
+
+    def _norms(self) -> tuple[torch.Tensor, ...]:
+        """Weights of the norms of queries and keys, if the model has them."""
+        weights = (getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm))
+        return tuple(weight for weight in weights if weight is not None)
+
+    def _has_kernel(self, fused: torch.Tensor) -> bool:
+        frozen = not any(weight.requires_grad for weight in self._norms())
+        return wants_kernels(fused) and frozen
+
+    def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from megarl.model.layers.kernels.heads import prepare_heads
+
+        return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, self._heads)
+
+    def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``[T, 1, heads, head_dim]`` of queries, keys and values."""
+        query, key, value = split_heads(fused, self._heads)
+        if self._norms():
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key = (
+            apply_rotary_pos_emb(states, angles, config=self.config, cp_group=self.pg_collection.cp)
+            for states in (query, key)
+        )
+        return query, key, value

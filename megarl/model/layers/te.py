@@ -1,0 +1,71 @@
+"""The ``te`` back end: Transformer Engine's linears with fused norms, its norms, activation and packed attention.
+
+Import this module only where Transformer Engine is installed (``backends`` sees to it): without it, mcore's classes for
+it are not classes.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.extensions.transformer_engine import (
+    TEActivationOp,
+    TEDotProductAttention,
+    TELayerNormColumnParallelLinear,
+    TENorm,
+    TERowParallelLinear,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megarl.model.layers.attention import PackedAttention, PackedSequences
+from megarl.model.layers.block import Parts, block_of
+
+
+def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer block in which the norms of attention and of dense MLPs are part of the linear that follows them."""
+    parts = Parts(
+        TENorm,
+        TELayerNormColumnParallelLinear,
+        TERowParallelLinear,
+        # Ours splits packed sequences over CP ranks as the model's RoPE and loss expect them.
+        PackedTEAttention if config.context_parallel_size == 1 else PackedAttention,
+        TEActivationOp,
+        fused_norm=True,
+    )
+    return block_of(parts, config, vp_stage)
+
+
+class PackedTEAttention(TEDotProductAttention):
+    """TE's variable-length ("thd") attention behind the interface of ``PackedAttention``."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # TE has no fused kernel for float32, and its unfused one holds whole score matrices.
+        self.exact = PackedAttention(config, *args, **kwargs)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType,
+        *,
+        packed_seq_params: PackedSequences,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Attend within each packed sequence; shapes as for ``PackedAttention``."""
+        # TE's own window would need another config for each layer.
+        if query.dtype == torch.float32 or self.exact.window is not None:
+            return self.exact(query, key, value, None, packed_seq_params=packed_seq_params)
+        out = super().forward(
+            query.squeeze(1),
+            key.squeeze(1),
+            # A view into the fused projection: TE would look for a layout of the three twice before it copied this one.
+            value.squeeze(1).contiguous(),
+            None,
+            attn_mask_type,
+            packed_seq_params=packed_seq_params.thd,
+        )
+        return out.view(out.shape[0], 1, -1)

@@ -1,0 +1,1 @@
+"""The adapter's optimizer: Megatron-Core's, its shards by tensor name, the fused AdamW update."""

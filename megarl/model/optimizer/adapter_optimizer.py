@@ -1,0 +1,200 @@
+"""mcore's optimizer over the adapter, with its state readable and writable by tensor name."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from megarl.config import TrainConfig
+from megarl.errors import MegarlError, UnsupportedError
+from megarl.model.optimizer import optimizer_shards
+from megarl.model.optimizer.ddp import start_sums
+from megarl.model.optimizer.fused_adamw import global_norm, update, use_fused_adamw
+from megarl.parallel.device import cuda_names
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class GradientError(MegarlError, FloatingPointError):
+    """The gradient norm is not finite; the adapter was not updated."""
+
+
+def make_optimizers(
+    chunks: list[Any], parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]], config: TrainConfig
+) -> dict[str, "AdapterOptimizer"]:
+    """One optimizer for each adapter, over its parameters alone: an update moves no other's weights or moments.
+
+    Args:
+        chunks: wrapped by ``wrap_ddp`` with the same config.
+        parameters: adapter's name -> ``(PEFT name, parameter)`` of this rank.
+        config: the ``train`` section.
+
+    Raises:
+        UnsupportedError: several adapters, and a setting under which mcore's buffers allow one only.
+    """
+    for setting in ("distributed_optimizer", "overlap_grad_reduce"):
+        if len(parameters) > 1 and getattr(config, setting):
+            raise UnsupportedError(
+                f"train.{setting} is true with {len(parameters)} adapters ({', '.join(parameters)}); supported is "
+                "false, or one adapter (frozen ones may be added to the model afterwards)"
+            )
+    every = [parameter for named in parameters.values() for _, parameter in named]
+    made = {}
+    for name, named in parameters.items():
+        # mcore takes what requires a gradient while the optimizer is made.
+        for parameter in every:
+            parameter.requires_grad_(False)
+        for _, parameter in named:
+            parameter.requires_grad_(True)
+        made[name] = AdapterOptimizer(chunks, named, config)
+    for parameter in every:
+        parameter.requires_grad_(True)
+    return made
+
+
+class AdapterOptimizer:
+    """AdamW on fp32 main weights, sharded by mcore.
+
+    Attributes:
+        reduced: the buffers hold sums over ranks.
+        reducing: the backward passes of this step are over and their sums under way (set by the caller).
+
+    What it gives and takes by name is whole and shaped like this rank's parameters, also where
+    ``train.distributed_optimizer`` leaves each data-parallel rank only a part; then the methods that say so are
+    collectives over the data-parallel ranks.
+    """
+
+    def __init__(
+        self, chunks: list[Any], parameters: list[tuple[str, torch.nn.Parameter]], config: TrainConfig
+    ) -> None:
+        """Build the optimizer.
+
+        Args:
+            chunks: wrapped by ``wrap_ddp`` with the same config.
+            parameters: ``(PEFT name, parameter)`` of this rank.
+            config: the ``train`` section.
+        """
+        self.chunks = chunks
+        self.parameters = dict(parameters)
+        self.distributed = config.distributed_optimizer
+        self.max_norm = config.max_grad_norm
+        self.reduced, self.reducing = False, False
+        self._steps = 0
+        dtype = chunks[0].config.params_dtype
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            adam_eps=config.adam_eps,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+            use_distributed_optimizer=config.distributed_optimizer,
+            overlap_param_gather=config.overlap_param_gather,
+            clip_grad=config.max_grad_norm,
+        )
+        with cuda_names():
+            self.optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+        self._parts = optimizer_shards.parts_of(self.optimizer)
+        use_fused_adamw(self._parts)
+        self._shards = optimizer_shards.shards_of(self.optimizer)
+
+    def zero_grad(self) -> None:
+        """Clear the gradient buffers."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.reduced, self.reducing = False, False
+
+    def reduce_gradients(self) -> None:
+        """Sum the buffers over DP, SP and tied ranks, once; a collective."""
+        if not self.reduced:
+            if not self.reducing:
+                start_sums(self.chunks)
+            finalize_model_grads(self.chunks, None)
+            self.reduced = True
+
+    def step(self, lr: float) -> float:
+        """Reduce gradients over ranks, clip, update, clear.
+
+        The host waits for the device once, when it has nothing left to launch: for the norm.
+
+        Args:
+            lr: learning rate of this update.
+
+        Returns:
+            The gradient's global norm before clipping.
+
+        Raises:
+            GradientError: the norm is not finite; nothing was updated, the gradient is cleared.
+        """
+        self.reduce_gradients()
+        with cuda_names(), torch.no_grad():
+            self.optimizer.prepare_grads()
+            norm = global_norm(self._parts, next(self.chunks[0].parameters()).device)
+            for part in self._parts:
+                update(part, norm, lr, self.max_norm)
+        self.zero_grad()
+        value = float(norm)
+        if not math.isfinite(value):
+            raise GradientError(f"the gradient norm is {value}; the adapter was not updated")
+        self._steps += 1
+        return value
+
+    def finish_param_gather(self) -> None:
+        """Wait until the model holds the last update, where ``train.overlap_param_gather`` left that to the next
+        forward pass. Collective."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """PEFT name -> this rank's float32 gradient (summed over ranks by ``reduce_gradients``). Collective."""
+        if self.distributed:
+            optimizer_shards.gather_gradients(self.chunks)
+        return {name: parameter.main_grad for name, parameter in self.parameters.items()}
+
+    def main_weights(self) -> dict[str, torch.Tensor]:
+        """PEFT name -> this rank's float32 main weights. Collective."""
+        return self._whole({parameter: shard.main.data for parameter, shard in self._shards.items()})
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """``exp_avg``/``exp_avg_sq`` -> PEFT name -> this rank's moment; zeros before the first step. Collective."""
+        return {
+            moment: self._whole({parameter: shard.moment(moment) for parameter, shard in self._shards.items()})
+            for moment in MOMENTS
+        }
+
+    def _whole(self, parts: dict[torch.nn.Parameter, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.distributed:
+            parts = optimizer_shards.gather_parts(self.chunks, self._shards, parts)
+        return {name: parts[parameter] for name, parameter in self.parameters.items()}
+
+    def steps(self) -> int:
+        """Updates made so far."""
+        return self._steps
+
+    def restore(self, steps: int, main: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Set the whole state, and the model's parameters to the rounded main weights. Every rank takes its own part.
+
+        Args:
+            steps: updates made so far.
+            main: as ``main_weights()`` returns them.
+            moments: as ``moments()`` returns them.
+        """
+        self._steps = steps
+        for name, parameter in self.parameters.items():
+            parameter.data.copy_(main[name])
+            if shard := self._shards.get(parameter):
+                shard.main.data.copy_(shard.cut(main[name]))
+                shard.set_state(steps, {moment: shard.cut(moments[moment][name]).clone() for moment in MOMENTS})
+
+    def start_anew(self) -> None:
+        """Take the model's parameters as main weights (after an adapter was loaded) and forget moments and steps."""
+        weights = {name: parameter.data.float() for name, parameter in self.parameters.items()}
+        zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))

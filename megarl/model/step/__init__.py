@@ -1,0 +1,1 @@
+"""One training step: pack samples, run the pipeline schedule, replay CUDA graphs."""

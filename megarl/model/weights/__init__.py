@@ -1,0 +1,1 @@
+"""Base weights: names by family, Hugging Face folders, and what each rank holds of a tensor."""

@@ -1,0 +1,73 @@
+"""What the mixture-of-experts families share: mcore's names of router and experts, and its settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config.checks import EXPERT_COUNTS
+from megarl.errors import ModelError, UnsupportedError
+from megarl.model.weights.families.base import ROUTER, LinearMap
+
+
+def router(hf: str) -> LinearMap:
+    """The router, by its Hugging Face path below the layer."""
+    return LinearMap(ROUTER, (hf,), "replicated")
+
+
+def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
+    """Templates of one expert's linears, by their Hugging Face paths below the layer."""
+    return (
+        LinearMap("mlp.experts.local_experts.{}.linear_fc1", (gate, up), "column", "gated"),
+        LinearMap("mlp.experts.local_experts.{}.linear_fc2", (down,), "row"),
+    )
+
+
+def shared_experts(hf: str) -> tuple[LinearMap, LinearMap]:
+    """The experts that every token passes, one MLP in all, by its Hugging Face path below the layer."""
+    return (
+        LinearMap("mlp.shared_experts.linear_fc1", (f"{hf}.gate_proj", f"{hf}.up_proj"), "column", "gated"),
+        LinearMap("mlp.shared_experts.linear_fc2", (f"{hf}.down_proj",), "row"),
+    )
+
+
+def sparse_by_step(hf: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has experts in Qwen's families: every ``decoder_sparse_step``-th but ``mlp_only_layers``."""
+    return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
+
+
+def num_experts(hf: Mapping[str, Any]) -> int:
+    """Routed experts of a layer; families write different names."""
+    return next(hf[key] for key in EXPERT_COUNTS if hf.get(key))
+
+
+def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) -> dict[str, Any]:
+    """``TransformerConfig`` arguments of a softmax top-k mixture without auxiliary losses or token dropping.
+
+    Args:
+        hf: parsed config.json.
+        hidden: inner size of an expert.
+        renormalise: whether the chosen experts' probabilities are scaled to add up to 1, which equals the softmax over
+            the chosen logits alone.
+
+    Raises:
+        ModelError: a token takes more experts than there are.
+        UnsupportedError: it takes one, whose weight is always 1.
+    """
+    count, chosen = num_experts(hf), hf["num_experts_per_tok"]
+    if chosen > count:
+        raise ModelError(f"config.json: num_experts_per_tok ({chosen}) exceeds the {count} experts of a layer")
+    if chosen == 1 and renormalise:
+        # Scaled to add up to 1, the weight of one expert is 1 whatever the router says; mcore has no such mixture.
+        raise UnsupportedError(
+            "config.json: num_experts_per_tok is 1 where weights are scaled to add up to 1 (norm_topk_prob); supported "
+            "are 2 or more, or weights that are not scaled"
+        )
+    return {
+        "num_moe_experts": count,
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": hidden,
+        "moe_router_pre_softmax": not renormalise,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }

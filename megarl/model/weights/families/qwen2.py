@@ -1,0 +1,37 @@
+"""Qwen2 and Qwen2.5 (whose ``model_type`` is qwen2 too): Llama's layer with a bias on q, k and v."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megarl.errors import ModelError
+from megarl.model.weights.families.base import READ_BY_ALL, Family, everywhere
+from megarl.model.weights.families.dense import MLP, NORMS, OUT, QKV
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"add_qkv_bias": True}
+
+
+def layer_window(hf: Mapping[str, Any], layer: int) -> int | None:
+    """The window of a layer that ``layer_types`` says has one.
+
+    Raises:
+        ModelError: ``layer_types`` is not one of two kinds for each layer, or there is no window.
+    """
+    kinds = hf["layer_types"]
+    if len(kinds) != hf["num_hidden_layers"] or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise ModelError(
+            f"config.json: layer_types must name full_attention or sliding_attention for each of the "
+            f"{hf['num_hidden_layers']} layers; it is {kinds}"
+        )
+    if kinds[layer] == "full_attention":
+        return None
+    if not hf["sliding_window"]:
+        raise ModelError("config.json: layer_types has sliding_attention, but there is no window: use_sliding_window")
+    return hf["sliding_window"]
+
+
+ATTENTION = (replace(QKV, bias=everywhere), OUT)
+READS = READ_BY_ALL | {"head_dim", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
+FAMILY = Family(("qwen2",), READS, ATTENTION, MLP, NORMS, _settings, window=layer_window)

@@ -1,0 +1,63 @@
+"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention; experts in all layers but those that config.json lists.
+
+Beside the routed experts stands a shared one, whose output a gate of one number per token scales by its sigmoid. PEFT
+(0.21) leaves this family's names as they are, unlike those of other mixtures: ``gate_proj`` among ``target_modules``
+means the shared expert's (``all-linear`` too, which has ``shared_expert_gate`` besides); routed experts and routers are
+``target_parameters`` only.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megarl.model.weights.families.base import READ_BY_ALL, Family, LinearMap, MoeMap
+from megarl.model.weights.families.dense import MLP, NORMS, OUT, QKV
+from megarl.model.weights.families.moe import (
+    expert_settings,
+    experts,
+    num_experts,
+    router,
+    shared_experts,
+    sparse_by_step,
+)
+from megarl.model.weights.families.qwen2 import layer_window
+
+
+def _qkv_bias(hf: Mapping[str, Any], layer: int) -> bool:
+    return bool(hf["qkv_bias"])
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"]) | {
+        "add_qkv_bias": hf["qkv_bias"],
+        "moe_layer_freq": [int(sparse_by_step(hf, layer)) for layer in range(hf["num_hidden_layers"])],
+        "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+    }
+
+
+READS = READ_BY_ALL | {
+    "head_dim", "qkv_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
+}  # fmt: skip
+FAMILY = Family(
+    ("qwen2_moe",),
+    READS,
+    (replace(QKV, bias=_qkv_bias), OUT),
+    MLP,
+    NORMS,
+    _settings,
+    MoeMap(
+        linears=(
+            router("mlp.gate"),
+            *shared_experts("mlp.shared_expert"),
+            LinearMap("mlp.shared_experts.gate", ("mlp.shared_expert_gate",), "replicated"),
+        ),
+        experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        count=num_experts,
+        sparse=sparse_by_step,
+        by_module=False,
+    ),
+    window=layer_window,
+)

@@ -1,0 +1,36 @@
+"""Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those that config.json lists."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.model.weights.families.base import READ_BY_ALL, Family, MoeMap
+from megarl.model.weights.families.dense import ATTENTION, MLP, NORMS
+from megarl.model.weights.families.moe import expert_settings, experts, num_experts, router, sparse_by_step
+from megarl.model.weights.families.qwen3 import ATTENTION_KEYS, QK_NORMS, attention_settings
+
+
+def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    pattern = [int(sparse_by_step(hf, layer)) for layer in range(hf["num_hidden_layers"])]
+    experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"])
+    return attention_settings(hf) | experts_of | {"moe_layer_freq": pattern}
+
+
+READS = READ_BY_ALL | ATTENTION_KEYS | {
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
+    "mlp_only_layers", "decoder_sparse_step", "max_window_layers",
+}  # fmt: skip
+FAMILY = Family(
+    ("qwen3_moe",),
+    READS,
+    ATTENTION,
+    MLP,
+    NORMS + QK_NORMS,
+    _settings,
+    MoeMap(
+        linears=(router("mlp.gate"),),
+        experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+        count=num_experts,
+        sparse=sparse_by_step,
+    ),
+    window=lambda hf, layer: hf["sliding_window"],
+)

@@ -1,0 +1,10 @@
+"""Say whether Triton kernels can be compiled here."""
+
+import functools
+import importlib.util
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None

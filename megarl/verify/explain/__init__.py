@@ -1,0 +1,1 @@
+"""Name the first module, gradient or tensor that differs."""

@@ -1,0 +1,1 @@
+"""What is verified: the arguments, layouts, token sequences, random adapters and tiny models."""

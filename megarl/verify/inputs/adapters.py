@@ -1,0 +1,74 @@
+"""Random adapters to verify with, as PEFT directories."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.lora.files.peft_folder import WEIGHTS
+from megarl.lora.targets.resolve import BASE_WEIGHT, PREFIX, matrix_name, rank_and_scaling, resolve_targets, short_names
+from megarl.model.weights.families import WeightMap, names_of
+from megarl.model.weights.families.base import EMBEDDING
+from megarl.model.weights.hf_folder import WeightFolder, read_config
+
+
+def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> Path:
+    """A PEFT adapter with random A and B (B is not zero, so that A has gradients too).
+
+    PEFT itself decides which modules are adapted and in what shapes. Only where PEFT's modules are not the file's, in
+    mixtures of experts without ``target_parameters``, do they follow from the family.
+
+    Args:
+        model: Hugging Face folder; its linears' weights are not read.
+        folder: the directory to write.
+        seed: of the matrices.
+        config: PEFT's settings; default: rank 4, alpha 8, all linears.
+    """
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    names, source = names_of(read_config(model)), WeightFolder(model)
+    if names.experts_by_module and not settings.get("target_parameters"):
+        if settings["target_modules"] == "all-linear":
+            settings["target_modules"] = short_names(names.target_names())
+        return _write(
+            folder, LoraConfig(**settings), _expert_shapes(source, names, LoraConfig(**settings)), source, seed
+        )
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        adapted = get_peft_model(base, LoraConfig(**settings))
+    shapes = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(adapted).items()}
+    return _write(folder, adapted.peft_config["default"], shapes, source, seed)
+
+
+def _expert_shapes(source: WeightFolder, names: WeightMap, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a file with one A and one B for every linear."""
+    chosen = resolve_targets(config, names)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in filter(chosen.__contains__, names.target_names()):
+        rows, columns = source.get_slice(f"{name}.weight").get_shape()
+        rank = rank_and_scaling(config, chosen[name])[0]
+        shapes |= {matrix_name(name, "A"): (rank, columns), matrix_name(name, "B"): (rows, rank)}
+    return shapes
+
+
+def _write(
+    folder: Path, config: LoraConfig, shapes: Mapping[str, tuple[int, ...]], source: WeightFolder, seed: int
+) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        tensor = torch.empty(shape)
+        if name.endswith(BASE_WEIGHT):  # PEFT adds those of an adapted embedding and lm_head
+            weight = f"{name.removeprefix(PREFIX).removesuffix(BASE_WEIGHT)}.weight"
+            tensors[name] = source.get_slice(weight if weight in source.where else EMBEDDING[1])[:].clone()
+        elif "_A" in name:
+            tensors[name] = tensor.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
+        else:
+            tensors[name] = tensor.normal_(std=0.05, generator=generator)
+    config.inference_mode = True  # as PEFT saves it
+    config.save_pretrained(str(folder))
+    save_file(tensors, str(folder / WEIGHTS), metadata={"format": "pt"})
+    return folder

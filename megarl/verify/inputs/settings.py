@@ -1,0 +1,69 @@
+"""The command's arguments -> the run config to verify. Loads no torch: a typo is reported at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import RunConfig, override_config
+from megarl.errors import ConfigError, pick
+from megarl.verify.inputs.samples import LONG
+
+SECTIONS = ("parallel", "lora", "model", "train")
+# Adam moves an element by up to the learning rate whatever its gradient: 5e-4 keeps what rounding noise can do to one
+# element (1e-3 over three updates of a matrix of about 0.2) in sight, and is a learning rate that people train with.
+TRAIN = {
+    "steps": 3,
+    "learning_rate": 5e-4,
+    # Little more than the longest sequence, so that there are several micro-batches.
+    "micro_batch_tokens": 128,
+    "prompts_per_step": 64,
+    # Three updates at 5e-4 shrink the adapter by 8e-4: without it the update is off by a tenth.
+    "weight_decay": 0.5,
+}
+# Of the policy, on both sides.
+TEMPERATURE = 0.8
+
+
+def verify_tree(model: str | Path) -> dict[str, Any]:
+    """The config before overrides: float32, three updates, short sequences. Task and sampler are not used."""
+    half = LONG // 2
+    return {
+        "model": {"path": str(model), "dtype": "float32"},
+        "task": {"name": "arithmetic"},
+        "train": dict(TRAIN),
+        "sampler": {"max_prompt_tokens": half, "max_response_tokens": half, "temperature": TEMPERATURE},
+    }
+
+
+def verify_config(model: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of ``megarl verify MODEL overrides``.
+
+    Args:
+        model: a Hugging Face folder.
+        overrides: ``section.key=value`` of the sections ``SECTIONS``, by the run config's names.
+
+    Raises:
+        ConfigError: another section, or a value that is wrong or cannot be verified.
+        UnsupportedError: a layout or option that is valid but not proven.
+    """
+    for override in overrides:
+        section = override.partition("=")[0].partition(".")[0]
+        pick(dict.fromkeys(SECTIONS), section, f"section of the override '{override}'")
+        if override.startswith("model.path="):
+            raise ConfigError(f"override '{override}': the model is the command's first argument")
+    config = override_config(verify_tree(Path(model).expanduser()), overrides)
+    check_dropout(config.lora.lora_dropout, "lora.lora_dropout")
+    return config
+
+
+def check_dropout(dropout: float, field: str) -> None:
+    """Refuse dropout: masks are drawn anew in every layout, so no two computations can be compared.
+
+    Raises:
+        ConfigError: naming the field.
+    """
+    if dropout:
+        raise ConfigError(
+            f"{field} is {dropout}; masks are drawn anew in every layout, so verify needs 0 (nothing else depends on "
+            "it: verify a copy of the adapter with 0 in its adapter_config.json)"
+        )

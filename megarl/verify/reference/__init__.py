@@ -1,0 +1,1 @@
+"""The reference: one process of Hugging Face + PEFT in float64, and the loss it is compared with."""

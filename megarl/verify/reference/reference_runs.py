@@ -1,0 +1,226 @@
+"""The reference's side, in its own processes: the truth, the yardstick, and reading what megarl saved."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from megarl.errors import UnsupportedError
+from megarl.lora import load_peft_config
+from megarl.lora.files.peft_folder import WEIGHTS
+from megarl.lora.files.stacked_experts import AdapterFile
+from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.resolve import EMBED_MODULE, rank_and_scaling, resolve_targets
+from megarl.model.weights.families import names_of
+from megarl.model.weights.families.base import EMBEDDING
+from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.parallel.device import pick_device
+from megarl.verify.cases import Case, Place
+from megarl.verify.compare import (
+    EXPORTED_WEIGHTS,
+    MERGED_LOAD,
+    MERGED_WEIGHTS,
+    PEFT_LOAD,
+    Finding,
+    Outcome,
+    Rule,
+    compare,
+    compare_logprobs,
+    is_worse,
+)
+from megarl.verify.inputs.samples import weights_of
+from megarl.verify.launch import free_memory, run_ranks, say
+from megarl.verify.reference.hf_peft import all_logprobs, each_update, gradient_norm, load_reference, run_reference
+from megarl.verify.reference.router_margins import Gaps
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Weights, one largest tensor more, activations of short sequences.
+HEADROOM = 1.3
+# To find samples without ties.
+ATTEMPTS = 3
+
+Item = TypeVar("Item")
+
+
+def run_shared(
+    function: Callable[[Item], Any], items: Sequence[Item], report: Callable[[str], None] | None = None
+) -> list[Any]:
+    """Call ``function(item)`` in reference processes: one per core on a CPU host, else one; results in order."""
+    if not items:
+        return []
+    processes = 1 if torch.cuda.is_available() else min(len(items), os.cpu_count() or 1)
+    shares = run_ranks(_share, processes, function, list(items), report=report)
+    return [shares[index % processes][index // processes] for index in range(len(items))]
+
+
+def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
+    disable_progress_bar()  # transformers' own, of every folder it reads
+    results = []
+    for item in items[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
+        results.append(function(item))
+        free_memory()
+    return results
+
+
+def choose(case: Case) -> tuple[str, torch.device]:
+    """Dtype and device of the truth: float64 if the weights fit, on the GPU before the host.
+
+    Raises:
+        UnsupportedError: one process cannot hold the model in float32 either.
+    """
+    source = WeightFolder(case.model)
+    elements = 0
+    for name in source.where:
+        count = 1
+        for size in source.get_slice(name).get_shape():
+            count *= size
+        elements += count
+    places = [(torch.device("cpu"), psutil.virtual_memory().available)]
+    device = pick_device(case.config.train.device)
+    if device.type == "cuda":
+        places.insert(0, (device, torch.cuda.mem_get_info(device)[0]))
+    for dtype in ("float64", "float32"):
+        for place, free in places:
+            if elements * DTYPES[dtype].itemsize * HEADROOM <= free:
+                return dtype, place
+    raise UnsupportedError(
+        f"model.path: {case.model} has {elements / 1e9:.1f}e9 weights, too many for one process of Hugging Face + PEFT "
+        "here; `megarl verify MODEL --matrix` checks a small model of the same family"
+    )
+
+
+def make_truth(case: Case) -> str:
+    """Compute and keep the truth, unless that was done before; returns its dtype."""
+    if case.has("truth-is"):
+        return case.read("truth-is")[0]
+    dtype, device = choose(case)
+    say(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}")
+    outcome, gaps = _run_truth(case, dtype, device)
+    for _ in range(ATTEMPTS):
+        samples = case.samples()
+        clear = gaps.clear(samples)
+        # Where experts tie in most samples, as in a large model, there is no batch without.
+        if not len(samples) / 2 <= len(clear) < len(samples):
+            break
+        say(f"{case.name}: experts tie in {len(samples) - len(clear)} of {len(samples)} samples, which are left out")
+        case.keep_samples(clear)
+        # The updates are others without them.
+        outcome, gaps = _run_truth(case, dtype, device)
+    case.write("truth", outcome)
+    case.write("truth-is", (dtype, device))
+    return dtype
+
+
+def _run_truth(case: Case, dtype: str, device: torch.device) -> tuple[Outcome, Gaps]:
+    rounded = []
+    if case.dtype == "float32":
+        model = _rounding(case, dtype).to(device)
+        _set_scale(case, model)
+        updates = each_update(model, case.samples(), case.all_weights(), case.config)
+        rounded = [{name: gradient.cpu() for name, gradient in update.gradients.items()} for update in updates]
+        del model, updates
+        free_memory()  # ``choose`` made room for one model
+    model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
+    if case.dtype != "float32":
+        _set_scale(case, model)
+    gaps = Gaps()
+    # What rounds more than float32 has ties everywhere, and a rule that allows for them.
+    with gaps.listen(model) if case.dtype == "float32" else nullcontext():
+        return run_reference(model, case.samples(), case.all_weights(), case.config, rounded), gaps
+
+
+def _set_scale(case: Case, model: torch.nn.Module) -> None:
+    samples = case.samples()
+    case.keep_scale(gradient_norm(model, samples, weights_of(samples), case.temperature))
+
+
+def _rounding(case: Case, truth: str) -> torch.nn.Module:
+    """The reference in the dtype under test; with other kernels where the truth itself is in that dtype."""
+    return load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if truth == case.dtype else "eager")
+
+
+def make_own(case: Case) -> dict[str, Finding]:
+    """Compute and keep the yardstick; returns how far each row of it is off.
+
+    Where the truth had to be computed in the dtype under test, the yardstick takes other kernels and adds gradients up
+    in the opposite order: what remains is rounding.
+    """
+    dtype, device = case.read("truth-is")
+    say(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}")
+    model = _rounding(case, dtype).to(device)
+    order = slice(None, None, -1 if dtype == case.dtype else 1)
+    weights = [weights_S[order] for weights_S in case.all_weights()]
+    outcome = run_reference(model, case.samples()[order], weights, case.config)
+    outcome.logprobs[:] = outcome.logprobs[order]
+    outcome.base_logprobs[:] = outcome.base_logprobs[order]
+    case.write("own", outcome)
+    return {finding.row: finding for finding in compare(outcome, case.read("truth"), case.rule)}
+
+
+def read_back(place: Place) -> list[tuple[Finding, float]]:
+    """Load what megarl saved into Hugging Face + PEFT; ``(finding, the yardstick's error)`` of four rows."""
+    say(f"{place.key}: Hugging Face + PEFT load what was saved")
+    case, rule = place.case, place.case.rule
+    dtype, device = case.read("truth-is")
+    samples = case.samples()
+    adapter, merged = place.folder / "adapter", place.folder / "merged"
+
+    def logprobs(folder: Path, adapter: Path | None, dtype: str, merge: bool = False) -> Any:
+        model = load_reference(folder, adapter, DTYPES[dtype]).to(device)
+        if merge:
+            model = model.merge_and_unload().to(DTYPES[truth_dtype])
+        return all_logprobs(model, samples, case.temperature)
+
+    truth_dtype = dtype
+    truth = logprobs(case.model, adapter, dtype)
+    loaded = compare_logprobs(PEFT_LOAD, case.read(f"{place.layout}/after"), truth, rule)
+    merged_loaded = compare_logprobs(MERGED_LOAD, logprobs(merged, None, dtype), truth, rule)
+    own = own_merged = 0.0
+    if rule.needs_own(loaded):
+        own = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
+    if rule.needs_own(merged_loaded):
+        theirs = logprobs(case.model, adapter, case.dtype, merge=True)
+        own_merged = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
+    weights = [
+        merged_weights(row, case.model, adapter, folder, rule)
+        for row, folder in ((MERGED_WEIGHTS, merged), (EXPORTED_WEIGHTS, place.folder / "exported"))
+    ]
+    return [(loaded, own), (merged_loaded, own_merged), *weights]
+
+
+def merged_weights(row: str, model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
+    """Merged tensors against ``W + scaling * B @ A`` in float64; the yardstick is that sum, rounded once."""
+    worst, own = Finding(row, "", -1.0), 0.0
+    for name, exact, tensor in exact_sums(model, adapter, merged):
+        finding = rule.measure(row, {name: tensor}, {name: exact})
+        if is_worse(finding.error, worst.error):
+            worst = finding
+            own = rule.measure(row, {name: exact.to(tensor.dtype)}, {name: exact}).error
+    return worst, own
+
+
+def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """``(name, exact sum in float64, merged tensor)`` of every tensor of the merged folder."""
+    from safetensors import safe_open
+
+    before, after, names = WeightFolder(model), WeightFolder(merged), names_of(read_config(model))
+    config = as_read(load_peft_config(adapter), names)
+    targets = resolve_targets(config, names)
+    with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
+        matrices = AdapterFile(source, targets, names)
+        for name in after.where:
+            tensor = after.get_slice(name)[:]
+            # The base that is merged into is the one that was trained on, rounded to the model's dtype.
+            base = name if name in before.where else EMBEDDING[1]  # tied, and parted by the merge
+            exact = before.get_slice(base)[:].to(tensor.dtype).double()
+            module = name.removesuffix(".weight")
+            if module in targets:
+                matrix_a, matrix_b = (matrix.double() for matrix in matrices.pair(module))
+                delta = rank_and_scaling(config, targets[module])[1] * (matrix_b @ matrix_a)
+                exact = exact + (delta.T if module == EMBED_MODULE else delta)
+            yield name, exact, tensor
