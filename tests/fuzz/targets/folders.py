@@ -25,7 +25,7 @@ from tests.helpers.tokenizer import make_tokenizer
 
 # Families whose config.json have between them all that megarl reads; one is changed in each case.
 MODELS = {
-    "llama": {"rope_parameters": rope("llama3")},
+    "llama": {"rope_parameters": rope("llama3"), "attention_bias": True, "mlp_bias": True},
     "qwen2": {},
     "qwen2_moe": {},
     "qwen3_moe": {},

@@ -54,6 +54,10 @@ WRONG = {
     "a wrong union": ("lora.target_modules=3", ["'lora.target_modules' is 3", "'all-linear'", "valid list"]),
     "a wrong value of a mapping": ("lora.rank_pattern={q_proj: x}", ["'lora.rank_pattern.q_proj' is 'x'"]),
     "out of range": ("sampler.samples_per_prompt=1", ["'sampler.samples_per_prompt' is 1", "equal to 2"]),
+    "a learning rate of nobody's": (
+        "train.learning_rate=1000",
+        ["'train.learning_rate' is 1000", "less than or equal to 1"],
+    ),
     "infinity": ("train.learning_rate=.inf", ["'train.learning_rate' is inf", "finite"]),
     "a scalar for a section": ("model=3", ["'model' is 3", "mapping"]),
     "no value": ("train.steps=", ["override 'train.steps='", "no value"]),

@@ -198,6 +198,34 @@ def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
         assert changes_of(model, contents=CONTENT | {key: "other"}, train__resume_changes=[name]) == {name}
 
 
+# A new setting belongs here or in FREE: whoever adds it says whether another value makes it another experiment.
+DECIDE = """
+    task.name task.system_prompt task.options
+    loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
+    loss.importance_cap
+    sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.max_prompt_tokens
+    sampler.max_response_tokens sampler.seed
+    train.prompts_per_step train.updates_per_step train.learning_rate train.schedule train.warmup_steps
+    train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_eps train.max_grad_norm
+"""
+NEVER = """
+    model.dtype train.seed
+    lora.r lora.lora_alpha lora.lora_dropout lora.target_modules lora.target_parameters lora.use_rslora
+    lora.rank_pattern lora.alpha_pattern
+"""
+
+
+def test_every_setting_is_known_to_decide_or_not(model):
+    """By its effect: each of them differs, and nothing else does."""
+    saved, found = settings_of(settings(model)), {"DECIDE": set(), "NEVER": set()}
+    for name in saved.keys() - set(PLACES):
+        try:
+            check_changes({"settings": saved | {name: "another"}, "contents": CONTENT}, CONTENT, settings(model))
+        except ConfigError as error:
+            found["NEVER" if "cannot go on with that" in str(error) else "DECIDE"].add(name)
+    assert found == {"DECIDE": set(DECIDE.split()), "NEVER": set(NEVER.split())}
+
+
 def test_the_lists_name_settings_that_exist(model):
     names = settings_of(settings(model)).keys()
     for pattern in (*FREE, *PLACES):

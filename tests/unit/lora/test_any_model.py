@@ -1,6 +1,7 @@
 """Models that somebody else built: what fits its config.json works, however it was cast; the rest is refused."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from peft import LoraConfig
+from safetensors.torch import load_file
 
 from megarl.errors import UnsupportedError
 from megarl.lora import apply_lora
+from megarl.lora.peft_io import WEIGHTS
 from megarl.lora.state import adapters_of
 from megarl.model.weights.base_tensors import load_base
 from megarl.model.weights.hf_folder import read_config
+from megarl.parallel.groups import Groups, current_groups
 from megarl.verify.compare import relative_error
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.reference.hf_peft import load_reference
@@ -70,6 +74,8 @@ def on_one_rank(model: str, adapter: str) -> dict[str, Any]:
         adapted.load(adapter)
         found[f"cast {when}"] = logits(one)
         adapted.save(Path(adapter).with_name(f"saved {when}"))
+    found["padded"] = padded(example, model, adapter, device)
+    found["KV heads"] = refusal(lambda: apply_lora([fresh()], lora(), hf, groups=of_ranks(4)))
     found["state"] = states(fresh, hf)
     found["no matrix"] = refusal(lambda: apply_lora([spoilt(fresh())], lora(), hf))
     quantised = fresh()
@@ -110,6 +116,23 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
     mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).triu(1)
     with torch.no_grad():
         return model(tokens, torch.arange(24)[None], mask).float()
+
+
+def padded(example: Any, model: str, adapter: str, device: torch.device) -> torch.Tensor:
+    """Logits of a model whose vocabulary mcore has padded to 135 rows; its adapter is saved."""
+    args = parsed(model, {}, "--make-vocab-size-divisible-by", 5)
+    one = example.model_provider(args, device)
+    load_base([one], model, read_config(model))
+    adapted = apply_lora([one], lora(), read_config(model))
+    adapted.load(adapter)
+    adapted.save(Path(adapter).with_name("saved padded"))
+    return logits(one)
+
+
+def of_ranks(tensor: int) -> Groups:
+    """This rank as it would be in a larger tensor-parallel group."""
+    groups = current_groups()
+    return dataclasses.replace(groups, topology=dataclasses.replace(groups.topology, tensor=tensor))
 
 
 def spoilt(model: torch.nn.Module) -> torch.nn.Module:
@@ -177,6 +200,21 @@ def test_a_model_cast_to_bf16_computes_and_saves(ran, when):
     exact = reference(folder, folder / "adapter")
     assert relative_error(found[f"cast {when}"], exact) < 2e-2
     assert relative_error(reference(folder, folder / f"saved {when}"), exact) < 2e-2
+
+
+def test_a_padded_vocabulary_is_cut_when_the_adapter_is_saved(ran):
+    folder, found = ran
+    assert found["padded"].shape[-1] == 135
+    exact = reference(folder, folder / "adapter")
+    assert relative_error(found["padded"][..., :132], exact) < 1e-5
+    shapes = {name: tensor.shape for name, tensor in load_file(folder / "saved padded" / WEIGHTS).items()}
+    assert shapes["base_model.model.lm_head.lora_B.weight"] == (132, 4)
+    assert shapes["base_model.model.model.embed_tokens.lora_embedding_A"] == (4, 132)
+    assert torch.equal(reference(folder, folder / "saved padded"), exact)
+
+
+def test_a_kv_head_shared_by_ranks_as_mcore_shares_it_is_refused_by_name(ran):
+    assert "the tensor-parallel size is 4, but the model has 2 KV heads; supported are" in ran[1]["KV heads"]
 
 
 def test_fake_quantised_weights_are_adapted_as_peft_adapts_them(ran):
