@@ -5,7 +5,6 @@ vLLM's ``PEFTHelper`` of 0.26 knows one rank and one alpha. Each module's scalin
 told rank = alpha, whose scaling is 1.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,19 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from peft.utils.other import get_pattern_key
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
 from megarl.checkpoint_engine import receiver_moe, receiver_router, receiver_stacked
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
-from megarl.errors import UnsupportedError, WeightSyncError
+from megarl.errors import WeightSyncError
+from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
+from megarl.peft.rules import rank_and_scaling, read_config
 
-PREFIX = "base_model.model."
 SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 # Modules that vLLM can adapt in another layout (lora_embedding_A, logits) than the linear one proven here.
-NOT_LINEAR = ("embed_tokens", "lm_head")
+NOT_LINEAR = (EMBEDDING, OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,10 @@ def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[s
     Raises:
         WeightSyncError: a tensor that no module takes, a target or half of a pair that is missing, a wrong shape or
             rank, a value that is not finite.
-        UnsupportedError: an adapter method other than plain LoRA on linear layers and experts, or one of a part of
-            the experts; an adapter of a router that vLLM would ignore.
+        AdapterError, UnsupportedError: see ``megarl.peft.rules.read_config``; an adapter of a part of the experts; one
+            of a router that vLLM would ignore.
     """
-    peft_config = _plain_lora(config)
+    peft_config = read_config(config)
     inner, shapes = manager._adapter_manager, linear_shapes(manager)
     halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
     if peft_config.target_parameters:
@@ -146,14 +145,6 @@ def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     return found
 
 
-def rank_and_scaling(config: LoraConfig, module: str) -> tuple[int, float]:
-    """Rank and scaling by PEFT's own rules (``get_pattern_key``; ``LoraLayer.update_layer``); of a module by its name,
-    of one that lies in a parameter by the parameter's."""
-    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, module), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, module), config.lora_alpha)
-    return rank, alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-
-
 def rename_mapper(model: Any) -> Any:
     """vLLM's Hugging Face -> vLLM renaming without stacking, or None (0.32 and 0.26 name it differently)."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -161,28 +152,6 @@ def rename_mapper(model: Any) -> Any:
         if hasattr(mapper, name):
             return getattr(mapper, name)()
     return mapper
-
-
-def _plain_lora(config: dict[str, Any]) -> LoraConfig:
-    """Parse the config; refuse what would change the maths."""
-    refused = {
-        "use_dora": False,
-        "lora_bias": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "modules_to_save": None,
-        "trainable_token_indices": None,
-        "layer_replication": None,
-    }
-    for key, plain in refused.items():
-        if config.get(key) not in (plain, None, [], {}):
-            raise UnsupportedError(
-                f"adapter_config.{key} is {config[key]!r}; only plain LoRA on linear layers and experts is proven"
-            )
-    if config.get("peft_type", "LORA") != "LORA":
-        raise UnsupportedError(f"adapter_config.peft_type is {config['peft_type']!r}; supported is LORA")
-    known = LoraConfig.__dataclass_fields__
-    return LoraConfig(**{key: value for key, value in config.items() if key in known and key != "peft_type"})
 
 
 def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

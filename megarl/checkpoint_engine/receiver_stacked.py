@@ -14,10 +14,10 @@ from peft import LoraConfig
 
 from megarl.checkpoint_engine.receiver_moe import PROJECTIONS, experts_of, shapes
 from megarl.errors import WeightSyncError
+from megarl.peft.names import DOWN, GATE_UP
 
 # transformers 5's name of Mixtral's block, and vLLM's.
 BLOCKS = (".mlp.", ".block_sparse_moe.")
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 Halves = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 

@@ -18,11 +18,12 @@ from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
-from megarl.lora.targets.resolve import matrix_name, resolve_targets, unties
+from megarl.lora.targets.resolve import resolve_targets, unties
 from megarl.model.weights.families import WeightMap
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
+from megarl.peft.names import matrix_name
 
 
 @dataclasses.dataclass(frozen=True)

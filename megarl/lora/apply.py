@@ -21,7 +21,7 @@ from megarl.lora.layers.vocabulary import plan_vocabulary
 from megarl.lora.state import accept_base_alone
 from megarl.lora.targets.model_match import check_match
 from megarl.lora.targets.parameters import as_read
-from megarl.lora.targets.resolve import check_supported, rank_and_scaling, resolve_targets
+from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.layers.experts import SharedExpertGate
 from megarl.model.layers.recompute import open_to_gradients
 from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
@@ -29,6 +29,7 @@ from megarl.model.weights.families import WeightMap, names_of
 from megarl.model.weights.families.base import HF_LAYER, LinearMap
 from megarl.model.weights.fusion import head_layout, part_copies, part_rows
 from megarl.parallel.groups import Groups, current_groups
+from megarl.peft.rules import check_supported, rank_and_scaling
 
 # The class that each kind of linear must be; outside experts it may also be one of TE_BASES.
 BASES = {

@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 
 from megarl.lora.layers.matrices import AdapterMatrices
-from megarl.lora.targets.resolve import matrix_name
+from megarl.peft.names import matrix_name
 
 # The children of a wrapped linear.
 BASE, ADAPTERS = "base_layer.", "adapters."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megarl.lora.targets.resolve import PREFIX
+from megarl.peft.names import PREFIX
 
 LOGPROBS, BASE_LOGPROBS, ENTROPY = "logprobs", "logprobs, adapter off", "entropy"
 GRADIENTS, EACH_GRADIENT, GRADIENT_NORM = "gradients", "each gradient", "gradient norm"

@@ -1,6 +1,5 @@
 """PEFT directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` and vLLM read them."""
 
-import dataclasses
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -17,20 +16,11 @@ from megarl.lora.files.arrangements import arrange
 from megarl.lora.files.stacked_experts import AdapterFile, places_of
 from megarl.lora.layers.vocabulary import check_tables
 from megarl.lora.targets.parameters import as_read
-from megarl.lora.targets.resolve import (
-    BASE_WEIGHT,
-    EMBED_MODULE,
-    OUTPUT_MODULE,
-    PREFIX,
-    check_supported,
-    rank_and_scaling,
-    resolve_targets,
-    settle_patterns,
-    spelt_out,
-)
+from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE, resolve_targets, settle_patterns, spelt_out
 from megarl.model.weights.families import WeightMap
+from megarl.peft.names import BASE_WEIGHT, PREFIX
 from megarl.peft.pattern_order import SIDE_A, restore_order
-from megarl.peft.values import check_values
+from megarl.peft.rules import rank_and_scaling, read_config
 
 if TYPE_CHECKING:
     from megarl.lora.adapter import LoraAdapter
@@ -97,21 +87,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         raise AdapterError(f"{file} cannot be read: {error.strerror}; give a PEFT adapter directory") from error
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{file} is not JSON: {error}") from error
-    if not isinstance(plain, dict) or plain.get("peft_type") != "LORA":
-        kind = plain.get("peft_type") if isinstance(plain, dict) else type(plain).__name__
-        raise AdapterError(f"{file}: peft_type is {kind!r}; supported is 'LORA'")
-    known = {field.name for field in dataclasses.fields(LoraConfig)}
-    unknown = sorted(key for key, value in plain.items() if key not in known and value)
-    if unknown:
-        raise AdapterError(
-            f"{file}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
-        )
-    check_values(plain, str(file))
-    try:
-        config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
-    except (TypeError, ValueError, AttributeError) as error:
-        raise AdapterError(f"{file}: PEFT refuses it: {error}") from error
-    check_supported(config)
+    config = read_config(plain, str(file))
     config.init_lora_weights = True
     if len(config.rank_pattern) > 1:
         config = restore_order(config, _ranks(file.with_name(WEIGHTS)), file)

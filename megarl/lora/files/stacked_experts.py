@@ -13,10 +13,10 @@ import torch
 
 from megarl.errors import AdapterError
 from megarl.lora.targets.parameters import DOWN, GATE_UP
-from megarl.lora.targets.resolve import matrix_name
 from megarl.model.weights.families import WeightMap
 from megarl.model.weights.families.base import STACKED_EXPERTS
 from megarl.model.weights.sharded_tensor import Sliceable
+from megarl.peft.names import matrix_name
 
 # Ends of stacked parameters' names.
 STACKS = tuple(f".{name}" for name in STACKED_EXPERTS)

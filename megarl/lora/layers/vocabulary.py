@@ -22,10 +22,12 @@ from peft import LoraConfig
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.layers.parallel_linear import ColumnParallelLora, ParallelLoraLinear, mark_parameter
-from megarl.lora.targets.resolve import BASE_WEIGHT, EMBED_MODULE, OUTPUT_MODULE, PREFIX, rank_and_scaling
+from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE
 from megarl.model.weights.base_tensors import unwrap
 from megarl.model.weights.fusion import head_layout
 from megarl.parallel.groups import Groups
+from megarl.peft.names import BASE_WEIGHT, PREFIX
+from megarl.peft.rules import rank_and_scaling
 
 
 class EmbeddingLora(ParallelLoraLinear):

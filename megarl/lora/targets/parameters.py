@@ -12,9 +12,9 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError, nearest
 from megarl.model.weights.families import WeightMap
-from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_EXPERTS, STACKED_ROUTER
+from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_ROUTER
+from megarl.peft.names import DOWN, GATE_UP
 
-GATE_UP, DOWN = (name.rpartition(".")[2] for name in STACKED_EXPERTS)
 ROUTER = f"{STACKED_ROUTER.rpartition('.')[2]}.weight"
 
 

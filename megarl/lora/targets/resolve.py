@@ -1,7 +1,6 @@
 """Which layers a PEFT config adapts, at which rank and scaling: pure decisions, before anything is changed."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,74 +9,14 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from megarl.errors import AdapterError, UnsupportedError, nearest
+from megarl.errors import AdapterError, nearest
 from megarl.lora.targets.experts import check_experts, check_expression
 from megarl.lora.targets.parameters import as_read, resolve_parameters
 from megarl.model.weights.families import WeightMap
 from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT
-from megarl.peft.values import check_values
 
-# PEFT fields whose every value is understood, or that do not change the computation.
-UNDERSTOOD = {
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "target_parameters", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora",
-    "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
-    "loftq_config", "eva_config", "runtime_config", "init_lora_weights",
-}  # fmt: skip
 ALL_LINEAR = "all-linear"
-# PEFT's ``init_lora_weights`` that leave the base model as it is.
-HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 EMBED_MODULE, OUTPUT_MODULE = (names[1].removesuffix(".weight") for names in (EMBEDDING, OUTPUT))
-# Before every module name in the weights file, and after the name of a base weight there.
-PREFIX = "base_model.model."
-BASE_WEIGHT = ".base_layer.weight"
-
-
-def matrix_name(module: str, side: str) -> str:
-    """PEFT's name, in the weights file, of a module's matrix A or B."""
-    if module == EMBED_MODULE:
-        return f"{PREFIX}{module}.lora_embedding_{side}"
-    return f"{PREFIX}{module}.lora_{side}.weight"
-
-
-# PEFT's settings that are often used and not implemented -> the way out.
-WAYS_OUT = {
-    "use_dora": "train without DoRA, or merge the adapter into the base with PEFT (merge_and_unload) and start there",
-    "bias": "biases are base weights here and stay frozen: train with bias='none'",
-    "lora_bias": "train with lora_bias=false; vLLM has no bias on an adapter either",
-    "modules_to_save": "whole trained modules are no adapter: adapt embed_tokens and lm_head by target_modules instead",
-    "trainable_token_indices": "adapt embed_tokens by target_modules instead",
-    "layer_replication": "save the model with its layers replicated first",
-}
-# ``init_lora_weights`` that also change the base's weights.
-CHANGED_BASE = (
-    "it starts from a changed base model, which the adapter alone does not hold: let PEFT save it as plain LoRA "
-    "(save_pretrained with path_initial_model_for_weight_conversion) and load that"
-)
-
-
-def check_supported(config: LoraConfig) -> None:
-    """Refuse PEFT settings that would change the computation and are not implemented.
-
-    Raises:
-        AdapterError: a value that its field cannot have.
-        UnsupportedError: naming the field, its value and what to do.
-    """
-    check_values(config)
-    reference = LoraConfig()
-    if config.init_lora_weights not in HARMLESS_STARTS:
-        raise UnsupportedError(f"adapter config: init_lora_weights is {config.init_lora_weights!r}; {CHANGED_BASE}")
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in UNDERSTOOD and value != getattr(reference, field.name) and value:
-            if field.name in WAYS_OUT:
-                raise UnsupportedError(f"adapter config: {field.name} is {value!r}; {WAYS_OUT[field.name]}")
-            supported = ", ".join(
-                sorted(UNDERSTOOD - {"megatron_config", "megatron_core", "loftq_config", "eva_config"})
-            )
-            raise UnsupportedError(
-                f"adapter config: {field.name} is {value!r}, which is not supported (are: {supported})"
-            )
 
 
 def resolve_targets(config: LoraConfig, weights: WeightMap) -> dict[str, str]:
@@ -174,20 +113,6 @@ def settle_patterns(config: LoraConfig, weights: WeightMap) -> LoraConfig:
         if any(pattern.get(get_pattern_key(sorted(pattern), key)) != value for key, value in meant.items()):
             changed[field] = {re.escape(key): value for key, value in meant.items() if value is not None}
     return dataclasses.replace(config, **changed) if changed else config
-
-
-def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
-    """Rank and scaling of what is adapted, as PEFT resolves ``rank_pattern``, ``alpha_pattern`` and rsLoRA.
-
-    rsLoRA scales by alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
-
-    Args:
-        config: from ``as_read``.
-        name: a value of ``resolve_targets``.
-    """
-    rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), name), config.r)
-    alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), name), config.lora_alpha)
-    return rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
 
 
 def unties(hf_config: Mapping[str, Any], chosen: Iterable[str]) -> bool:

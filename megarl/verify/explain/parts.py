@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
-from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE, PREFIX
+from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE
 from megarl.model.weights.families import names_of
 from megarl.model.weights.hf_folder import read_config
+from megarl.peft.names import PREFIX
 from megarl.verify.cases import Case
 
 # How many times the yardstick's error is allowed. One part's error is a single draw: more slack than for a row.

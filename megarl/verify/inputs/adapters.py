@@ -10,10 +10,12 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.lora.files.peft_folder import WEIGHTS
-from megarl.lora.targets.resolve import BASE_WEIGHT, PREFIX, matrix_name, rank_and_scaling, resolve_targets, short_names
+from megarl.lora.targets.resolve import resolve_targets, short_names
 from megarl.model.weights.families import WeightMap, names_of
 from megarl.model.weights.families.base import EMBEDDING
 from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.peft.names import BASE_WEIGHT, PREFIX, matrix_name
+from megarl.peft.rules import rank_and_scaling
 
 
 def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> Path:

@@ -10,8 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.files.stacked_experts import places_of
 from megarl.lora.targets.parameters import as_parameters, as_read
-from megarl.lora.targets.resolve import PREFIX, rank_and_scaling, resolve_targets, spelt_out
+from megarl.lora.targets.resolve import resolve_targets, spelt_out
 from megarl.model.weights.families import names_of
+from megarl.peft.names import PREFIX
+from megarl.peft.rules import rank_and_scaling
 from tests.helpers.models import FAMILIES, SHAPE
 
 EVERY = {"qwen3_moe": ["gate_proj", "up_proj", "down_proj"], "mixtral": ["w1", "w2", "w3"]}

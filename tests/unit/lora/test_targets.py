@@ -8,8 +8,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.targets.resolve import check_supported, rank_and_scaling, resolve_targets, settle_patterns
+from megarl.lora.targets.resolve import resolve_targets, settle_patterns
 from megarl.model.weights.families import names_of
+from megarl.peft.rules import check_supported, rank_and_scaling
 from tests.helpers.models import SHAPE
 
 LLAMA = names_of({"model_type": "llama", "num_hidden_layers": 2})

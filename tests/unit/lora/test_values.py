@@ -4,8 +4,9 @@ import pytest
 from peft import LoraConfig
 
 from megarl.errors import AdapterError
-from megarl.lora.targets.resolve import check_supported, resolve_targets
+from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.weights.families import names_of
+from megarl.peft.rules import check_supported
 from megarl.peft.values import check_patterns
 
 LLAMA = names_of({"model_type": "llama", "num_hidden_layers": 2})

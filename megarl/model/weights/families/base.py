@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megarl.peft.names import DOWN, GATE_UP
+
 # How mcore lays the fused parts of a linear out along its output dimension:
 #   single: one part.  gated: parts one after the other (gate, up).  qkv: per query group [its queries, its k, its v].
 Fusion = Literal["single", "gated", "qkv"]
@@ -130,4 +132,4 @@ HF_LAYER = "model.layers.{}."
 # transformers 5's names below a layer: of the router, and of the parameters that stack the linears of all experts, one
 # for each template of ``MoeMap.experts``. Files of weights keep the names of ``MoeMap``.
 STACKED_ROUTER = "mlp.gate"
-STACKED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+STACKED_EXPERTS = (f"mlp.experts.{GATE_UP}", f"mlp.experts.{DOWN}")
