@@ -12,6 +12,7 @@ from megarl.config.base import Section
 from megarl.config.checks import read_model_shape
 from megarl.config.explain import explain
 from megarl.errors import ConfigError, UnsupportedError, nearest
+from megarl.families import family_of
 
 Contender = Literal["te", "local", "full", "peft"]
 
@@ -77,7 +78,7 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
     except ValidationError as error:
         raise ConfigError(explain(error, tree, BenchSettings)) from None
     shape = model_config(settings.model)
-    if shape.get("num_experts") or shape.get("num_local_experts"):
+    if family_of(shape).moe:
         raise UnsupportedError(f"bench: '{model}' is a mixture of experts; dense models can be compared")
     return settings
 

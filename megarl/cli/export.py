@@ -39,7 +39,7 @@ def export_run(run: Path, form: str, out: Path) -> None:
 
     if config.lora.save_experts != "as_trained":
         from megarl.lora.files.peft_folder import convert
-        from megarl.model.weights.families import names_of
+        from megarl.model.weights.full_config import names_of
         from megarl.model.weights.hf_folder import read_config
 
         names = names_of(read_config(Path(config.model.path).expanduser()))

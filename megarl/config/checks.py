@@ -4,6 +4,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError, UnsupportedError
+from megarl.families import FAMILIES
+from megarl.families.base import COUNTS, SIZES, MoeMap
 from megarl.files import user_path
 
 if TYPE_CHECKING:
@@ -13,29 +15,8 @@ if TYPE_CHECKING:
     from megarl.config.sampler import SamplerConfig
     from megarl.config.train import TrainConfig
 
-# Sizes read from config.json; of these the optional ones may be null.
-SIZES = (
-    "num_attention_heads",
-    "intermediate_size",
-    "num_hidden_layers",
-    "hidden_size",
-    "qk_rope_head_dim",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "n_shared_experts",
-    "shared_expert_intermediate_size",
-    "kv_lora_rank",
-    "q_lora_rank",
-    "decoder_sparse_step",
-    "first_k_dense_replace",
-)
-OPTIONAL = SIZES[SIZES.index("num_key_value_heads") :]
-# Names that families give the number of routed experts of a layer.
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Sizes that config.json may leave out or set to null.
+OPTIONAL = set(SIZES[SIZES.index("num_key_value_heads") :]) | set(COUNTS)
 
 
 def cross_check(config: "RunConfig") -> None:
@@ -146,7 +127,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
         raise ConfigError(f"model.path: {file} is not readable JSON ({error})") from error
     if not isinstance(shape, dict):
         raise ConfigError(f"model.path: {file} holds no JSON object; give a Hugging Face folder")
-    for key in SIZES:
+    for key in (*SIZES, *COUNTS):
         if type(shape.get(key, 1)) is not int and not (key in OPTIONAL and shape[key] is None):
             raise ConfigError(f"model.path: {file} has {key} = {shape[key]!r}; it must be an integer")
     return shape
@@ -161,7 +142,9 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
     _check_divides("parallel.tensor", parallel.tensor, "num_attention_heads", shape)
     _check_kv_heads("parallel.tensor", parallel.tensor, shape)
     _check_divides("parallel.tensor", parallel.tensor, "intermediate_size", shape)
-    _check_products(parallel, shape)
+    family = FAMILIES.get(str(shape.get("model_type")))
+    for name, size in (family.splits(shape) if family else {}).items():
+        _check_divides("parallel.tensor", parallel.tensor, name, {name: size})
     _check_experts(parallel, shape)
     stages = parallel.pipeline * parallel.virtual_pipeline
     axis = "parallel.pipeline" if parallel.virtual_pipeline == 1 else "parallel.pipeline x virtual_pipeline"
@@ -193,13 +176,14 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
     """
     if not config.train.cuda_graphs:
         return
-    experts, _ = _expert_keys(shape)
+    moe = _experts_of(shape)
+    experts = moe.count_key(shape) if moe else ""
     refused = {
         # Not shown yet: tests/gpu/test_graphs.py has passed on one GPU.
         f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
-        f"{experts} = {shape.get(experts)} in the model's config.json": bool(shape.get(experts)),
+        f"{experts} = {shape.get(experts)} in the model's config.json": moe is not None,
         f"lora.lora_dropout = {config.lora.lora_dropout}": config.lora.lora_dropout > 0,
         f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
         "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,
@@ -221,13 +205,13 @@ def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
     """
     _check_divides("sampler.tensor", tensor, "num_attention_heads", shape)
     _check_kv_heads("sampler.tensor", tensor, shape)
-    experts, inner = _expert_keys(shape)
-    if shape.get(experts):
-        _check_divides("sampler.tensor", tensor, inner, shape)
-        if tensor > shape[experts]:
+    moe = _experts_of(shape)
+    if moe is not None:
+        experts = moe.count_key(shape)
+        _check_divides("sampler.tensor", tensor, moe.inner_key, shape)
+        if tensor > (shape.get(experts) or tensor):
             raise ConfigError(f"sampler.tensor ({tensor}) must be at most the model's {experts} ({shape[experts]})")
-    mixed = shape.get("mlp_only_layers") or shape.get("first_k_dense_replace")
-    if not shape.get(experts) or mixed or (shape.get("decoder_sparse_step") or 1) > 1:
+    if moe is None or moe.says_dense(shape):
         _check_divides("sampler.tensor", tensor, "intermediate_size", shape)
 
 
@@ -240,42 +224,23 @@ def _check_kv_heads(axis: str, size: int, shape: dict[str, Any]) -> None:
         )
 
 
-def _expert_keys(shape: dict[str, Any]) -> tuple[str, str]:
-    """Keys of the number of routed experts and of their inner size; families name them differently."""
-    return (
-        next((key for key in EXPERT_COUNTS if shape.get(key)), EXPERT_COUNTS[0]),
-        "moe_intermediate_size" if shape.get("moe_intermediate_size") else "intermediate_size",
-    )
-
-
-def _check_products(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
-    """Sizes that tensor ranks split and no field of config.json gives: of multi-latent attention and shared experts.
-
-    A factor that config.json leaves to its default is known once the file has been completed (``inspect_folder``).
-    """
-    if shape.get("kv_lora_rank") and shape.get("qk_rope_head_dim"):
-        _check_divides("parallel.tensor", parallel.tensor, "q_lora_rank", shape)
-        key = "kv_lora_rank + qk_rope_head_dim"
-        size = shape["kv_lora_rank"] + shape["qk_rope_head_dim"]
-        _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
-    _check_divides("parallel.tensor", parallel.tensor, "shared_expert_intermediate_size", shape)
-    if shape.get("n_shared_experts") and shape.get("moe_intermediate_size"):
-        key = "n_shared_experts x moe_intermediate_size"
-        size = shape["n_shared_experts"] * shape["moe_intermediate_size"]
-        _check_divides("parallel.tensor", parallel.tensor, key, {key: size})
+def _experts_of(shape: dict[str, Any]) -> MoeMap | None:
+    """The mixture of experts of the model's family; None for dense and for unknown models."""
+    family = FAMILIES.get(str(shape.get("model_type")))
+    return family.moe if family else None
 
 
 def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
     """Experts are laid out over the tensor x context x data ranks of a pipeline stage."""
-    key, inner = _expert_keys(shape)
-    if not shape.get(key):
+    moe = _experts_of(shape)
+    if moe is None:
         for axis in ("expert", "expert_tensor"):
             if getattr(parallel, axis) > 1:
                 raise ConfigError(f"parallel.{axis} is {getattr(parallel, axis)}, but the model has no experts; use 1")
         return
-    _check_divides("parallel.expert", parallel.expert, key, shape)
+    _check_divides("parallel.expert", parallel.expert, moe.count_key(shape), shape)
     _check_divides("parallel.expert_tensor", parallel.expert_tensor, "hidden_size", shape)
-    _check_divides("parallel.expert_tensor", parallel.expert_tensor, inner, shape)
+    _check_divides("parallel.expert_tensor", parallel.expert_tensor, moe.inner_key, shape)
     ranks = parallel.tensor * parallel.context * parallel.data
     if ranks % (parallel.expert * parallel.expert_tensor):
         raise ConfigError(

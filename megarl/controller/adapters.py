@@ -38,7 +38,7 @@ def attach_adapters(config: RunConfig, chunks: list, hf_config: Mapping[str, Any
 
     from megarl.lora import apply_lora, load_peft_config
     from megarl.lora.files.arrangements import arrange_config
-    from megarl.model.weights.families import names_of
+    from megarl.model.weights.full_config import names_of
 
     section = config.lora
     if section.init_from:

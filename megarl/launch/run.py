@@ -37,7 +37,7 @@ from megarl.launch.resume import contents_of, resume
 from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.model.inspection import inspect_folder
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task

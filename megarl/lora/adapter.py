@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from megarl.families import WeightMap
 from megarl.lora.files import peft_folder
 from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
 from megarl.lora.files.stacked_experts import Place, pack, places_of
@@ -19,7 +20,6 @@ from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
 from megarl.lora.targets.resolve import resolve_targets, unties
-from megarl.model.weights.families import WeightMap
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero

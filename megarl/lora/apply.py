@@ -12,6 +12,8 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
+from megarl.families import WeightMap
+from megarl.families.base import HF_LAYER, LinearMap
 from megarl.lora.adapter import LoraAdapter, Slot, wrapped_layers
 from megarl.lora.layers.experts import ExpertColumnLora, ExpertRowLora, GateLora, RouterLora
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
@@ -25,8 +27,7 @@ from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.layers.experts import SharedExpertGate
 from megarl.model.layers.recompute import open_to_gradients
 from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
-from megarl.model.weights.families import WeightMap, names_of
-from megarl.model.weights.families.base import HF_LAYER, LinearMap
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.fusion import head_layout, part_copies, part_rows
 from megarl.parallel.groups import Groups, current_groups
 from megarl.peft.rules import check_supported, rank_and_scaling

@@ -12,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
+from megarl.families.base import EMBEDDING, OUTPUT
 from megarl.files import write_directory
 from megarl.lora.files.peft_folder import WEIGHTS, load_peft_config
 from megarl.lora.files.stacked_experts import AdapterFile
 from megarl.lora.targets.parameters import as_read
 from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets, unties
-from megarl.model.weights.families import names_of
-from megarl.model.weights.families.base import EMBEDDING, OUTPUT
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import INDEX, WeightFolder, parse_json, read_config
 from megarl.peft.rules import rank_and_scaling
 

@@ -3,10 +3,10 @@
 from peft import LoraConfig
 
 from megarl.config.lora import LoraConfig as LoraSection
+from megarl.families import WeightMap
 from megarl.lora.files.peft_folder import load_peft_config
 from megarl.lora.targets.parameters import as_read
 from megarl.lora.targets.resolve import resolve_targets
-from megarl.model.weights.families import WeightMap
 from megarl.peft.rules import check_supported
 from megarl.peft.values import check_patterns
 

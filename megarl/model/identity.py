@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megarl.families import family_of
 from megarl.model.layers.rope import rope_of
-from megarl.model.weights.families import family_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 
 ROPE = "rope_parameters"

@@ -28,7 +28,7 @@ from megarl.model.step.packing import PackedBatch, pack
 from megarl.model.step.schedule import Metrics, Stepper, run_chunk, set_training
 from megarl.model.step.sequence_work import sequence_work
 from megarl.model.weights.base_tensors import base_tensors, load_base
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.model.weights.streaming import stream_full

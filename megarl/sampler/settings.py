@@ -9,6 +9,8 @@ from typing import Any
 from megarl.config import RunConfig
 from megarl.config.checks import read_model_shape
 from megarl.errors import ConfigError, UnsupportedError
+from megarl.families import FAMILIES
+from megarl.families.base import SamplerSupport
 
 # vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -17,8 +19,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LIVE_VERSIONS = 2
 # Tokens of one engine step. On CPU, chunked prefill is off, since with per-request seeds it crashes (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-# config.json's model_type of the families that vLLM has been shown to sample from with the trainer's logprobs.
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 # Modules whose adapters vLLM holds in another layout than linears', if at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
 # Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts and
@@ -100,12 +100,14 @@ def check_sampled(config: RunConfig) -> None:
         UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head.
     """
     shape = read_model_shape(config.model.path)
-    family = shape.get("model_type")
-    if family not in FAMILIES:
+    family = FAMILIES.get(str(shape.get("model_type")))
+    if family is None or family.sampler is None:
+        sampled = sorted(name for name, family in FAMILIES.items() if family.sampler)
         raise UnsupportedError(
-            f"model.path: the sampler does not support model_type '{family}'; supported are {', '.join(FAMILIES)}"
+            f"model.path: the sampler does not support model_type '{shape.get('model_type')}'; supported are "
+            f"{', '.join(sampled)}"
         )
-    _check_attention(shape, config.sampler.max_prompt_tokens + config.sampler.max_response_tokens)
+    _check_attention(shape, family.sampler, config.sampler.max_prompt_tokens + config.sampler.max_response_tokens)
     for token in stop_tokens(config.model.path):
         if not 0 <= token < shape.get("vocab_size", token + 1):
             raise ConfigError(
@@ -125,20 +127,17 @@ def check_sampled(config: RunConfig) -> None:
             )
 
 
-def _check_attention(shape: Mapping[str, Any], length: int) -> None:
+def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: int) -> None:
     """Refuse what vLLM computes otherwise than transformers and the trainer, or has not been shown to compute alike."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     if kind in ("dynamic", "longrope"):
         # vLLM stretches "dynamic" frequencies at every length, transformers beyond max_position_embeddings only.
         raise UnsupportedError(f"model.path: the sampler does not support rope_type '{kind}' of its config.json")
-    if shape.get("attention_bias") and shape.get("model_type", "").startswith("qwen3"):
-        # vLLM's class has it on q, k and v alone.
-        raise UnsupportedError("model.path: the sampler does not support attention_bias true of a qwen3's config.json")
-    # transformers' default of a mistral is 4096.
-    window = shape.get("sliding_window", 4096 if shape.get("model_type") == "mistral" else None)
-    used = shape.get("use_sliding_window") or shape.get("model_type") in ("mistral", "mixtral")
-    if window and used and length > window:
+    if reason := support.refused(shape):
+        raise UnsupportedError(f"model.path: the sampler does not support {reason} of its config.json")
+    window = support.window(shape)
+    if window and length > window:
         raise UnsupportedError(
             f"model.path: sliding_window is {window} in its config.json, but sampler.max_prompt_tokens + "
             f"sampler.max_response_tokens is {length}; the sampler supports a window that no sequence exceeds"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RunConfig
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.types import Sample
 from megarl.verify.compare import Rule

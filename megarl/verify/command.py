@@ -11,7 +11,7 @@ from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedErro
 from megarl.lora import load_peft_config
 from megarl.lora.section import check_section
 from megarl.model.inspection import inspect_folder
-from megarl.model.weights.families import full_config, names_of
+from megarl.model.weights.full_config import full_config, names_of
 from megarl.model.weights.hf_folder import parse_json
 from megarl.verify.cases import Case, Place
 from megarl.verify.inputs.adapters import make_adapter

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from megarl.config import ParallelConfig
+from megarl.families.base import OUTPUT
 from megarl.lora import apply_lora, load_peft_config
 from megarl.lora.merge import merge_folder, write_merged
 from megarl.model.megatron_model import MegatronModel
-from megarl.model.weights.families.base import OUTPUT
 from megarl.model.weights.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout

@@ -55,7 +55,7 @@ def exported(path: Path, parallel: ParallelConfig, groups) -> dict[str, torch.Te
     """Load a folder into mcore's model and export it."""
     from megarl.model.layers.build import build_chunks
     from megarl.model.weights.base_tensors import base_tensors, load_base
-    from megarl.model.weights.families import names_of
+    from megarl.model.weights.full_config import names_of
     from megarl.model.weights.hf_folder import read_config
     from megarl.model.weights.streaming import stream_full
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.lora.files.peft_folder import config_dict, load_peft_config
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.reference.hf_peft import load_reference

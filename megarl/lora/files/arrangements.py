@@ -13,10 +13,10 @@ import torch
 from peft import LoraConfig
 
 from megarl.errors import UnsupportedError
+from megarl.families import WeightMap
 from megarl.lora.files.stacked_experts import AdapterFile, pack, places_of
 from megarl.lora.targets.parameters import ROUTER, as_parameters, expert_leaves
 from megarl.lora.targets.resolve import resolve_targets, spelt_out
-from megarl.model.weights.families import WeightMap
 from megarl.peft.names import matrix_name
 from megarl.peft.rules import rank_and_scaling
 

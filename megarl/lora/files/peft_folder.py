@@ -11,13 +11,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from megarl.errors import AdapterError, nearest
+from megarl.families import WeightMap
 from megarl.files import user_path, write_directory
 from megarl.lora.files.arrangements import arrange
 from megarl.lora.files.stacked_experts import AdapterFile, places_of
 from megarl.lora.layers.vocabulary import check_tables
 from megarl.lora.targets.parameters import as_read
 from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE, resolve_targets, settle_patterns, spelt_out
-from megarl.model.weights.families import WeightMap
 from megarl.peft.names import BASE_WEIGHT, PREFIX
 from megarl.peft.pattern_order import SIDE_A, restore_order
 from megarl.peft.rules import rank_and_scaling, read_config

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
+from megarl.families.base import Fusion
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.layers.products import Layout, add_wide, project_through
 from megarl.lora.state import WithBaseNames
-from megarl.model.weights.families.base import Fusion
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 

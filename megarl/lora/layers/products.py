@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.model.weights.families.base import Fusion
+from megarl.families.base import Fusion
 from megarl.model.weights.fusion import HeadLayout, part_views
 
 

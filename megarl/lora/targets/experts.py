@@ -12,7 +12,7 @@ from peft import LoraConfig
 from peft.utils.other import get_pattern_key
 
 from megarl.errors import UnsupportedError
-from megarl.model.weights.families import WeightMap
+from megarl.families import WeightMap
 
 # What PEFT's ``target_parameters`` may name instead; see ``parameter_targets``.
 PARAMETERS = "gate_up_proj, down_proj or gate.weight"

@@ -10,10 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 
 from megarl.errors import UnsupportedError
+from megarl.families import family_of
 from megarl.model.layers.build import architecture
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.rope import Rope, rope_of
-from megarl.model.weights.families import family_of, full_config
+from megarl.model.weights.full_config import full_config
 from megarl.parallel.groups import Groups
 
 # TransformerConfig's fields that decide names, shapes or the computation.

@@ -11,8 +11,8 @@ import re
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError, nearest
-from megarl.model.weights.families import WeightMap
-from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_ROUTER
+from megarl.families import WeightMap
+from megarl.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_ROUTER
 from megarl.peft.names import DOWN, GATE_UP
 
 ROUTER = f"{STACKED_ROUTER.rpartition('.')[2]}.weight"

@@ -10,10 +10,10 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from megarl.errors import AdapterError, nearest
+from megarl.families import WeightMap
+from megarl.families.base import EMBEDDING, HF_LAYER, OUTPUT
 from megarl.lora.targets.experts import check_experts, check_expression
 from megarl.lora.targets.parameters import as_read, resolve_parameters
-from megarl.model.weights.families import WeightMap
-from megarl.model.weights.families.base import EMBEDDING, HF_LAYER, OUTPUT
 
 ALL_LINEAR = "all-linear"
 EMBED_MODULE, OUTPUT_MODULE = (names[1].removesuffix(".weight") for names in (EMBEDDING, OUTPUT))

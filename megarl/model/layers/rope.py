@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families import full_config
+from megarl.model.weights.full_config import full_config
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

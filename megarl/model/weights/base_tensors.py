@@ -10,8 +10,8 @@ from megatron.core.models.gpt import GPTModel
 from torch.nn.utils.parametrize import is_parametrized
 
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families import WeightMap, names_of
-from megarl.model.weights.families.base import (
+from megarl.families import WeightMap
+from megarl.families.base import (
     EMBEDDING,
     FINAL_NORM,
     HF_LAYER,
@@ -20,6 +20,7 @@ from megarl.model.weights.families.base import (
     LinearMap,
     VectorMap,
 )
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.fusion import head_layout, part_copies, part_rows, part_views
 from megarl.model.weights.hf_folder import WeightFolder
 from megarl.model.weights.sharded_tensor import ShardedTensor, parameter_view, placed

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from megarl.model.weights.families.base import Fusion
+from megarl.families.base import Fusion
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megarl.errors import ModelError, nearest
-from megarl.model.weights.families import full_config
-from megarl.model.weights.families.completion import FullConfig
-from megarl.model.weights.families.weight_map import WeightMap
+from megarl.families.weight_map import WeightMap
+from megarl.model.weights.full_config import FullConfig, full_config
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.parallel.groups import Groups
 from megarl.verify.cases import Case, Place

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megarl.model.weights.families import WeightMap
+from megarl.families import WeightMap
 
 _STACKED = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.experts\.(base_layer\.)?lora_([AB])\.weight")
 _ROUTER = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.gate\.lora_([AB])\.weight")

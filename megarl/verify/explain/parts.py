@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.peft.names import PREFIX
 from megarl.verify.cases import Case

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.families import WeightMap
+from megarl.families.base import HF_LAYER, LinearMap
 from megarl.model.megatron_model import MegatronModel
 from megarl.model.weights.base_tensors import layers_of
-from megarl.model.weights.families import WeightMap
-from megarl.model.weights.families.base import HF_LAYER, LinearMap
 from megarl.model.weights.fusion import head_layout, part_copies, part_views
 from megarl.parallel.groups import Groups, gather_full
 from megarl.types import Sample

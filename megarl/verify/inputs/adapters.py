@@ -9,10 +9,11 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.families import WeightMap
+from megarl.families.base import EMBEDDING
 from megarl.lora.files.peft_folder import WEIGHTS
 from megarl.lora.targets.resolve import resolve_targets, short_names
-from megarl.model.weights.families import WeightMap, names_of
-from megarl.model.weights.families.base import EMBEDDING
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 from megarl.peft.names import BASE_WEIGHT, PREFIX, matrix_name
 from megarl.peft.rules import rank_and_scaling

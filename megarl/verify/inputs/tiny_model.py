@@ -7,32 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from megarl.families import family_of
+
 LAYERS = 4
-# Odd vocabulary, so that it is padded under tensor parallelism; sizes that two ranks can share.
-SIZES = {
-    "vocab_size": 131,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    # Of multi-latent attention: heads of 24, 16 without and 8 with RoPE, but values of 12.
-    "q_lora_rank": 16,
-    "kv_lora_rank": 20,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "qk_head_dim": 24,
-    "v_head_dim": 12,
-    "max_position_embeddings": 256,
-    # Below the length of the sequences, so that RoPE's scaling shows.
-    "original_max_position_embeddings": 8,
-}
 HEAD_DIM, EXPERTS_PER_TOKEN, MOST_QUERIES_PER_KV = 16, 2, 4
 
 
@@ -42,7 +19,8 @@ def shrink(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Kept: grouped queries (at most 4 per key), biases, tied embeddings, a head size of its own, latent attention, RoPE's
     scaling, which layers have experts, groups of experts, norms, constants. Dropped: special token ids, quantisation.
     """
-    small = {key: _small(key, value) for key, value in hf_config.items()}
+    sizes = family_of(hf_config).tiny
+    small = {key: _small(key, value, sizes) for key, value in hf_config.items()}
     layers = hf_config["num_hidden_layers"]
     small["num_hidden_layers"] = LAYERS
     heads, kv_heads = hf_config["num_attention_heads"], hf_config.get("num_key_value_heads")
@@ -58,7 +36,7 @@ def shrink(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == layers:
             small[key] = value[:LAYERS]
         if isinstance(value, dict):
-            small[key] = {k: _small(k, v) for k, v in value.items()}
+            small[key] = {k: _small(k, v, sizes) for k, v in value.items()}
     if dense := hf_config.get("mlp_only_layers"):
         small["mlp_only_layers"] = [layer for layer in dense if layer < LAYERS] or [0]
     if hf_config.get("num_experts_per_tok"):
@@ -68,9 +46,9 @@ def shrink(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return small
 
 
-def _small(key: str, value: Any) -> Any:
-    """What is absent or single stays so: no compression of queries, one group of experts."""
-    return SIZES[key] if key in SIZES and isinstance(value, int) and value > 1 else value
+def _small(key: str, value: Any, sizes: Mapping[str, int]) -> Any:
+    """The family's tiny size; what is absent or single stays so: no compression of queries, one group of experts."""
+    return sizes[key] if key in sizes and isinstance(value, int) and value > 1 else value
 
 
 def write_tiny(hf_config: Mapping[str, Any], folder: Path, *, dtype: str = "float32", seed: int = 0) -> Path:

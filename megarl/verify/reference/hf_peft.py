@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import RunConfig
 from megarl.lora import load_peft_config
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.types import Sample
 from megarl.verify.compare import SLACK, Outcome, relative_error
 from megarl.verify.explain.experts import hold_zeros, unstack

@@ -11,13 +11,13 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from megarl.errors import UnsupportedError
+from megarl.families.base import EMBEDDING
 from megarl.lora import load_peft_config
 from megarl.lora.files.peft_folder import WEIGHTS
 from megarl.lora.files.stacked_experts import AdapterFile
 from megarl.lora.targets.parameters import as_read
 from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets
-from megarl.model.weights.families import names_of
-from megarl.model.weights.families.base import EMBEDDING
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 from megarl.parallel.device import pick_device
 from megarl.peft.rules import rank_and_scaling

@@ -100,7 +100,13 @@ def test_a_wrong_override_is_one_line_that_names_field_value_and_what_is_allowed
     assert [part for part in parts if part not in message] == []
 
 
-EXPERTS = {"num_attention_heads": 12, "num_key_value_heads": 3, "num_experts": 8, "moe_intermediate_size": 36}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_attention_heads": 12,
+    "num_key_value_heads": 3,
+    "num_experts": 8,
+    "moe_intermediate_size": 36,
+}
 
 
 def test_trainers_copy_kv_heads_that_are_fewer_than_ranks(recipe, model):

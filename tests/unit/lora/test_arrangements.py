@@ -10,7 +10,7 @@ from megarl.errors import UnsupportedError
 from megarl.lora import load_peft_config
 from megarl.lora.files.peft_folder import convert
 from megarl.lora.merge import merge_folder
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.reference.hf_peft import load_reference

@@ -5,7 +5,7 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.targets.resolve import resolve_targets
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 
 QWEN3_MOE = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}
 MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4}

@@ -11,7 +11,7 @@ from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.files.stacked_experts import places_of
 from megarl.lora.targets.parameters import as_parameters, as_read
 from megarl.lora.targets.resolve import resolve_targets, spelt_out
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.peft.names import PREFIX
 from megarl.peft.rules import rank_and_scaling
 from tests.helpers.models import FAMILIES, SHAPE

@@ -12,7 +12,7 @@ from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora import load_peft_config
 from megarl.lora.files.peft_folder import config_dict, write
 from megarl.lora.targets.resolve import resolve_targets
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.peft.rules import rank_and_scaling
 from tests.helpers.models import SHAPE
 

@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.lora.targets.resolve import resolve_targets, settle_patterns
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.peft.rules import check_supported, rank_and_scaling
 from tests.helpers.models import SHAPE
 

@@ -5,7 +5,7 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError
 from megarl.lora.targets.resolve import resolve_targets
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.peft.rules import check_supported
 from megarl.peft.values import check_patterns
 

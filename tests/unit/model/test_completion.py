@@ -6,8 +6,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from megarl.errors import MegarlError, ModelError, UnsupportedError
-from megarl.model.weights.families import FAMILIES, family_of, full_config
-from megarl.model.weights.families.completion import HARMLESS, HARMLESS_PREFIXES
+from megarl.families import FAMILIES, family_of
+from megarl.model.weights.full_config import HARMLESS, HARMLESS_PREFIXES, full_config
 from tests.helpers.models import FAMILIES as TINY
 from tests.helpers.models import SHAPE
 

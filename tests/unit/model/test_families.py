@@ -3,7 +3,8 @@
 import pytest
 
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families import family_of, full_config, names_of
+from megarl.families import family_of
+from megarl.model.weights.full_config import full_config, names_of
 
 MIXED = ["full_attention", "sliding_attention"] * 2
 

@@ -145,7 +145,7 @@ def test_settings_need_no_vllm() -> None:
     ("shape", "message"),
     [
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true of a qwen3"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true of its config"),
         ({"model_type": "mistral", "sliding_window": 64}, "sliding_window is 64 .* is 768; the sampler supports"),
         ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
     ],

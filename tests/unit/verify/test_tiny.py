@@ -12,7 +12,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megarl.model.weights.families import names_of
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 from megarl.verify.inputs.tiny_model import shrink, write_tiny
 from tests.gpu.models import FAMILIES

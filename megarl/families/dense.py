@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.weights.families.base import LinearMap, VectorMap
+from megarl.families.base import LinearMap, VectorMap
 
 
 def _attention_bias(hf: Mapping[str, Any], layer: int) -> bool:

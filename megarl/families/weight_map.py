@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from megarl.model.weights.families.base import (
+from megarl.families.base import (
     EMBEDDING,
     FINAL_NORM,
     HF_LAYER,

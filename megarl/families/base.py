@@ -5,7 +5,7 @@ ranks. Loading, export, LoRA placement and adapter names all follow from it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megarl.peft.names import DOWN, GATE_UP
@@ -76,17 +76,82 @@ class MoeMap:
     Attributes:
         linears: of the layer: the router, shared experts and their gate.
         experts: templates of one expert's linears.
-        count: config.json -> number of experts.
         sparse: the layers that have experts.
+        count_keys: config.json's names of the number of routed experts; a file has one of them.
+        inner_key: its name of an expert's inner size.
+        says_dense: whether a config.json, as it stands, says that some layers have an MLP instead.
         by_module: whether PEFT (0.21) takes names of experts' linears and of the router among ``target_modules``, as
             transformers 4 had them; else they are ``target_parameters`` only.
     """
 
     linears: tuple[LinearMap, ...]
     experts: tuple[LinearMap, ...]
-    count: Callable[[Mapping[str, Any]], int]
     sparse: Where
+    count_keys: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    inner_key: str = "moe_intermediate_size"
+    says_dense: Callable[[Mapping[str, Any]], bool] = lambda raw: False
     by_module: bool = True
+
+    def count_key(self, hf: Mapping[str, Any]) -> str:
+        """The name that this config.json has for the number of routed experts."""
+        return next((key for key in self.count_keys if hf.get(key)), self.count_keys[0])
+
+    def count(self, hf: Mapping[str, Any]) -> int:
+        """Routed experts of a layer.
+
+        Args:
+            hf: config.json, completed.
+        """
+        return hf[self.count_key(hf)]
+
+
+def no_reason(raw: Mapping[str, Any]) -> str | None:
+    """The usual ``SamplerSupport.refused``."""
+    return None
+
+
+def no_window(raw: Mapping[str, Any]) -> int | None:
+    """The usual ``SamplerSupport.window``."""
+    return None
+
+
+@dataclass(frozen=True)
+class SamplerSupport:
+    """What vLLM has been shown to sample with the trainer's logprobs. Both functions take config.json as it stands.
+
+    Attributes:
+        refused: a setting that vLLM computes otherwise than transformers, in words; None if there is none.
+        window: tokens that a token attends to, where layers have a window: no sequence may be longer.
+    """
+
+    refused: Callable[[Mapping[str, Any]], str | None] = no_reason
+    window: Callable[[Mapping[str, Any]], int | None] = no_window
+
+
+def no_splits(hf: Mapping[str, Any]) -> dict[str, int | None]:
+    """The usual ``Family.splits``."""
+    return {}
+
+
+# Keys of config.json that must be whole numbers above 0, in any family; those of ``NULLABLE`` may be null where the
+# family's class of transformers allows it.
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_experts",
+    "num_local_experts", "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group",
+    "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window",
+    "decoder_sparse_step", "shared_expert_intermediate_size",
+)  # fmt: skip
+NULLABLE = {"head_dim", "q_lora_rank", "n_group", "topk_group", "sliding_window"}
+# Those that may be 0 or null.
+COUNTS = ("num_nextn_predict_layers", "first_k_dense_replace")
+
+# Sizes of a tiny model (``megarl verify --matrix``). The vocabulary is odd, so that tensor parallelism pads it; two
+# ranks can share the others. RoPE's original length is below that of the sequences, so that its scaling shows.
+TINY = {
+    "vocab_size": 131, "hidden_size": 48, "intermediate_size": 80, "max_position_embeddings": 256,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
 
 
 # Keys of config.json that decide what any model of the supported families computes.
@@ -111,6 +176,9 @@ class Family:
             of ``MLATransformerConfig``.
         moe: None for dense families.
         window: (config.json, layer index from 0) -> how many tokens a token attends to, itself included; None for all.
+        splits: config.json, complete or not -> further sizes that tensor ranks split, by their names in messages.
+        sampler: what vLLM may do with it; None if it is not sampled from.
+        tiny: sizes of a tiny model.
     """
 
     model_types: tuple[str, ...]
@@ -121,6 +189,9 @@ class Family:
     settings: Callable[[Mapping[str, Any]], dict[str, Any]]
     moe: MoeMap | None = None
     window: Callable[[Mapping[str, Any], int], int | None] = lambda hf, layer: None
+    splits: Callable[[Mapping[str, Any]], dict[str, int | None]] = no_splits
+    sampler: SamplerSupport | None = None
+    tiny: Mapping[str, int] = field(default_factory=lambda: TINY)
 
 
 # Outside the transformer layers all supported families agree.

@@ -3,18 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.weights.families.base import READ_BY_ALL, Family, MoeMap
-from megarl.model.weights.families.dense import ATTENTION, MLP, NORMS
-from megarl.model.weights.families.moe import expert_settings, experts, num_experts, router, sparse_by_step
-from megarl.model.weights.families.qwen3 import ATTENTION_KEYS, QK_NORMS, attention_settings
+from megarl.families.base import READ_BY_ALL, Family, MoeMap
+from megarl.families.dense import ATTENTION, MLP, NORMS
+from megarl.families.moe import TINY_EXPERTS, expert_settings, experts, router, says_dense, sparse_by_step
+from megarl.families.qwen3 import ATTENTION_KEYS, QK_NORMS, SAMPLER, attention_settings
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     pattern = [int(sparse_by_step(hf, layer)) for layer in range(hf["num_hidden_layers"])]
-    experts_of = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"])
+    experts_of = expert_settings(hf, MOE, renormalise=hf["norm_topk_prob"])
     return attention_settings(hf) | experts_of | {"moe_layer_freq": pattern}
 
 
+MOE = MoeMap(
+    linears=(router("mlp.gate"),),
+    experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    sparse=sparse_by_step,
+    says_dense=says_dense,
+)
 READS = READ_BY_ALL | ATTENTION_KEYS | {
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob",
     "mlp_only_layers", "decoder_sparse_step", "max_window_layers",
@@ -26,11 +32,8 @@ FAMILY = Family(
     MLP,
     NORMS + QK_NORMS,
     _settings,
-    MoeMap(
-        linears=(router("mlp.gate"),),
-        experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-        count=num_experts,
-        sparse=sparse_by_step,
-    ),
+    MOE,
     window=lambda hf, layer: hf["sliding_window"],
+    sampler=SAMPLER,
+    tiny=TINY_EXPERTS,
 )

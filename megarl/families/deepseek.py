@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families.base import READ_BY_ALL, Family, LinearMap, MoeMap, VectorMap
-from megarl.model.weights.families.dense import MLP, NORMS
-from megarl.model.weights.families.moe import expert_settings, experts, num_experts, router, shared_experts
+from megarl.families.base import READ_BY_ALL, Family, LinearMap, MoeMap, VectorMap
+from megarl.families.dense import MLP, NORMS
+from megarl.families.moe import TINY_EXPERTS, expert_settings, experts, router, shared_experts
 
 
 def _compresses_queries(hf: Mapping[str, Any], layer: int) -> bool:
@@ -45,9 +45,28 @@ LATENT_NORMS = (
 MOE = MoeMap(
     linears=(router("mlp.gate"), *shared_experts("mlp.shared_experts")),
     experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-    count=num_experts,
     sparse=_sparse,
+    says_dense=lambda raw: bool(raw.get("first_k_dense_replace")),
 )
+
+
+def _splits(hf: Mapping[str, Any]) -> dict[str, int | None]:
+    """Sizes of latent attention and of the shared experts; a product is known once both factors are."""
+    sizes = {"q_lora_rank": hf.get("q_lora_rank")}
+    latent, rotated = hf.get("kv_lora_rank"), hf.get("qk_rope_head_dim")
+    shared, inner = hf.get("n_shared_experts"), hf.get("moe_intermediate_size")
+    return sizes | {
+        "kv_lora_rank + qk_rope_head_dim": latent + rotated if latent and rotated else None,
+        "n_shared_experts x moe_intermediate_size": shared * inner if shared and inner else None,
+    }
+
+
+# Heads of 24, 16 without and 8 with RoPE, but values of 12.
+TINY_LATENT = TINY_EXPERTS | {
+    "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
+    "q_lora_rank": 16, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24,
+    "v_head_dim": 12,
+}  # fmt: skip
 
 
 def _attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def _logit_scale(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _moe_settings(hf: Mapping[str, Any], *, renormalise: bool, groups: bool) -> dict[str, Any]:
     pattern = [int(_sparse(hf, layer)) for layer in range(hf["num_hidden_layers"])]
-    settings = expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=renormalise)
+    settings = expert_settings(hf, MOE, renormalise=renormalise)
     if groups and (hf["n_group"] or 1) > 1:
         settings |= {"moe_router_num_groups": hf["n_group"], "moe_router_group_topk": hf["topk_group"]}
     _check_groups(hf)
@@ -148,7 +167,17 @@ READS = READ_BY_ALL | {
     "n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "topk_method", "norm_topk_prob",
     "attention_bias", "scoring_func",
 }  # fmt: skip
-V2 = Family(("deepseek_v2",), READS | {"mlp_bias"}, ATTENTION, MLP, NORMS + LATENT_NORMS, _settings_v2, MOE)
+V2 = Family(
+    ("deepseek_v2",),
+    READS | {"mlp_bias"},
+    ATTENTION,
+    MLP,
+    NORMS + LATENT_NORMS,
+    _settings_v2,
+    MOE,
+    splits=_splits,
+    tiny=TINY_LATENT,
+)
 V3 = Family(
     ("deepseek_v3",),
     READS | {"rope_interleave", "num_nextn_predict_layers", "num_mtp_layers"},
@@ -157,4 +186,6 @@ V3 = Family(
     (*NORMS, *LATENT_NORMS, VectorMap(("mlp.router.expert_bias",), "mlp.gate.e_score_correction_bias", _sparse)),
     _settings_v3,
     MOE,
+    splits=_splits,
+    tiny=TINY_LATENT,
 )

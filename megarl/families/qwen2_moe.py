@@ -10,17 +10,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.model.weights.families.base import READ_BY_ALL, Family, LinearMap, MoeMap
-from megarl.model.weights.families.dense import MLP, NORMS, OUT, QKV
-from megarl.model.weights.families.moe import (
+from megarl.families.base import READ_BY_ALL, Family, LinearMap, MoeMap
+from megarl.families.dense import MLP, NORMS, OUT, QKV
+from megarl.families.moe import (
+    TINY_EXPERTS,
     expert_settings,
     experts,
-    num_experts,
     router,
+    says_dense,
     shared_experts,
     sparse_by_step,
 )
-from megarl.model.weights.families.qwen2 import layer_window
+from megarl.families.qwen2 import layer_window
 
 
 def _qkv_bias(hf: Mapping[str, Any], layer: int) -> bool:
@@ -28,7 +29,7 @@ def _qkv_bias(hf: Mapping[str, Any], layer: int) -> bool:
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return expert_settings(hf, hidden=hf["moe_intermediate_size"], renormalise=hf["norm_topk_prob"]) | {
+    return expert_settings(hf, MOE, renormalise=hf["norm_topk_prob"]) | {
         "add_qkv_bias": hf["qkv_bias"],
         "moe_layer_freq": [int(sparse_by_step(hf, layer)) for layer in range(hf["num_hidden_layers"])],
         "moe_shared_expert_intermediate_size": hf["shared_expert_intermediate_size"],
@@ -36,6 +37,18 @@ def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+INNER = "shared_expert_intermediate_size"
+MOE = MoeMap(
+    linears=(
+        router("mlp.gate"),
+        *shared_experts("mlp.shared_expert"),
+        LinearMap("mlp.shared_experts.gate", ("mlp.shared_expert_gate",), "replicated"),
+    ),
+    experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
+    sparse=sparse_by_step,
+    says_dense=says_dense,
+    by_module=False,
+)
 READS = READ_BY_ALL | {
     "head_dim", "qkv_bias", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "num_experts",
     "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
@@ -48,16 +61,8 @@ FAMILY = Family(
     MLP,
     NORMS,
     _settings,
-    MoeMap(
-        linears=(
-            router("mlp.gate"),
-            *shared_experts("mlp.shared_expert"),
-            LinearMap("mlp.shared_experts.gate", ("mlp.shared_expert_gate",), "replicated"),
-        ),
-        experts=experts("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj"),
-        count=num_experts,
-        sparse=sparse_by_step,
-        by_module=False,
-    ),
+    MOE,
     window=layer_window,
+    splits=lambda hf: {INNER: hf.get(INNER)},
+    tiny=TINY_EXPERTS | {INNER: 24},
 )

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, GenerationConfig
 
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families.base import Family
+from megarl.families import WeightMap, family_of
+from megarl.families.base import COUNTS, NULLABLE, SIZES, Family
 
 # Change no logits: bookkeeping, generation, what only pre-training uses, heads that no causal model has.
 HARMLESS = frozenset(GenerationConfig().to_dict()) | {
@@ -51,21 +52,31 @@ ROPE_KEYS = {
     "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
     "long_factor", "partial_rotary_factor",
 }  # fmt: skip
-# Must be whole numbers above 0; those that the family's class allows to be null may be.
-SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "moe_intermediate_size", "num_local_experts",
-    "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "n_group", "topk_group", "kv_lora_rank",
-    "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window", "decoder_sparse_step",
-    "shared_expert_intermediate_size",
-)  # fmt: skip
 # transformers' classes make a list of them, so that a damaged number would fill the memory.
 MOST_LAYERS = 10_000
-NULLABLE = {"head_dim", "q_lora_rank", "n_group", "topk_group", "sliding_window"}
 
 
 class FullConfig(dict[str, Any]):
     """A ``config.json`` in which every key of its family's class has a value, and every value is understood."""
+
+
+def full_config(hf_config: Mapping[str, Any]) -> FullConfig:
+    """A parsed ``config.json`` with transformers' defaults for what it leaves out; see ``complete``.
+
+    Raises:
+        ModelError: a value that transformers rejects, or that is no size.
+        UnsupportedError: a ``model_type`` that is not registered, or a key that no part of megarl reads.
+    """
+    return complete(hf_config, family_of(hf_config))
+
+
+def names_of(hf_config: Mapping[str, Any]) -> WeightMap:
+    """The names of the model of a parsed ``config.json``.
+
+    Raises:
+        ModelError, UnsupportedError: as ``full_config``.
+    """
+    return WeightMap(family_of(hf_config), full_config(hf_config))
 
 
 def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
@@ -135,7 +146,7 @@ def _check_values(full: Mapping[str, Any]) -> None:
             continue  # transformers' own way to switch it off in a qwen2_moe
         if type(value) is not int or value < 1:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number above 0")
-    for key in ("num_nextn_predict_layers", "first_k_dense_replace"):
+    for key in COUNTS:
         value = full.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number or null")

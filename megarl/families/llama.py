@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.model.weights.families.base import READ_BY_ALL, Family
-from megarl.model.weights.families.dense import ATTENTION, MLP, NORMS, attention_biases
+from megarl.families.base import READ_BY_ALL, Family, SamplerSupport
+from megarl.families.dense import ATTENTION, MLP, NORMS, attention_biases
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -12,4 +12,4 @@ def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 READS = READ_BY_ALL | {"head_dim", "attention_bias", "mlp_bias"}
-FAMILY = Family(("llama",), READS, ATTENTION, MLP, NORMS, _settings)
+FAMILY = Family(("llama",), READS, ATTENTION, MLP, NORMS, _settings, sampler=SamplerSupport())

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.errors import ModelError
-from megarl.model.weights.families.base import READ_BY_ALL, Family, everywhere
-from megarl.model.weights.families.dense import MLP, NORMS, OUT, QKV
+from megarl.families.base import READ_BY_ALL, Family, SamplerSupport, everywhere
+from megarl.families.dense import MLP, NORMS, OUT, QKV
 
 
 def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,6 +32,12 @@ def layer_window(hf: Mapping[str, Any], layer: int) -> int | None:
     return hf["sliding_window"]
 
 
+def raw_window(raw: Mapping[str, Any]) -> int | None:
+    """The window that a config.json of Qwen's families switches on; it need not be complete."""
+    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
+
+
 ATTENTION = (replace(QKV, bias=everywhere), OUT)
 READS = READ_BY_ALL | {"head_dim", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"}
-FAMILY = Family(("qwen2",), READS, ATTENTION, MLP, NORMS, _settings, window=layer_window)
+SAMPLER = SamplerSupport(window=raw_window)
+FAMILY = Family(("qwen2",), READS, ATTENTION, MLP, NORMS, _settings, window=layer_window, sampler=SAMPLER)

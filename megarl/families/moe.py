@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.checks import EXPERT_COUNTS
 from megarl.errors import ModelError, UnsupportedError
-from megarl.model.weights.families.base import ROUTER, LinearMap
+from megarl.families.base import ROUTER, TINY, LinearMap, MoeMap
+
+TINY_EXPERTS = TINY | {"moe_intermediate_size": 24, "num_experts": 4, "num_local_experts": 4}
 
 
 def router(hf: str) -> LinearMap:
@@ -34,17 +35,17 @@ def sparse_by_step(hf: Mapping[str, Any], layer: int) -> bool:
     return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
 
 
-def num_experts(hf: Mapping[str, Any]) -> int:
-    """Routed experts of a layer; families write different names."""
-    return next(hf[key] for key in EXPERT_COUNTS if hf.get(key))
+def says_dense(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json says of some layers of Qwen's families that they have no experts; it need not be complete."""
+    return bool(raw.get("mlp_only_layers")) or (raw.get("decoder_sparse_step") or 1) > 1
 
 
-def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) -> dict[str, Any]:
+def expert_settings(hf: Mapping[str, Any], moe: MoeMap, *, renormalise: bool) -> dict[str, Any]:
     """``TransformerConfig`` arguments of a softmax top-k mixture without auxiliary losses or token dropping.
 
     Args:
         hf: parsed config.json.
-        hidden: inner size of an expert.
+        moe: the family's.
         renormalise: whether the chosen experts' probabilities are scaled to add up to 1, which equals the softmax over
             the chosen logits alone.
 
@@ -52,7 +53,7 @@ def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) ->
         ModelError: a token takes more experts than there are.
         UnsupportedError: it takes one, whose weight is always 1.
     """
-    count, chosen = num_experts(hf), hf["num_experts_per_tok"]
+    count, chosen = moe.count(hf), hf["num_experts_per_tok"]
     if chosen > count:
         raise ModelError(f"config.json: num_experts_per_tok ({chosen}) exceeds the {count} experts of a layer")
     if chosen == 1 and renormalise:
@@ -64,7 +65,7 @@ def expert_settings(hf: Mapping[str, Any], *, hidden: int, renormalise: bool) ->
     return {
         "num_moe_experts": count,
         "moe_router_topk": chosen,
-        "moe_ffn_hidden_size": hidden,
+        "moe_ffn_hidden_size": hf[moe.inner_key],
         "moe_router_pre_softmax": not renormalise,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
