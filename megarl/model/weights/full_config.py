@@ -54,6 +54,8 @@ ROPE_KEYS = {
 }  # fmt: skip
 # transformers' classes make a list of them, so that a damaged number would fill the memory.
 MOST_LAYERS = 10_000
+# Above all models' sizes (contexts of 10 million tokens are the longest), below what nobody's memory holds.
+LARGEST = 2**24
 
 
 class FullConfig(dict[str, Any]):
@@ -119,6 +121,8 @@ def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
 
 
 def _check_unread(key: str, value: Any, default: Any) -> None:
+    if value is None and key == "head_dim" and default is not None:
+        raise ModelError("config.json: head_dim is null, with which transformers fails in this family; delete it")
     if value is None or (value == default and isinstance(value, bool) == isinstance(default, bool)):
         return
     known = f"transformers' default is {default!r}" if default is not None else "transformers has no such key"
@@ -144,8 +148,8 @@ def _check_values(full: Mapping[str, Any]) -> None:
             continue
         if key == "sliding_window" and value == 0 and full.get("use_sliding_window") is False:
             continue  # transformers' own way to switch it off in a qwen2_moe
-        if type(value) is not int or value < 1:
-            raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number above 0")
+        if type(value) is not int or not 1 <= value <= LARGEST:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number from 1 to {LARGEST}")
     for key in COUNTS:
         value = full.get(key)
         if value is not None and (type(value) is not int or value < 0):

@@ -150,6 +150,7 @@ def test_an_unknown_key_of_rope_is_refused_by_name():
         ({"rope_parameters": [1]}, "rope_parameters"),
         ({"head_dim": 5}, "head_dim"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
+        ({"vocab_size": 10**9}, "vocab_size is 1000000000; it must be a whole number from 1 to"),
         ({"pad_token_id": 131}, "pad_token_id is 131, but vocab_size is 131"),
         ({"pad_token_id": -132}, "pad_token_id is -132"),
     ],
@@ -157,6 +158,12 @@ def test_an_unknown_key_of_rope_is_refused_by_name():
 def test_a_value_that_no_model_can_have_is_an_error_that_names_it(change, message):
     with pytest.raises(MegarlError, match=message):
         full_config({"model_type": "llama", **SHAPE} | change)
+
+
+def test_deepseeks_head_dim_may_be_left_out_but_not_null():
+    full_config({"model_type": "deepseek_v3"})
+    with pytest.raises(ModelError, match="head_dim is null"):
+        full_config({"model_type": "deepseek_v3", "head_dim": None})
 
 
 def test_two_names_of_one_setting_must_agree():
