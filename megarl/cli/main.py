@@ -1,4 +1,4 @@
-"""`megarl train|resume|export|bench|verify`: thin; errors are one message, no traceback."""
+"""The command `megarl`: thin. An error is one message without a traceback."""
 
 import argparse
 import os
@@ -6,20 +6,37 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.cli import bench, verify
+import megarl
+from megarl.cli import bench, completion, verify
+from megarl.cli.arguments import Parser, parse
 from megarl.errors import ConfigError, MegarlError
-from megarl.files import user_path
-from megarl.launch.processes import stop_on_sigterm
 
 INTERRUPTED = 130
+EXAMPLES = """\
+examples:
+  megarl train examples/arithmetic/run.yaml model.path=MODEL  train a recipe
+  megarl train RECIPE.yaml train.steps=50 --lora.r=8          change settings, with or without --
+  megarl config RECIPE.yaml lora.r=8                          all settings; marks what you changed
+  megarl resume runs/RUN                                      go on from the last checkpoint
+  megarl export runs/RUN --format peft --out adapter          the adapter, for PEFT and vLLM
+  megarl export runs/RUN --format merged --out model          the model with the adapter merged
+  megarl verify MODEL parallel.tensor=2                       a layout against Hugging Face + PEFT
+  megarl bench train qwen3-0.6b                               the speed of a training step
+  eval "$(megarl completion bash)"                            complete commands and settings
+
+`megarl COMMAND --help` tells more of each. Settings are documented in megarl/config/, one file per section."""
+OVERRIDES = "values that replace the recipe's; `--section.key=value` means the same"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    arguments = _parse(argv)
+    arguments = parse(parser(), sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int | None] = arguments.run
+    # Only now: --help imports nothing that takes time.
+    from megarl.launch.processes import stop_on_sigterm
+
     try:
         with stop_on_sigterm():
             return run(arguments) or 0
@@ -31,29 +48,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes overrides only before the first option; here they may follow it too."""
-    top = parser()
-    arguments, rest = top.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(text.startswith("-") for text in rest)):
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides += rest
-    return arguments
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="megarl", description="LoRA reinforcement learning on Megatron-Core.")
-    commands = top.add_subparsers(required=True, metavar="COMMAND")
-    train = commands.add_parser("train", help="train a recipe")
-    train.add_argument("recipe", help="YAML recipe")
-    train.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the recipe's")
+    top = Parser(
+        prog="megarl",
+        description="LoRA reinforcement learning: a Megatron-Core trainer, a vLLM sampler.",
+        epilog=EXAMPLES,
+    )
+    top.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    train = commands.add_parser("train", help="train a recipe", description="Train a recipe; prints the run folder.")
+    train.add_argument("recipe", metavar="RECIPE", help="YAML recipe")
+    train.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     train.set_defaults(run=_train)
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, with its own settings")
     resume.add_argument("source", metavar="RUN", help="run folder")
     resume.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the run's")
     resume.set_defaults(run=_resume)
+    show = commands.add_parser("config", help="show a recipe's settings, and which differ from the defaults")
+    show.add_argument("source", metavar="RECIPE_OR_RUN", help="YAML recipe or run folder")
+    show.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
+    show.add_argument("--changed", action="store_true", help="only the settings that differ")
+    show.set_defaults(run=_config)
     export = commands.add_parser("export", help="write a run's adapter or merged model")
     export.add_argument("source", metavar="RUN", help="run folder")
     export.add_argument(
@@ -63,11 +79,13 @@ def parser() -> argparse.ArgumentParser:
     export.set_defaults(run=_export)
     bench.add_parser(commands)
     verify.add_parser(commands)
+    completion.add_parser(commands, parser)
     return top
 
 
 def _train(arguments: argparse.Namespace) -> None:
     from megarl.cli.resume import load_run_config
+    from megarl.files import user_path
 
     recipe = Path(arguments.recipe)
     config = load_run_config(recipe, arguments.overrides)
@@ -86,8 +104,18 @@ def _resume(arguments: argparse.Namespace) -> None:
     print(train(config, Path.cwd()))
 
 
+def _config(arguments: argparse.Namespace) -> None:
+    from megarl.cli.resume import load_resumed_config, load_run_config
+    from megarl.config.changes import annotate, changed_yaml
+
+    load = load_resumed_config if Path(arguments.source).is_dir() else load_run_config
+    config = load(arguments.source, arguments.overrides)
+    print((changed_yaml if arguments.changed else annotate)(config), end="")
+
+
 def _export(arguments: argparse.Namespace) -> None:
     from megarl.cli.export import export_run
+    from megarl.files import user_path
 
     export_run(user_path("RUN", arguments.source), arguments.format, user_path("--out", arguments.out))
     print(arguments.out)

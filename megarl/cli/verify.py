@@ -1,4 +1,4 @@
-"""`megarl verify`: thin; nothing heavy is imported before the arguments are checked."""
+"""`megarl verify`: thin. The arguments are checked before anything heavy is imported."""
 
 import argparse
 import contextlib
@@ -8,12 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
-
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.verify import report as output
-from megarl.verify.inputs.settings import verify_config
 
 RANKS = 4
 
@@ -40,6 +35,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         MegarlError: what went wrong later.
     """
     _check(arguments)
+    from rich.console import Console
+
+    from megarl.verify import report as output
+    from megarl.verify.inputs.settings import verify_config
+
     try:
         config = verify_config(arguments.model, arguments.overrides)
     except UnsupportedError as error:
@@ -89,6 +89,9 @@ def _check(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
     """On standard error, with the seconds since the start: one line that changes on a terminal, else line by line."""
+    from rich.console import Console
+    from rich.markup import escape
+
     console, start = Console(stderr=True), time.monotonic()
 
     def timed(text: str) -> str:
@@ -97,5 +100,5 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda text: console.print(timed(text), markup=False, highlight=False, soft_wrap=True)
         return
-    with console.status("starting") as status:
+    with console.status("importing torch, Megatron-Core and transformers") as status:
         yield lambda text: status.update(escape(timed(text)))

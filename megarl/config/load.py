@@ -3,6 +3,7 @@
 Imports neither torch nor vLLM, so that a typo is reported in a fraction of a second.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def override_config(tree: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Apply overrides to a plain dictionary; the same as ``load_config`` otherwise."""
-    return _resolve(OmegaConf.create(_escape(dict(tree))), overrides, "overrides")
+    return _resolve(OmegaConf.create(escape(dict(tree))), overrides, "overrides")
 
 
 def parse_config(tree: Any) -> RunConfig:
@@ -53,7 +54,7 @@ def parse_config(tree: Any) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config, defaults included, as YAML that ``load_config`` reads back."""
     # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
-    return OmegaConf.to_yaml(OmegaConf.create(_escape(config.model_dump())), sort_keys=False)
+    return OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump())), sort_keys=False)
 
 
 def _resolve(tree: DictConfig, overrides: Sequence[str], source: str) -> RunConfig:
@@ -62,7 +63,10 @@ def _resolve(tree: DictConfig, overrides: Sequence[str], source: str) -> RunConf
     try:
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{source}, key '{error.full_key}': {_first_line(error)}") from error
+        cause = _first_line(error)
+        if unset := re.search(r"Environment variable '(.+)' not found", cause):
+            cause = f"the environment variable {unset[1]} is not set; set it, or give {error.full_key}=VALUE"
+        raise ConfigError(f"{source}, key '{error.full_key}': {cause}") from error
     return parse_config(plain)
 
 
@@ -105,10 +109,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _escape(value: Any) -> Any:
+def escape(value: Any) -> Any:
     """``value`` with every ``${`` escaped, so that reading it back interpolates nothing."""
     if isinstance(value, dict):
-        return {key: _escape(item) for key, item in value.items()}
+        return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_escape(item) for item in value]
+        return [escape(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,0 +1,79 @@
+"""The settings of a run that differ from the defaults, and the whole config with those marked."""
+
+import json
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import OmegaConf
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megarl.config.load import escape
+from megarl.config.run import RunConfig
+
+INDENT = "  "
+
+
+def setting_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings of a section, in the order of their definition."""
+    for name, field in section.model_fields.items():
+        if _is_section(field):
+            yield from setting_names(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            yield prefix + name
+
+
+def changes(config: BaseModel) -> dict[str, Any]:
+    """The settings that differ from their defaults, or have none, as a tree; sections without any are left out."""
+    tree: dict[str, Any] = {}
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            if inner := changes(value):
+                tree[name] = inner
+        elif value != _default(field):
+            tree[name] = config.model_dump(include={name})[name]
+    return tree
+
+
+def changed_yaml(config: RunConfig) -> str:
+    """``changes`` as YAML."""
+    return _yaml(changes(config))
+
+
+def annotate(config: BaseModel) -> str:
+    """The whole config as YAML that ``load_config`` reads back; a comment gives the default of what differs from it."""
+    parts = []
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, BaseModel):
+            parts.append(f"{name}:\n{textwrap.indent(annotate(value), INDENT)}")
+            continue
+        text = _yaml(config.model_dump(include={name}))
+        if value != _default(field):
+            text = _marked(text, field)
+        parts.append(text)
+    return "".join(parts)
+
+
+def _marked(text: str, field: FieldInfo) -> str:
+    default = _default(field)
+    note = "# required" if default is PydanticUndefined else f"# default: {json.dumps(default)}"
+    first, _, rest = text.partition("\n")
+    # A comment behind the first line of a text that is folded over several would become part of it.
+    return f"{first}  {note}\n{rest}" if not rest or first.endswith(":") else f"{note}\n{text}"
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+
+
+def _yaml(tree: dict[str, Any]) -> str:
+    # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
+    return OmegaConf.to_yaml(OmegaConf.create(escape(tree)), sort_keys=False) if tree else ""
