@@ -38,7 +38,7 @@ class Sink(Protocol):
 
     Attributes:
         name: for messages (``"sampler 0"``).
-        receivers: vLLM workers in this engine, each of which receives (``sampler.tensor``).
+        receivers: vLLM workers in this engine, each of which receives (``sampler.parallel.tensor``).
     """
 
     name: str

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig, check_run, load_config
 from megarl.config.train import AUTO
 from megarl.errors import ConfigError
 from megarl.files import user_path
@@ -18,22 +18,26 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     the recipe's settings.
 
     Raises:
-        ConfigError: see ``load_config``; or RUN is not a run folder.
+        ConfigError: see ``load_config`` and ``check_run``; or RUN is not a run folder.
     """
     run = _named(overrides)
-    return load_config(recipe, overrides) if run in ("", "null", AUTO) else _load_saved(run, "train.resume", overrides)
+    fresh = run in ("", "null", AUTO)
+    config = load_config(recipe, overrides) if fresh else _load_saved(run, "train.resume", overrides)
+    check_run(config)
+    return config
 
 
 def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
     """For `megarl resume RUN`: the config that RUN was started with, and overrides on top.
 
     Raises:
-        ConfigError: see ``load_config``; RUN is not a run folder; or an override names another one.
+        ConfigError: see ``load_config`` and ``check_run``; RUN is not a run folder; or an override names another one.
     """
     if other := _named(overrides):
         raise ConfigError(f"override '{KEY}{other}': `megarl resume {run}` says already what is resumed; remove it")
     folder = user_path("RUN", run)
     config = _load_saved(str(folder), "RUN", overrides)
+    check_run(config)
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": str(folder)})})
 
 

@@ -1,18 +1,20 @@
 """The config tree: pydantic models, one section per file. Importing it loads neither torch nor vLLM."""
 
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.checks import check_run
 from megarl.config.load import dump_config, load_config, override_config, parse_config
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
 from megarl.config.model import ModelConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.config.sampler import SamplerConfig
+from megarl.config.sampler import EngineParallel, SamplerConfig
 from megarl.config.task import TaskConfig
 from megarl.config.train import TrainConfig
 
 __all__ = [
     "CheckpointEngineConfig",
+    "EngineParallel",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",
@@ -21,6 +23,7 @@ __all__ = [
     "SamplerConfig",
     "TaskConfig",
     "TrainConfig",
+    "check_run",
     "dump_config",
     "load_config",
     "override_config",

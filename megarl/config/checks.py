@@ -1,39 +1,32 @@
-"""Checks across sections, and against the model's ``config.json``. Every message names field, value and fix."""
+"""Checks of a config against the files that it names. Every message names field, value and fix."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
+from megarl.config.model import ModelConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.config.sampler import EngineParallel
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import COUNTS, SIZES, MoeMap
 from megarl.files import user_path
 
-if TYPE_CHECKING:
-    from megarl.config.model import ModelConfig
-    from megarl.config.parallel import ParallelConfig
-    from megarl.config.run import RunConfig
-    from megarl.config.sampler import SamplerConfig
-    from megarl.config.train import TrainConfig
-
 # Sizes that config.json may leave out or set to null.
 OPTIONAL = set(SIZES[SIZES.index("num_key_value_heads") :]) | set(COUNTS)
 
 
-def cross_check(config: "RunConfig") -> None:
-    """Check what one section cannot see alone.
+def check_run(config: RunConfig) -> None:
+    """Check a run's config against the files that it names.
 
     Raises:
-        ConfigError: values that contradict each other or the model's ``config.json``, or a missing file.
-        UnsupportedError: a layout or a sampling method that is not proven.
+        ConfigError: a value that contradicts the model's ``config.json``, or a missing file.
+        UnsupportedError: a layout that is not proven for the model.
     """
-    check_layout(config.parallel)
-    check_switches(config.train)
-    check_sampling(config.sampler)
     shape = read_model_shape(config.model.path)
-    check_layout_fits_model(config.parallel, shape)
-    check_backend(config.model, config.parallel, shape)
-    check_graphs(config, shape)
-    check_engine_fits_model(config.sampler.tensor, shape)
+    check_trainer(config, shape)
+    check_engine_fits_model(config.sampler.parallel, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
     longest = shape.get("max_position_embeddings")
     if longest and length > longest:
@@ -42,72 +35,21 @@ def cross_check(config: "RunConfig") -> None:
             f"({config.sampler.max_response_tokens}) = {length} exceeds the model's max_position_embeddings "
             f"({longest})"
         )
-    if config.train.micro_batch_tokens < length:
-        raise ConfigError(
-            f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence, "
-            f"sampler.max_prompt_tokens + sampler.max_response_tokens = {length}"
-        )
-    _check_padding(config, length - 1)
-    total = config.train.prompts_per_step * config.sampler.samples_per_prompt
-    if config.train.updates_per_step > config.train.prompts_per_step:
-        raise ConfigError(
-            f"train.updates_per_step ({config.train.updates_per_step}) must be at most train.prompts_per_step "
-            f"({config.train.prompts_per_step}): an update takes whole groups"
-        )
-    if total < config.parallel.data:
-        raise ConfigError(
-            f"parallel.data ({config.parallel.data}) exceeds the {total} completions of a step "
-            "(train.prompts_per_step x sampler.samples_per_prompt)"
-        )
-    if config.train.warmup_steps > config.train.steps:
-        raise ConfigError(
-            f"train.warmup_steps ({config.train.warmup_steps}) must be at most train.steps ({config.train.steps}): "
-            "the learning rate would never reach train.learning_rate"
-        )
     adapter = config.lora.init_from
     if adapter and not (user_path("lora.init_from", adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init_from is '{adapter}', which holds no adapter_config.json; give a PEFT folder")
 
 
-def check_layout(parallel: "ParallelConfig") -> None:
-    """Refuse layouts that are not proven and combinations that make no sense."""
-    if parallel.sequence and parallel.tensor == 1:
-        raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
-    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        raise ConfigError(
-            f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline > 1 (it is 1)"
-        )
+def check_trainer(config: RunConfig, shape: Mapping[str, Any]) -> None:
+    """Check layout, back end and CUDA graphs against the model's ``config.json``.
 
-
-def _check_padding(config: "RunConfig", longest: int) -> None:
-    """A sequence's last token is not fed; context parallelism pads what is to two chunks per rank."""
-    chunks = 2 * config.parallel.context
-    padded = -(-longest // chunks) * chunks
-    if config.parallel.context > 1 and config.train.micro_batch_tokens < padded:
-        raise ConfigError(
-            f"train.micro_batch_tokens ({config.train.micro_batch_tokens}) must hold the longest sequence padded to a "
-            f"multiple of 2 x parallel.context ({chunks}); make it at least {padded}"
-        )
-
-
-def check_switches(train: "TrainConfig") -> None:
-    """Refuse switches of mcore that need others."""
-    needed = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(train, name)]
-    if train.overlap_param_gather and needed:
-        raise ConfigError(f"train.overlap_param_gather is true, which needs train.{needed[0]} (it is false)")
-    if train.recompute_layers is not None and train.recompute != "full":
-        raise ConfigError(
-            f"train.recompute_layers is {train.recompute_layers}, which needs train.recompute 'full' "
-            f"(it is '{train.recompute}')"
-        )
-
-
-def check_sampling(sampler: "SamplerConfig") -> None:
-    """Refuse truncated distributions: their logprobs cannot be recomputed in the trainer."""
-    if sampler.top_p != 1.0:
-        raise UnsupportedError(f"sampler.top_p is {sampler.top_p}; only 1.0 is supported: the trainer cannot replay it")
-    if sampler.top_k != -1:
-        raise UnsupportedError(f"sampler.top_k is {sampler.top_k}; only -1 (off) is supported")
+    Raises:
+        ConfigError: a size of the model is not a multiple of the axis that splits it.
+        UnsupportedError: a layout that is not proven for the model.
+    """
+    check_layout_fits_model(config.parallel, shape)
+    check_backend(config.model, shape)
+    check_graphs(config, shape)
 
 
 def read_model_shape(path: str) -> dict[str, Any]:
@@ -133,7 +75,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
     return shape
 
 
-def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+def check_layout_fits_model(parallel: ParallelConfig, shape: Mapping[str, Any]) -> None:
     """Check that heads and layers divide as the layout asks.
 
     Raises:
@@ -153,7 +95,7 @@ def check_layout_fits_model(parallel: "ParallelConfig", shape: dict[str, Any]) -
         raise ConfigError(f"{axis} ({stages}) exceeds the model's num_hidden_layers ({layers}); a stage needs a layer")
 
 
-def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
     """Refuse what the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
@@ -168,7 +110,7 @@ def check_backend(model: "ModelConfig", parallel: "ParallelConfig", shape: dict[
         )
 
 
-def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
+def check_graphs(config: RunConfig, shape: Mapping[str, Any]) -> None:
     """Refuse CUDA graphs of what differs from one micro-batch to the next, or runs code of its own in between.
 
     Raises:
@@ -197,25 +139,26 @@ def check_graphs(config: "RunConfig", shape: dict[str, Any]) -> None:
             )
 
 
-def check_engine_fits_model(tensor: int, shape: dict[str, Any]) -> None:
+def check_engine_fits_model(parallel: EngineParallel, shape: Mapping[str, Any]) -> None:
     """Check that vLLM can split the model over an engine's ranks.
 
     Raises:
-        ConfigError: a size of the model is not a multiple of ``sampler.tensor``, or there are fewer experts.
+        ConfigError: a size of the model is not a multiple of ``sampler.parallel.tensor``, or there are fewer experts.
     """
-    _check_divides("sampler.tensor", tensor, "num_attention_heads", shape)
-    _check_kv_heads("sampler.tensor", tensor, shape)
+    axis, tensor = "sampler.parallel.tensor", parallel.tensor
+    _check_divides(axis, tensor, "num_attention_heads", shape)
+    _check_kv_heads(axis, tensor, shape)
     moe = _experts_of(shape)
     if moe is not None:
         experts = moe.count_key(shape)
-        _check_divides("sampler.tensor", tensor, moe.inner_key, shape)
+        _check_divides(axis, tensor, moe.inner_key, shape)
         if tensor > (shape.get(experts) or tensor):
-            raise ConfigError(f"sampler.tensor ({tensor}) must be at most the model's {experts} ({shape[experts]})")
+            raise ConfigError(f"{axis} ({tensor}) must be at most the model's {experts} ({shape[experts]})")
     if moe is None or moe.says_dense(shape):
-        _check_divides("sampler.tensor", tensor, "intermediate_size", shape)
+        _check_divides(axis, tensor, "intermediate_size", shape)
 
 
-def _check_kv_heads(axis: str, size: int, shape: dict[str, Any]) -> None:
+def _check_kv_heads(axis: str, size: int, shape: Mapping[str, Any]) -> None:
     """Several KV heads on each rank, or each head on several ranks."""
     heads = shape.get("num_key_value_heads")
     if heads and heads % size and size % heads:
@@ -224,13 +167,13 @@ def _check_kv_heads(axis: str, size: int, shape: dict[str, Any]) -> None:
         )
 
 
-def _experts_of(shape: dict[str, Any]) -> MoeMap | None:
+def _experts_of(shape: Mapping[str, Any]) -> MoeMap | None:
     """The mixture of experts of the model's family; None for dense and for unknown models."""
     family = FAMILIES.get(str(shape.get("model_type")))
     return family.moe if family else None
 
 
-def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
+def _check_experts(parallel: ParallelConfig, shape: Mapping[str, Any]) -> None:
     """Experts are laid out over the tensor x context x data ranks of a pipeline stage."""
     moe = _experts_of(shape)
     if moe is None:
@@ -253,7 +196,7 @@ def _check_experts(parallel: "ParallelConfig", shape: dict[str, Any]) -> None:
         )
 
 
-def _check_divides(axis: str, size: int, key: str, shape: dict[str, Any]) -> None:
+def _check_divides(axis: str, size: int, key: str, shape: Mapping[str, Any]) -> None:
     value = shape.get(key)
     if value and value % size:
         allowed = [n for n in range(1, min(value, 4096) + 1) if value % n == 0]

@@ -9,7 +9,7 @@ from megarl.errors import ConfigError
 # Where and how fast it is computed, how long and what is kept; a trailing * stands for any ending, a leading one for
 # any beginning. A setting that is not listed decides what is learned.
 FREE = (
-    "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "sampler.engines", "sampler.tensor",
+    "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.gpu_memory_utilization", "sampler.max_num_seqs",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output", "train.save_every",

@@ -4,6 +4,7 @@ from pydantic import Field, model_validator
 
 from megarl.config.base import Section
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.cross_sections import check_sections
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
 from megarl.config.model import ModelConfig
@@ -14,7 +15,10 @@ from megarl.config.train import TrainConfig
 
 
 class RunConfig(Section):
-    """One tree for trainer and sampler; see each section for its fields."""
+    """One tree for trainer and sampler; see each section for its fields.
+
+    Building one reads no disk; ``megarl.config.check_run`` compares it with the model.
+    """
 
     model: ModelConfig
     task: TaskConfig
@@ -27,7 +31,5 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _cross_check(self) -> "RunConfig":
-        from megarl.config.checks import cross_check
-
-        cross_check(self)
+        check_sections(self.parallel, self.sampler, self.train)
         return self

@@ -1,18 +1,34 @@
 """vLLM engines and how they sample."""
 
+from typing import Any, Literal
+
 from pydantic import Field
 
 from megarl.config.base import Section
 
 
+class EngineParallel(Section):
+    """How one engine is spread over ranks; names as in the trainer's ``parallel`` section."""
+
+    tensor: int = Field(1, ge=1, le=1024)
+    """Tensor parallel size (TP)."""
+    pipeline: Literal[1] = 1
+    """Pipeline parallel size (PP). Must be 1: weights reach the ranks of one stage."""
+    expert: Literal[1] = 1
+    """Expert parallel size (EP). Must be 1: vLLM keeps adapters of all experts on every rank."""
+
+
 class SamplerConfig(Section):
     engines: int = Field(1, ge=1, le=4096)
-    """vLLM engines; prompts are spread over them."""
-    tensor: int = Field(1, ge=1, le=1024)
-    """Tensor parallel size of one engine."""
+    """vLLM engines (data parallel copies of the model); prompts are spread over them."""
+    parallel: EngineParallel = Field(default_factory=EngineParallel)
+    """Of each engine."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of vLLM's ``AsyncEngineArgs`` (``{swap_space: 2}``), passed on as they are. Those that megarl
+    sets itself are refused."""
     share_gpus: bool | None = None
-    """Put engines on the trainer's GPUs, ``gpu_memory_utilization`` of each; at most one engine of ``tensor`` 1 per
-    rank. Default: only where the trainer's ranks take all GPUs of the cluster."""
+    """Put engines on the trainer's GPUs, ``gpu_memory_utilization`` of each; at most one engine of
+    ``parallel.tensor`` 1 per rank. Default: only where the trainer's ranks take all GPUs of the cluster."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

@@ -182,7 +182,7 @@ class SamplerGroup:
     """
 
     def __init__(self, engines: Mapping[str, Any], watch: Watch, config: SamplerConfig) -> None:
-        self.engines = [EngineHandle(actor, name, config.tensor, watch) for name, actor in engines.items()]
+        self.engines = [EngineHandle(actor, name, config.parallel.tensor, watch) for name, actor in engines.items()]
         self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
 
     def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:

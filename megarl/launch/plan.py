@@ -95,7 +95,7 @@ def plan_placement(config: RunConfig, nodes: Sequence[Node]) -> Plan:
     Raises:
         ConfigError: the nodes cannot hold the run; the message says what is missing and what to change.
     """
-    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.tensor
+    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.parallel.tensor
     gpus = 0 if config.train.device == "cpu" else sum(node.gpus for node in nodes)
     if not gpus:
         if config.train.device == "cuda":
@@ -198,11 +198,11 @@ def _assign(
         found = fit(slots, size, ranks // size, width, engines, int(with_controller))
         if found is not None:
             return [blocks * size for blocks in found[0]], found[1]
-    beside = f" and {engines} engines of sampler.tensor {width}" if engines else ""
+    beside = f" and {engines} engines of sampler.parallel.tensor {width}" if engines else ""
     raise ConfigError(
         f"{ranks // sizes[-1]} x {sizes[-1]} trainer ranks (parallel.tensor, expert_tensor){beside} do not fit into "
         f"nodes with {', '.join(map(str, slots))} free places, none of them split over nodes and rank 0 with the "
-        "controller (on the first); change parallel.tensor, sampler.tensor or sampler.engines, or add nodes"
+        "controller (on the first); change parallel.tensor, sampler.parallel.tensor or sampler.engines, or add nodes"
     )
 
 
@@ -241,7 +241,7 @@ def _shares(config: RunConfig, gpus: int) -> bool:
     Raises:
         ConfigError: too few GPUs, and sharing is not asked for or not possible.
     """
-    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.tensor
+    ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.parallel.tensor
     share, wanted = config.sampler.share_gpus, ranks + engines * width
     if gpus < ranks:
         raise ConfigError(
@@ -253,16 +253,17 @@ def _shares(config: RunConfig, gpus: int) -> bool:
     if not share:
         if gpus < wanted:
             fewer, idle = (gpus - ranks) // width, gpus - ranks
+            fit = f"sampler.engines={fewer}, or " if fewer else ""
             raise ConfigError(
-                f"{ranks} trainer ranks and {engines} engines of sampler.tensor {width} need {wanted} GPUs, Ray sees "
-                f"{gpus}; set {f'sampler.engines={fewer}, or ' if fewer else ''}sampler.share_gpus=true, which puts "
+                f"{ranks} trainer ranks and {engines} engines of sampler.parallel.tensor {width} need {wanted} GPUs, "
+                f"Ray sees {gpus}; set {fit}sampler.share_gpus=true, which puts "
                 f"the engines on the trainer's {ranks} GPUs{f' and leaves {idle} idle' if idle else ''}"
             )
         return False
     if width > 1 or engines > ranks:
         raise ConfigError(
-            f"{ranks} trainer ranks and {engines} engines of sampler.tensor {width} cannot share {ranks} GPUs: sharing "
-            "is supported for sampler.tensor 1 and at most one engine per trainer rank"
+            f"{ranks} trainer ranks and {engines} engines of sampler.parallel.tensor {width} cannot share {ranks} "
+            "GPUs: sharing is supported for sampler.parallel.tensor 1 and at most one engine per trainer rank"
         )
     return True
 
@@ -271,7 +272,7 @@ def _check_widths(config: RunConfig, nodes: Sequence[Node]) -> None:
     """Refuse groups that no node can hold."""
     largest = max(node.gpus for node in nodes)
     for name, size in (
-        ("sampler.tensor", config.sampler.tensor),
+        ("sampler.parallel.tensor", config.sampler.parallel.tensor),
         ("parallel.tensor", config.parallel.tensor),
         ("parallel.expert_tensor", config.parallel.expert_tensor),
     ):

@@ -13,7 +13,7 @@ import torch
 
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.config import RunConfig, dump_config
+from megarl.config import RunConfig, check_run, dump_config
 from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
@@ -52,7 +52,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     """Run a recipe.
 
     Args:
-        config: checked.
+        config: of the run.
         recipe_dir: folder of the recipe, for the task's relative paths.
 
     Returns:
@@ -62,6 +62,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         MegarlError: with the cause; every process that was started has been ended.
     """
     config = find_run(with_absolute_paths(config, recipe_dir))
+    check_run(config)
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
     stream = make_stream(config, task, tokenizer)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from megarl.config import RunConfig
+from megarl.config.checks import check_trainer
 from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
@@ -64,6 +65,7 @@ class MegatronModel:
         """
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
+        check_trainer(config, self.hf_config)
         longest = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
         self._rope = rope_of(self.hf_config)
         self._rope.check_length(longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")

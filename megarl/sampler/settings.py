@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,23 @@ NOT_SAMPLED = ("model.embed_tokens", "lm_head")
 # Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts and
 # dies of the first request.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+# Arguments of vLLM that a setting decides -> the setting.
+SETTINGS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "tensor_parallel_size": "sampler.parallel.tensor",
+    "load_format": "checkpoint_engine.base_weights",
+    "seed": "sampler.seed",
+    "max_model_len": "sampler.max_prompt_tokens and sampler.max_response_tokens",
+    "max_num_seqs": "sampler.max_num_seqs",
+    "enforce_eager": "sampler.enforce_eager",
+    "kv_cache_memory_bytes": "sampler.kv_cache_gib",
+    "gpu_memory_utilization": "sampler.gpu_memory_utilization",
+    "max_lora_rank": "lora.r",
+    "data_parallel_size": "sampler.engines",
+}
+# Arguments that would move an engine's ranks to where no weights are sent.
+PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
 
@@ -41,7 +58,7 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
     arguments: dict[str, Any] = {
         "model": str(Path(config.model.path).expanduser()),
         "dtype": config.model.dtype,
-        "tensor_parallel_size": sampler.tensor,
+        "tensor_parallel_size": sampler.parallel.tensor,
         # A base that never arrived then samples noise from dummy weights, which no version check would let through.
         "load_format": "dummy" if config.checkpoint_engine.base_weights == "send" else "auto",
         "skip_tokenizer_init": True,
@@ -64,7 +81,24 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
     }
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
-    return arguments
+    check_engine_args(sampler.engine_args, arguments)
+    return arguments | sampler.engine_args
+
+
+def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
+    """Refuse what megarl says to vLLM itself.
+
+    Args:
+        given: ``sampler.engine_args``.
+        owned: names of the arguments that megarl sets.
+
+    Raises:
+        ConfigError: naming the argument and the setting to use, where there is one.
+    """
+    for name in sorted({*owned, *PLACED} & given.keys()):
+        setting = SETTINGS.get(name)
+        fix = f"use {setting}" if setting else "megarl depends on its value; remove it"
+        raise ConfigError(f"sampler.engine_args.{name} is {given[name]!r}, which megarl sets itself; {fix}")
 
 
 def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
@@ -99,6 +133,8 @@ def check_sampled(config: RunConfig) -> None:
         ConfigError: a folder without a readable config.json, or a stop token that the model cannot draw.
         UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head.
     """
+    if config.sampler.engine_args:
+        engine_arguments(config, 0, "cuda")  # refuses those that megarl sets
     shape = read_model_shape(config.model.path)
     family = FAMILIES.get(str(shape.get("model_type")))
     if family is None or family.sampler is None:

@@ -9,6 +9,7 @@ kernels owe to the batch (its composition depends on timing).
 """
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import xxhash
 
 from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import RunConfig
-from megarl.errors import DataError, MegarlError, WeightSyncError, WorkerError
+from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
@@ -51,7 +52,7 @@ class VllmSampler:
     @property
     def receivers(self) -> int:
         """vLLM workers of this engine, each of which receives weights."""
-        return self._config.sampler.tensor
+        return self._config.sampler.parallel.tensor
 
     @property
     def version(self) -> int | None:
@@ -62,13 +63,18 @@ class VllmSampler:
         """Start the engine.
 
         Raises:
+            ConfigError: ``sampler.engine_args`` names an argument that vLLM lacks.
             WorkerError: vLLM did not start; the cause is chained.
         """
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            arguments = AsyncEngineArgs(**engine_arguments(self._config, self._index, self._device))
+            given = engine_arguments(self._config, self._index, self._device)
+            known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+            for name in given.keys() - known:
+                raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
+            arguments = AsyncEngineArgs(**given)
             self._engine = AsyncLLM.from_engine_args(arguments)
             self._vocabulary = self._engine.model_config.get_vocab_size()
             await self._rpc("megarl_start")

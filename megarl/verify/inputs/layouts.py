@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from megarl.config import ParallelConfig, RunConfig, parse_config
+from megarl.config import ParallelConfig, RunConfig, check_run, parse_config
 from megarl.errors import ConfigError, UnsupportedError
 
 # Axis -> how a layout's name writes it.
@@ -35,7 +35,9 @@ def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
         ConfigError: it contradicts itself or the model.
         UnsupportedError: it is not proven.
     """
-    return parse_config(config.model_dump() | {"parallel": parallel.model_dump()})
+    moved = parse_config(config.model_dump() | {"parallel": parallel.model_dump()})
+    check_run(moved)
+    return moved
 
 
 def all_layouts(ranks: int) -> Iterator[ParallelConfig]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import RunConfig, override_config
+from megarl.config import RunConfig, check_run, override_config
 from megarl.errors import ConfigError, pick
 from megarl.verify.inputs.samples import LONG
 
@@ -52,6 +52,7 @@ def verify_config(model: str | Path, overrides: Sequence[str] = ()) -> RunConfig
         if override.startswith("model.path="):
             raise ConfigError(f"override '{override}': the model is the command's first argument")
     config = override_config(verify_tree(Path(model).expanduser()), overrides)
+    check_run(config)
     check_dropout(config.lora.lora_dropout, "lora.lora_dropout")
     return config
 

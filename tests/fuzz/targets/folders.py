@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from megarl.config import ParallelConfig, parse_config
+from megarl.config import ParallelConfig, check_run, parse_config
 from megarl.launch.run import prepare_task
 from megarl.model.inspection import inspect_folder
 from megarl.parallel.device import pick_device
@@ -71,6 +71,7 @@ class Folders:
         tree = verify_tree(path)
         tree["task"]["options"] = {"size": 20}
         config = parse_config(tree)
+        check_run(config)
         inspect_folder(path, config.parallel)
         stop_tokens(str(path))
         prepare_task(config, folder)

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megarl.cli.resume import load_run_config
-from megarl.config import dump_config, load_config
+from megarl.config import check_run, dump_config, load_config
 from megarl.launch.plan import Node, plan_placement
 from megarl.launch.run import check_names, make_stream, run_folder, with_absolute_paths
 from megarl.tasks import TaskContext, build_task
@@ -64,6 +64,7 @@ class Recipes:
                 )
             }
         )
+        check_run(config)
         task = build_task(TaskContext(config.task, folder, config.train.seed))
         make_stream(config, task, None)
         plan_placement(config, [Node("id", "host", gpus=0, cpus=64, cores=64)])

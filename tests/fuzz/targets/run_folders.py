@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 
 from megarl.cli.resume import load_resumed_config
-from megarl.config import RunConfig, load_config
+from megarl.config import RunConfig, check_run, load_config
 from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.metrics import Recorder
@@ -62,6 +62,7 @@ class RunFolders:
         # All prompts are encoded for every case.
         overrides = ["lora.target_modules=[q_proj, down_proj]", "task.options.size=12"]
         config = with_absolute_paths(load_config(recipe, overrides), folder.parent)
+        check_run(config)
         self.settings = settings_of(config)
         groups = init_groups(config.parallel, pick_device("auto"), seed=5)
         lora = config.lora.peft_settings()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megarl.config import dump_config, load_config, parse_config
+from megarl.config import check_run, dump_config, load_config, parse_config
 from megarl.errors import ConfigError, UnsupportedError
 
 # Shape of SmolLM2-135M: 9 heads allow TP1, 3 and 9.
@@ -36,7 +36,7 @@ def recipe(tmp_path, model):
 
 def message_of(recipe, *overrides, error=ConfigError):
     with pytest.raises(error) as caught:
-        load_config(recipe, overrides)
+        check_run(load_config(recipe, overrides))
     assert type(caught.value) is error
     return str(caught.value)
 
@@ -73,8 +73,12 @@ WRONG = {
         "parallel.pipeline=31",
         ["parallel.pipeline (31)", "num_hidden_layers (30)", "needs a layer"],
     ),
-    "9 heads at sampler TP2": ("sampler.tensor=2", ["sampler.tensor (2)", "num_attention_heads (9)"]),
-    "an MLP of 1536 at sampler TP9": ("sampler.tensor=9", ["sampler.tensor (9)", "intermediate_size (1536)"]),
+    "9 heads at sampler TP2": ("sampler.parallel.tensor=2", ["sampler.parallel.tensor (2)", "num_attention_heads (9)"]),
+    "an MLP of 1536 at sampler TP9": (
+        "sampler.parallel.tensor=9",
+        ["sampler.parallel.tensor (9)", "intermediate_size (1536)"],
+    ),
+    "an engine of two stages": ("sampler.parallel.pipeline=2", ["'sampler.parallel.pipeline' is 2"]),
     "VPP without PP": ("parallel.virtual_pipeline=2", ["parallel.virtual_pipeline (2)", "parallel.pipeline > 1"]),
     "experts without experts": ("parallel.expert=2", ["parallel.expert is 2", "no experts"]),
     "SP without TP": ("parallel.sequence=true", ["parallel.sequence", "parallel.tensor > 1"]),
@@ -83,7 +87,6 @@ WRONG = {
         "parallel.context=5000",
         ["train.micro_batch_tokens (8192)", "2 x parallel.context (10000)", "at least 10000"],
     ),
-    "longer than the context": ("sampler.max_response_tokens=8000", ["8512", "max_position_embeddings (8192)"]),
     "more ranks than samples": ("parallel.data=1000", ["parallel.data (1000)", "256 completions"]),
     "more updates than groups": ("train.updates_per_step=64", ["train.updates_per_step (64)", "(32)"]),
     "warmup beyond the end": ("train.warmup_steps=101", ["train.warmup_steps (101)", "train.steps (100)"]),
@@ -112,7 +115,7 @@ EXPERTS = {
 def test_trainers_copy_kv_heads_that_are_fewer_than_ranks(recipe, model):
     (model / "config.json").write_text(json.dumps({"num_attention_heads": 12, "num_key_value_heads": 3}))
     for tensor in (3, 6, 12):
-        assert load_config(recipe, [f"parallel.tensor={tensor}", "sampler.tensor=1"]).parallel.tensor == tensor
+        assert load_config(recipe, [f"parallel.tensor={tensor}", "sampler.parallel.tensor=1"]).parallel.tensor == tensor
     message = message_of(recipe, "parallel.tensor=4")
     assert "parallel.tensor (4) must divide the model's num_key_value_heads (3) or be a multiple of it" in message
 
@@ -128,14 +131,14 @@ def test_trainers_copy_kv_heads_that_are_fewer_than_ranks(recipe, model):
 )
 def test_an_engine_whose_ranks_do_not_divide_the_experts_is_refused(recipe, model, tensor, changes, parts):
     (model / "config.json").write_text(json.dumps({**EXPERTS, **changes}))
-    message = message_of(recipe, f"sampler.tensor={tensor}")
-    assert [part for part in [f"sampler.tensor ({tensor})", *parts] if part not in message] == []
+    message = message_of(recipe, f"sampler.parallel.tensor={tensor}")
+    assert [part for part in [f"sampler.parallel.tensor ({tensor})", *parts] if part not in message] == []
 
 
 @pytest.mark.parametrize(("tensor", "changes"), [(3, {"intermediate_size": 40}), (6, {})])
 def test_engines_split_experts_and_copy_kv_heads(recipe, model, tensor, changes):
     (model / "config.json").write_text(json.dumps({**EXPERTS, **changes}))
-    assert load_config(recipe, [f"sampler.tensor={tensor}"]).sampler.tensor == tensor
+    assert load_config(recipe, [f"sampler.parallel.tensor={tensor}"]).sampler.parallel.tensor == tensor
 
 
 @pytest.mark.parametrize(
@@ -292,3 +295,16 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
 def test_what_cuda_graphs_cannot_hold_is_refused(recipe, overrides, named):
     assert load_config(recipe, ["train.cuda_graphs=true"]).train.cuda_graphs
     assert named in message_of(recipe, "train.cuda_graphs=true", *overrides, error=UnsupportedError)
+
+
+def test_a_config_whose_model_is_gone_can_still_be_read(recipe, model):
+    (model / "config.json").unlink()
+    config = load_config(recipe)
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        check_run(config)
+
+
+def test_sequences_beyond_the_models_positions_are_refused(recipe, model):
+    (model / "config.json").write_text(json.dumps(SHAPE | {"max_position_embeddings": 700}))
+    message = message_of(recipe, "sampler.max_prompt_tokens=500")
+    assert "500" in message and "= 756 exceeds the model's max_position_embeddings (700)" in message

@@ -203,7 +203,7 @@ DECIDE = """
     task.name task.system_prompt task.options
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap
-    sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.max_prompt_tokens
+    sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args sampler.max_prompt_tokens
     sampler.max_response_tokens sampler.seed
     train.prompts_per_step train.updates_per_step train.learning_rate train.schedule train.warmup_steps
     train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_eps train.max_grad_norm

@@ -47,10 +47,10 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     ("settings", "block"),
     [
         ({"parallel__tensor": 8, "parallel__data": 3, "sampler__engines": 8}, 8),
-        ({"parallel__tensor": 8, "parallel__data": 2, "sampler__engines": 2, "sampler__tensor": 8}, 8),
+        ({"parallel__tensor": 8, "parallel__data": 2, "sampler__engines": 2, "sampler__parallel__tensor": 8}, 8),
         ({"parallel__tensor": 4, "parallel__context": 2, "parallel__data": 2, "sampler__engines": 16}, 8),
-        ({"parallel__tensor": 2, "parallel__data": 12, "sampler__engines": 4, "sampler__tensor": 2}, 2),
-        ({"parallel__tensor": 4, "parallel__data": 1, "sampler__engines": 3, "sampler__tensor": 4}, 4),
+        ({"parallel__tensor": 2, "parallel__data": 12, "sampler__engines": 4, "sampler__parallel__tensor": 2}, 2),
+        ({"parallel__tensor": 4, "parallel__data": 1, "sampler__engines": 3, "sampler__parallel__tensor": 4}, 4),
         ({"parallel__tensor": 8, "parallel__pipeline": 4, "sampler__engines": 32, "sampler__share_gpus": True}, 8),
     ],
 )

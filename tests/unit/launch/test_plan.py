@@ -17,8 +17,11 @@ def run(**settings: Any) -> RunConfig:
     """A config with ``section__key`` settings; no model is read, so that only the layout matters."""
     sections: dict[str, Any] = {"model": {"path": "/"}, "task": {"name": "arithmetic"}}
     for key, value in settings.items():
-        section, name = key.split("__")
-        sections.setdefault(section, {})[name] = value
+        *path, name = key.split("__")
+        place = sections
+        for section in path:
+            place = place.setdefault(section, {})
+        place[name] = value
     parts = {
         name: RunConfig.model_fields[name].annotation.model_validate(sections.get(name, {}))  # type: ignore[union-attr]
         for name in RunConfig.model_fields
@@ -83,7 +86,7 @@ def test_every_layout_on_every_cluster_is_placed_whole_or_refused_by_name() -> N
     for (t, c, d, p), engines, width in itertools.product(layouts, (1, 4), (1, 2, 8)):
         config = run(
             parallel__tensor=t, parallel__context=c, parallel__data=d, parallel__pipeline=p,
-            sampler__engines=engines, sampler__tensor=width, sampler__share_gpus=False,
+            sampler__engines=engines, sampler__parallel__tensor=width, sampler__share_gpus=False,
         )  # fmt: skip
         for sizes in clusters:
             cluster = nodes(*sizes)
@@ -157,14 +160,15 @@ def test_a_way_is_found_wherever_there_is_one() -> None:
         (
             {"parallel__data": 6, "sampler__engines": 4},
             (8,),
-            "6 trainer ranks and 4 engines of sampler.tensor 1 need 10 GPUs, Ray sees 8; set sampler.engines=2, or "
-            "sampler.share_gpus=true, which puts the engines on the trainer's 6 GPUs and leaves 2 idle",
+            "6 trainer ranks and 4 engines of sampler.parallel.tensor 1 need 10 GPUs, Ray sees 8; set "
+            "sampler.engines=2, or sampler.share_gpus=true, which puts the engines on the trainer's 6 GPUs and "
+            "leaves 2 idle",
         ),
-        ({"sampler__tensor": 8}, (4, 4), "sampler.tensor is 8, but no node has more than 4 GPUs"),
+        ({"sampler__parallel__tensor": 8}, (4, 4), "sampler.parallel.tensor is 8, but no node has more than 4 GPUs"),
         ({"parallel__tensor": 8}, (4, 4, 4), "parallel.tensor is 8, but no node has more than 4 GPUs"),
         ({"parallel__data": 9}, (8,), "needs 9 GPUs, Ray sees 8"),
-        ({"parallel__tensor": 4, "parallel__data": 2, "sampler__tensor": 4}, (6, 6),
-         r"2 x 4 trainer ranks .* and 1 engines of sampler.tensor 4 do not fit into nodes with 6, 6"),
+        ({"parallel__tensor": 4, "parallel__data": 2, "sampler__parallel__tensor": 4}, (6, 6),
+         r"2 x 4 trainer ranks .* and 1 engines of sampler.parallel.tensor 4 do not fit into nodes with 6, 6"),
         ({"parallel__data": 2, "sampler__engines": 4, "sampler__share_gpus": True}, (8,),
          "at most one engine per trainer rank"),
         ({"train__device": "cuda"}, (0,), "train.device is 'cuda', but Ray sees no GPU"),

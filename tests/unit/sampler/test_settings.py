@@ -197,3 +197,17 @@ def test_the_cpu_head_sizes_are_vllms() -> None:
     [method] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
     [returned] = [n for n in ast.walk(method) if isinstance(n, ast.Return)]
     assert tuple(ast.literal_eval(returned.value)) == settings.CPU_HEAD_SIZES
+
+
+def test_vllm_gets_the_arguments_that_megarl_does_not_set(tmp_path):
+    given = config(tmp_path, sampler={"engine_args": {"swap_space": 2}})
+    assert settings.engine_arguments(given, 0, "cpu")["swap_space"] == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [("tensor_parallel_size", "use sampler.parallel.tensor"), ("logprobs_mode", "megarl depends on its value")],
+)
+def test_an_engine_argument_that_megarl_sets_is_refused(tmp_path, argument, message):
+    with pytest.raises(ConfigError, match=f"sampler.engine_args.{argument} is 2, which megarl sets itself; {message}"):
+        settings.check_sampled(config(tmp_path, sampler={"engine_args": {argument: 2}}))

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megarl.config import ParallelConfig
-from megarl.config.checks import check_layout
+from megarl.config.cross_sections import check_layout
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.verify.inputs.layouts import all_layouts, allowed_layouts, describe_refused, label, other_layout
 from megarl.verify.inputs.settings import verify_config

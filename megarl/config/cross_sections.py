@@ -1,0 +1,83 @@
+"""Checks of one section against another. They read no disk; ``megarl.config.checks`` knows the model."""
+
+from megarl.config.parallel import ParallelConfig
+from megarl.config.sampler import SamplerConfig
+from megarl.config.train import TrainConfig
+from megarl.errors import ConfigError, UnsupportedError
+
+
+def check_sections(parallel: ParallelConfig, sampler: SamplerConfig, train: TrainConfig) -> None:
+    """Check what one section cannot see alone.
+
+    Raises:
+        ConfigError: values that contradict each other.
+        UnsupportedError: a sampling method that is not proven.
+    """
+    check_layout(parallel)
+    check_switches(train)
+    check_sampling(sampler)
+    _check_budget(parallel, sampler, train)
+    total = train.prompts_per_step * sampler.samples_per_prompt
+    if train.updates_per_step > train.prompts_per_step:
+        raise ConfigError(
+            f"train.updates_per_step ({train.updates_per_step}) must be at most train.prompts_per_step "
+            f"({train.prompts_per_step}): an update takes whole groups"
+        )
+    if total < parallel.data:
+        raise ConfigError(
+            f"parallel.data ({parallel.data}) exceeds the {total} completions of a step "
+            "(train.prompts_per_step x sampler.samples_per_prompt)"
+        )
+    if train.warmup_steps > train.steps:
+        raise ConfigError(
+            f"train.warmup_steps ({train.warmup_steps}) must be at most train.steps ({train.steps}): "
+            "the learning rate would never reach train.learning_rate"
+        )
+
+
+def check_layout(parallel: ParallelConfig) -> None:
+    """Refuse layouts that are not proven and combinations that make no sense."""
+    if parallel.sequence and parallel.tensor == 1:
+        raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        raise ConfigError(
+            f"parallel.virtual_pipeline ({parallel.virtual_pipeline}) needs parallel.pipeline > 1 (it is 1)"
+        )
+
+
+def _check_budget(parallel: ParallelConfig, sampler: SamplerConfig, train: TrainConfig) -> None:
+    """A micro-batch holds the longest sequence. Its last token is not fed; context parallelism pads what is to two
+    chunks per rank."""
+    length = sampler.max_prompt_tokens + sampler.max_response_tokens
+    if train.micro_batch_tokens < length:
+        raise ConfigError(
+            f"train.micro_batch_tokens ({train.micro_batch_tokens}) must hold the longest sequence, "
+            f"sampler.max_prompt_tokens + sampler.max_response_tokens = {length}"
+        )
+    chunks = 2 * parallel.context
+    padded = -(-(length - 1) // chunks) * chunks
+    if parallel.context > 1 and train.micro_batch_tokens < padded:
+        raise ConfigError(
+            f"train.micro_batch_tokens ({train.micro_batch_tokens}) must hold the longest sequence padded to a "
+            f"multiple of 2 x parallel.context ({chunks}); make it at least {padded}"
+        )
+
+
+def check_switches(train: TrainConfig) -> None:
+    """Refuse switches of mcore that need others."""
+    needed = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(train, name)]
+    if train.overlap_param_gather and needed:
+        raise ConfigError(f"train.overlap_param_gather is true, which needs train.{needed[0]} (it is false)")
+    if train.recompute_layers is not None and train.recompute != "full":
+        raise ConfigError(
+            f"train.recompute_layers is {train.recompute_layers}, which needs train.recompute 'full' "
+            f"(it is '{train.recompute}')"
+        )
+
+
+def check_sampling(sampler: SamplerConfig) -> None:
+    """Refuse truncated distributions: their logprobs cannot be recomputed in the trainer."""
+    if sampler.top_p != 1.0:
+        raise UnsupportedError(f"sampler.top_p is {sampler.top_p}; only 1.0 is supported: the trainer cannot replay it")
+    if sampler.top_k != -1:
+        raise UnsupportedError(f"sampler.top_k is {sampler.top_k}; only -1 (off) is supported")
