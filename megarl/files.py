@@ -5,13 +5,14 @@ Imports no torch: config and controller use it too.
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from megarl.errors import CheckpointError, ConfigError, MegarlError
 
@@ -44,8 +45,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
         try:
             partial.mkdir()
             fill(partial)
-            for path in (*partial.rglob("*"), partial):
-                _flush(path)
+            _flush_all(partial)
             partial.rename(target)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -59,6 +59,12 @@ def discard(folder: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _flush_all(folder: Path) -> None:
+    """Force a folder and all that is in it to disk, so that no crash after a rename leaves it empty."""
+    for path in (*folder.rglob("*"), folder):
+        _flush(path)
 
 
 def _flush(path: Path) -> None:
@@ -112,6 +118,7 @@ def write_directory(target: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
+        _flush_all(partial)
         if target.exists():
             target.rename(old)
         partial.rename(target)
@@ -145,6 +152,28 @@ def replacing(file: Path) -> Iterator[IO[str]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def read_json(file: Path, where: str, error: type[MegarlError]) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Args:
+        file: to read.
+        where: what the message starts with: the setting or folder that names the file.
+        error: class to raise.
+
+    Raises:
+        MegarlError: of the class ``error``: the file is missing, or is no JSON object.
+    """
+    try:
+        parsed = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as cause:
+        raise error(f"{where}: {file} does not exist") from cause
+    except (OSError, ValueError, RecursionError) as cause:
+        raise error(f"{where}: {file} cannot be read as JSON ({cause})") from cause
+    if not isinstance(parsed, dict):
+        raise error(f"{where}: {file} holds no JSON object")
+    return parsed
 
 
 def append_line(file: Path, line: str) -> None:

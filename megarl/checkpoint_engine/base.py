@@ -7,7 +7,6 @@ memory nor a ring of device buffers has to hold the whole model. A new transport
 ``TRANSPORTS``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -82,12 +81,9 @@ class Link:
     timeout: float
 
 
-# All of these raise WeightSyncError: unreachable peer, no space, timeout.
-SenderFactory = Callable[[Link], Sender]
-ReceiverFactory = Callable[[dict[str, Any], int], Receiver]
-
 # Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and
-# ``open_receiver(endpoint, receiver_index)``. Imported when used: some need libraries that not every host has.
+# ``open_receiver(endpoint, receiver_index)``, which raise WeightSyncError (unreachable peer, no space, timeout).
+# Imported when used: some need libraries that not every host has.
 TRANSPORTS: dict[str, str] = {
     "shm": "megarl.checkpoint_engine.shm",
     "gloo": "megarl.checkpoint_engine.gloo",

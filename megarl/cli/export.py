@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from megarl.config import RunConfig, load_config
 from megarl.errors import CheckpointError, ConfigError
+from megarl.run_folder import ADAPTER, checkpoints, saved_config
 
 
 def export_run(run: Path, form: str, out: Path) -> None:
@@ -20,12 +20,11 @@ def export_run(run: Path, form: str, out: Path) -> None:
         CheckpointError: the run has saved no adapter yet; or ``model.path`` is no longer the model it was trained on.
         AdapterError, ModelError: damaged files.
     """
-    config = run_config(run)
+    config = saved_config(run, "RUN")
     if out.exists():
         raise ConfigError(f"--out '{out}' exists already; name a new folder")
     adapter = find_adapter(run)
     if form == "merged":
-        from megarl.controller.run_folder import checkpoints
         from megarl.lora.merge import merge_folder
         from megarl.model.checkpoint import check_base
         from megarl.model.checkpoint_digests import read_state
@@ -49,24 +48,12 @@ def export_run(run: Path, form: str, out: Path) -> None:
         shutil.copytree(adapter, partial, dirs_exist_ok=True)
 
 
-def run_config(run: Path) -> RunConfig:
-    """The resolved config that a run saved.
-
-    Raises:
-        ConfigError: not a run folder.
-    """
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"'{run}' is not a run folder: it holds no config.yaml")
-    return load_config(run / "config.yaml")
-
-
 def find_adapter(run: Path) -> Path:
     """The final adapter, or that of the newest checkpoint.
 
     Raises:
         CheckpointError: there is neither; or that checkpoint is damaged.
     """
-    from megarl.controller.run_folder import ADAPTER, checkpoints
     from megarl.model.checkpoint_digests import verify
 
     if (run / ADAPTER / "adapter_config.json").is_file():

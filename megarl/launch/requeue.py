@@ -4,9 +4,9 @@ from pathlib import Path
 
 from megarl.config import RunConfig, load_config
 from megarl.config.train import AUTO
-from megarl.controller.run_folder import CONFIG, SUMMARY, checkpoints
 from megarl.errors import MegarlError
 from megarl.files import user_path
+from megarl.run_folder import CONFIG, SUMMARY, checkpoints
 
 
 def find_run(config: RunConfig) -> RunConfig:

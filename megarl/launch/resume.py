@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config import RunConfig
 from megarl.controller import loop
-from megarl.controller.run_folder import Resumption
+from megarl.controller.resumption import Resumption
 from megarl.errors import AdapterError
 from megarl.tasks.base import Task
 from megarl.tasks.identity import task_contents

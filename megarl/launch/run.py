@@ -21,8 +21,8 @@ from megarl.controller.data import PromptStream
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
 from megarl.controller.pulse import Watch
+from megarl.controller.resumption import find_resumption
 from megarl.controller.rewards import RewardProcess
-from megarl.controller.run_folder import CONFIG, find_resumption
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
@@ -38,6 +38,7 @@ from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.model.inspection import inspect_folder
 from megarl.model.weights.full_config import names_of
+from megarl.run_folder import CONFIG
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task

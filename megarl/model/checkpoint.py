@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError
 from megarl.files import publish
 from megarl.model.adapter import Adapter
-from megarl.model.checkpoint_digests import FORMAT, STATE, read_state, seal, verify
+from megarl.model.checkpoint_digests import FORMAT, read_state, seal, verify
 from megarl.model.checkpoint_writer import BackgroundWriter
 from megarl.model.identity import difference
 from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
@@ -28,8 +28,9 @@ from megarl.model.weights.sharded_tensor import ShardedTensor, collect
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
 from megarl.parallel.mcore import release
+from megarl.run_folder import ADAPTER, STATE
 
-OPTIMIZER, RNG, ADAPTER = "optimizer.safetensors", "rng.safetensors", "adapter"
+OPTIMIZER, RNG = "optimizer.safetensors", "rng.safetensors"
 MAIN = "main"
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import CheckpointError
+from megarl.run_folder import STATE
 
 FORMAT = 3
-STATE = "state.json"
 OWN = "digest"
 TENSORS = ".safetensors"
 # Bytes read at a time.

@@ -40,11 +40,6 @@ class Topology:
     def world_size(self) -> int:
         return self.tensor * self.context * self.data * self.pipeline
 
-    @property
-    def expert_data(self) -> int:
-        """Copies of each expert: the ranks of a stage that hold the same slice of the same experts."""
-        return self.tensor * self.context * self.data // (self.expert * self.expert_tensor)
-
     def rank(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
         """Global rank at the given coordinates."""
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))

@@ -1,6 +1,5 @@
 """RunConfig -> vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from megarl.config.checks import read_model_shape
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
+from megarl.files import read_json
 
 # vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -202,7 +202,9 @@ def check_device(config: RunConfig, device: str) -> None:
 def _lora(config: RunConfig) -> dict[str, Any]:
     """PEFT's settings of the adapter: the section's, or those of the one it starts from."""
     if config.lora.init_from:
-        return _read_json(Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from")
+        return read_json(
+            Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from", ConfigError
+        )
     return config.lora.model_dump()
 
 
@@ -236,18 +238,10 @@ def stop_tokens(model_path: str) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).is_file():
             continue
-        value = _read_json(folder / name, "model.path").get("eos_token_id")
+        value = read_json(folder / name, "model.path", ConfigError).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
             raise ConfigError(f"{folder / name}: eos_token_id is {value!r}; it must be an integer or a list of them")
         if ids:
             return tuple(sorted(set(ids)))
     return ()
-
-
-def _read_json(file: Path, field: str) -> dict[str, Any]:
-    """Parse a JSON file that a config field points to."""
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{field}: {file} cannot be read ({error})") from error

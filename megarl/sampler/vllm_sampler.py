@@ -28,7 +28,7 @@ from megarl.types import Completion
 
 
 class VllmSampler:
-    """A ``sampler.base.Sampler`` on vLLM's ``AsyncLLM``.
+    """One engine on vLLM's ``AsyncLLM``; its methods are those of ``checkpoint_engine.manager.Sink`` and ``generate``.
 
     Policy version v is LoRA id v + 1 (ids start at 1) under the name ``policy-v<v>``: one to one, since the prefix
     cache keys on the name. Other methods may be called while ``generate`` runs.

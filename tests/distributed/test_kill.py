@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.controller.run_folder import checkpoints
+from megarl.run_folder import checkpoints
 from tests.helpers.models import make_model
 from tests.helpers.saver import check_for_ever, running, save_for_ever
 

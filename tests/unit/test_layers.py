@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
 # May be imported by all of megarl.
-COMMON = {"types", "errors", "config", "families", "files", "network", "triton_support"}
+COMMON = {"types", "errors", "config", "families", "files", "network", "run_folder", "triton_support"}
 
 # Part -> the other parts that it may import. The part with the longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
@@ -17,6 +17,7 @@ INTERNAL: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "network": set(),
+    "run_folder": {"config", "errors", "files"},
     "triton_support": set(),
     "families": {"errors", "peft.names"},
     "config": {"errors", "families", "files"},
@@ -53,7 +54,7 @@ ONLY_UNDER: dict[str, set[str]] = {
 # Part -> packages that it must not import: these parts stay light.
 NEVER: dict[str, set[str]] = {
     part: {"torch", "transformers", "peft", "megatron", "vllm", "ray"}
-    for part in ("types", "errors", "families", "files", "network", "config", "tasks")
+    for part in ("types", "errors", "families", "files", "network", "run_folder", "config", "tasks")
 }
 
 

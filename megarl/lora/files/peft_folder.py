@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.errors import AdapterError, nearest
 from megarl.families import WeightMap
-from megarl.files import user_path, write_directory
+from megarl.files import read_json, user_path, write_directory
 from megarl.lora.files.arrangements import arrange
 from megarl.lora.files.stacked_experts import AdapterFile, places_of
 from megarl.lora.layers.vocabulary import check_tables
@@ -79,15 +79,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
         UnsupportedError: a setting that is not supported, or a start that also changed the base model (PiSSA, OLoRA).
     """
     file = user_path("adapter", path) / CONFIG
-    try:
-        plain = json.loads(file.read_text())
-    except FileNotFoundError as error:
-        raise AdapterError(f"{file} does not exist; give a PEFT adapter directory") from error
-    except OSError as error:
-        raise AdapterError(f"{file} cannot be read: {error.strerror}; give a PEFT adapter directory") from error
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{file} is not JSON: {error}") from error
-    config = read_config(plain, str(file))
+    config = read_config(read_json(file, "PEFT adapter directory", AdapterError), str(file))
     config.init_lora_weights = True
     if len(config.rank_pattern) > 1:
         config = restore_order(config, _ranks(file.with_name(WEIGHTS)), file)

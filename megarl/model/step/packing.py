@@ -86,11 +86,6 @@ class PackedBatch:
         samples = tuple(replace(sample, **change) for sample, change in zip(self.samples, changes, strict=True))
         return replace(self, samples=samples)
 
-    @property
-    def input_tokens(self) -> int:
-        """Tokens fed to the model over all ranks, without padding."""
-        return sum(len(sample.tokens) - 1 for sample in self.samples)
-
 
 def pack(
     samples: Sequence[Sample],

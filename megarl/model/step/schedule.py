@@ -16,7 +16,6 @@ from megarl.model.layers.gpt import PackedGPTModel, inner_model
 from megarl.model.step.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
 from megarl.parallel.groups import Groups
 
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, dict]]
 # (chunk, micro-batch) -> the chunk's output.
 RunChunk = Callable[[Any, MicroBatch], torch.Tensor]
 

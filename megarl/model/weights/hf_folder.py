@@ -1,6 +1,5 @@
 """A Hugging Face folder: its config and its safetensors, read lazily, tensor by tensor, slice by slice."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.errors import ModelError, nearest
 from megarl.families.weight_map import WeightMap
+from megarl.files import read_json
 from megarl.model.weights.full_config import FullConfig, full_config
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
@@ -31,15 +31,7 @@ def parse_json(file: Path) -> dict[str, Any]:
     Raises:
         ModelError: missing, not JSON, or no object.
     """
-    try:
-        parsed = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{file} does not exist; give a Hugging Face folder") from error
-    except (ValueError, OSError, RecursionError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{file} holds no JSON object")
-    return parsed
+    return read_json(file, "Hugging Face folder", ModelError)
 
 
 # Which file holds which tensor, where there are several.

@@ -15,8 +15,8 @@ from megarl.config import RunConfig, check_run, load_config
 from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.metrics import Recorder
+from megarl.controller.resumption import find_resumption
 from megarl.controller.rollout import Rollout
-from megarl.controller.run_folder import find_resumption
 from megarl.controller.screen import Screen
 from megarl.errors import MegarlError
 from megarl.launch.resume import contents_of, resume

@@ -190,9 +190,9 @@ def test_a_recipe_that_is_missing_binary_or_a_folder_is_a_config_error(tmp_path)
 @pytest.mark.parametrize(
     ("content", "part"),
     [
-        (b"{", "not readable JSON"),
+        (b"{", "cannot be read as JSON"),
         (b"[1]", "no JSON object"),
-        (b"\xff", "not readable JSON"),
+        (b"\xff", "cannot be read as JSON"),
         (b'{"num_attention_heads": "9"}', "num_attention_heads = '9'; it must be an integer"),
         (b'{"hidden_size": ["x"]}', "hidden_size = ['x']; it must be an integer"),
         (b'{"kv_lora_rank": "8"}', "kv_lora_rank = '8'; it must be an integer"),

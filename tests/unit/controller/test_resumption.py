@@ -10,9 +10,10 @@ from safetensors.numpy import save_file
 
 from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
-from megarl.controller.run_folder import find_resumption, last_checkpoint
+from megarl.controller.resumption import find_resumption
 from megarl.errors import CheckpointError, ConfigError
 from megarl.model.checkpoint_digests import seal, verify
+from megarl.run_folder import last_checkpoint
 from tests.helpers.models import make_model
 
 CONTENT = {"data": "7 prompts", "tokens": "t", "reward": "r", "adapter": None}
@@ -203,8 +204,8 @@ DECIDE = """
     task.name task.system_prompt task.options
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap
-    sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args sampler.max_prompt_tokens
-    sampler.max_response_tokens sampler.seed
+    sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args
+    sampler.max_prompt_tokens sampler.max_response_tokens sampler.seed
     train.prompts_per_step train.updates_per_step train.learning_rate train.schedule train.warmup_steps
     train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_eps train.max_grad_norm
 """

@@ -1,4 +1,4 @@
-"""The run folder: the names in it, its checkpoints, and what a run that is resumed goes on from."""
+"""What a run that is resumed goes on from."""
 
 import json
 from collections.abc import Mapping
@@ -10,35 +10,17 @@ from megarl.config import RunConfig
 from megarl.config.resume import check_changes
 from megarl.errors import CheckpointError
 from megarl.files import append_line, discard, write_text, writing
-from megarl.model.checkpoint_digests import STATE, verify
-
-CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
-CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
-# Rows, checkpoints and completions of steps that a resume goes back before.
-DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
-STEP = "step-{:06d}"
-
-
-def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
-    return (checkpoint / STATE).is_file()
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
-    return sorted(filter(is_complete, (folder / CHECKPOINTS).glob("step-*")))
-
-
-def last_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = checkpoints(folder)
-    if not found:
-        raise CheckpointError(f"train.resume is '{folder}', which holds no complete checkpoint (checkpoints/step-*)")
-    return found[-1]
+from megarl.model.checkpoint_digests import verify
+from megarl.run_folder import (
+    CHECKPOINTS,
+    DISCARDED,
+    DISCARDED_METRICS,
+    METRICS,
+    ROLLOUTS,
+    STEP,
+    checkpoints,
+    last_checkpoint,
+)
 
 
 @dataclass(frozen=True)

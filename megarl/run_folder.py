@@ -1,0 +1,55 @@
+"""The run folder: the names in it, its checkpoints, its config and its adapter. Imports no torch."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megarl.config import RunConfig, load_config
+from megarl.errors import CheckpointError, ConfigError
+from megarl.files import user_path
+
+CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
+CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
+# Rows, checkpoints and completions of steps that a resume goes back before.
+DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
+STEP = "step-{:06d}"
+# Of a checkpoint: written last, so that a checkpoint with it is complete.
+STATE = "state.json"
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
+    return (checkpoint / STATE).is_file()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints of a run folder, oldest first."""
+    return sorted(filter(is_complete, (folder / CHECKPOINTS).glob("step-*")))
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The newest complete checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = checkpoints(folder)
+    if not found:
+        raise CheckpointError(f"train.resume is '{folder}', which holds no complete checkpoint (checkpoints/step-*)")
+    return found[-1]
+
+
+def saved_config(run: str | Path, field: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that a run saved, and overrides on top.
+
+    Args:
+        run: the folder, as the user wrote it.
+        field: the setting or argument that named it, for the message.
+        overrides: see ``load_config``.
+
+    Raises:
+        ConfigError: it is not a run folder; see ``load_config`` too.
+    """
+    saved = user_path(field, run) / CONFIG
+    if not saved.is_file():
+        raise ConfigError(f"{field} is '{run}', which is not a run folder: it holds no {CONFIG}")
+    return load_config(saved, overrides)
