@@ -108,6 +108,16 @@ def root_exception(file: Path, start: int = 0) -> str | None:
         return None
 
 
+def with_cause(message: str, cause: str | None) -> str:
+    """A front end's message with the cause: in place of the part that says nothing, else on a line of its own."""
+    if not cause or cause in message:
+        return message
+    for text in SAYS_NOTHING:
+        if text in message:
+            return message[: message.index(text)] + cause
+    return f"{message}\n{cause}"
+
+
 def root_of(text: str) -> str | None:
     """The exception that caused the last one of a text: ``"ValueError: Head size 16 is not supported"``.
 

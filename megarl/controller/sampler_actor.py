@@ -9,7 +9,7 @@ import numpy as np
 import ray
 
 from megarl.config import RunConfig
-from megarl.controller.logs import logs_exceptions, root_exception
+from megarl.controller.logs import logs_exceptions, root_exception, with_cause
 from megarl.controller.pulse import Place
 from megarl.errors import WorkerError
 from megarl.types import Completion
@@ -68,5 +68,4 @@ class SamplerEngine:
         try:
             yield
         except WorkerError as error:
-            cause = root_exception(self._log, self._log_begins)
-            raise WorkerError(f"{error}\n{cause}" if cause and cause not in str(error) else str(error)) from error
+            raise WorkerError(with_cause(str(error), root_exception(self._log, self._log_begins))) from error

@@ -130,7 +130,8 @@ def check_sampled(config: RunConfig) -> None:
     """Refuse what the sampler has not been shown to compute, before anything is started.
 
     Raises:
-        ConfigError: a folder without a readable config.json, or a stop token that the model cannot draw.
+        ConfigError: a folder without a readable config.json, a stop token that the model cannot draw, or a KV cache
+            that cannot hold one sequence.
         UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head.
     """
     if config.sampler.engine_args:
@@ -144,6 +145,7 @@ def check_sampled(config: RunConfig) -> None:
             f"{', '.join(sampled)}"
         )
     _check_attention(shape, family.sampler, config.sampler.max_prompt_tokens + config.sampler.max_response_tokens)
+    _check_cache(config, shape)
     for token in stop_tokens(config.model.path):
         if not 0 <= token < shape.get("vocab_size", token + 1):
             raise ConfigError(
@@ -180,6 +182,27 @@ def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: 
         )
 
 
+def _check_cache(config: RunConfig, shape: Mapping[str, Any]) -> None:
+    """vLLM says so only after it has loaded the model; it rounds up to whole blocks, and has the last word."""
+    sampler, heads = config.sampler, shape.get("num_attention_heads") or 1
+    if "kv_cache_dtype" in sampler.engine_args:
+        return
+    kv_heads = max(1, (shape.get("num_key_value_heads") or heads) // sampler.parallel.tensor)
+    size = kv_heads * _head_dim(shape) * (4 if config.model.dtype == "float32" else 2)
+    length = sampler.max_prompt_tokens + sampler.max_response_tokens
+    needed = 2 * shape.get("num_hidden_layers", 0) * size * length / 2**30
+    if needed > sampler.kv_cache_gib:
+        raise ConfigError(
+            f"sampler.kv_cache_gib is {sampler.kv_cache_gib:g}, but one sequence of sampler.max_prompt_tokens + "
+            f"sampler.max_response_tokens = {length} tokens needs {needed:.2g} GiB on each rank of an engine"
+        )
+
+
+def _head_dim(shape: Mapping[str, Any]) -> int:
+    """0 where config.json leaves it to the family's default."""
+    return shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
+
+
 def check_device(config: RunConfig, device: str) -> None:
     """Refuse what vLLM cannot compute on the device that the run has got.
 
@@ -191,7 +214,7 @@ def check_device(config: RunConfig, device: str) -> None:
         UnsupportedError: the model's head size, on a CPU.
     """
     shape = read_model_shape(config.model.path)
-    size = shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
+    size = _head_dim(shape)
     if device == "cpu" and size and size not in CPU_HEAD_SIZES:
         raise UnsupportedError(
             f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "

@@ -211,3 +211,18 @@ def test_vllm_gets_the_arguments_that_megarl_does_not_set(tmp_path):
 def test_an_engine_argument_that_megarl_sets_is_refused(tmp_path, argument, message):
     with pytest.raises(ConfigError, match=f"sampler.engine_args.{argument} is 2, which megarl sets itself; {message}"):
         settings.check_sampled(config(tmp_path, sampler={"engine_args": {argument: 2}}))
+
+
+@pytest.mark.parametrize(("tensor", "dtype", "gib"), [(1, "float32", 0.5), (1, "bfloat16", 0.25), (2, "float32", 0.25)])
+def test_a_cache_below_one_sequence_is_refused(tmp_path: Path, tensor: int, dtype: str, gib: float) -> None:
+    shape = {"model_type": "qwen3", "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 8}
+    for part, fits in ((0.99, False), (1.01, True)):
+        sampler = {"kv_cache_gib": gib * part, "max_prompt_tokens": 1024, "max_response_tokens": 1024}
+        sampler["parallel"] = {"tensor": tensor}
+        run = config(tmp_path, sampler=sampler, model={"path": str(tmp_path), "dtype": dtype})
+        (tmp_path / "config.json").write_text(json.dumps(shape | {"head_dim": 128}))
+        if fits:
+            settings.check_sampled(run)
+        else:
+            with pytest.raises(ConfigError, match=rf"kv_cache_gib is .* 2048 tokens needs {gib} GiB on each rank"):
+                settings.check_sampled(run)
