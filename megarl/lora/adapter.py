@@ -14,6 +14,7 @@ from peft import LoraConfig
 from megarl.families import WeightMap
 from megarl.lora.files import peft_folder
 from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
+from megarl.lora.files.load import Holder, load_matrices
 from megarl.lora.files.stacked_experts import Place, pack, places_of
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
@@ -266,7 +267,8 @@ class LoraAdapter:
 
     def read(self, path: str | Path) -> None:
         """As ``load``, for a caller that sets the optimizer's copies itself."""
-        peft_folder.load(path, self)
+        layers = {slot.part.name: slot.layer for slot in self.slots if slot.layer}
+        load_matrices(path, Holder(self.config, self.names, self.tensors(), layers, self.groups))
 
 
 def wrapped_layers(models: Iterable[torch.nn.Module]) -> list[ParallelLoraLinear]:
