@@ -5,6 +5,7 @@
 #   PYTHON=/path/to/python   interpreter to build on (default: python3.11; python3.12 on a CUDA host)
 #   MEGARL_DEVICE=cpu|cuda   which requirements (default: those that .venv has; at first, cuda where nvidia-smi works)
 #   MEGARL_INSTALL=never     change nothing: fail where something would have to be installed
+#   MEGARL_DEV=1             the tools of requirements/dev.txt and docs.txt too; once installed, they stay
 #
 # .venv may be shared by hosts that see it at other paths, of which some have no GPU: neither changes what is in it.
 # pip's own settings (find-links, index-url and cert, from PIP_... or pip.conf) are honoured. All output goes to stderr.
@@ -34,8 +35,8 @@ version_of() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' 2>
 fingerprint() {
   local version
   version=$(version_of "$python")
-  cat "$requirements" "$overrides" requirements/dev.txt setup.py scripts/install.sh | sha256sum | cut -d' ' -f1
-  echo "$requirements python ${version%.*}"
+  cat "${lists[@]}" "$overrides" setup.py scripts/install.sh | sha256sum | cut -d' ' -f1
+  echo "$requirements python ${version%.*}${dev:+ dev}"
 }
 
 is_done() { [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint)" ]; }
@@ -83,21 +84,22 @@ make_venv() {
 }
 
 install() {
-  echo "megarl install: $requirements into $PWD/$venv (python $(version_of "$python"))"
+  echo "megarl install: ${lists[*]} into $PWD/$venv (python $(version_of "$python"))"
   make_venv
   local hint="it needs the package index that pip uses; look at the messages above, then run again: it starts afresh"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --retries 2 "uv==$UV_VERSION" ||
     die "could not install uv; $hint"
   local -a sources
   mapfile -t sources < <(package_sources)
-  local certificates
+  local list certificates
+  local -a wanted=()
+  for list in "${lists[@]}"; do wanted+=(--requirement "$list"); done
   certificates=$(pip_setting cert)
   [ -z "$certificates" ] || export SSL_CERT_FILE="${SSL_CERT_FILE:-$certificates}"
   # Compiled now: left to the first import, it is lost where PYTHONDONTWRITEBYTECODE is set, and each process of a run
   # then spends 10 s more on its imports.
   UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180} "$venv/bin/uv" pip install --compile-bytecode --python "$venv/bin/python" \
-    "${sources[@]}" \
-    --requirement "$requirements" --requirement requirements/dev.txt --override "$overrides" --editable . ||
+    "${sources[@]}" "${wanted[@]}" --override "$overrides" --editable . ||
     die "could not install $requirements; $hint"
   fingerprint >"$stamp"
 }
@@ -118,6 +120,11 @@ if [ -n "$installed" ]; then
   [ "$device" = cuda ] || [ -n "${MEGARL_DEVICE:-}" ] || ! nvidia-smi -L >/dev/null 2>&1 ||
     echo "megarl install: this host has GPUs, but .venv holds $requirements; MEGARL_DEVICE=cuda installs the others"
 fi
+# A quickstart beside tests changes nothing: tools that are there stay there.
+dev=${MEGARL_DEV:-}
+! tail -n 1 "$stamp" 2>/dev/null | grep -q ' dev$' || dev=1
+lists=("$requirements" requirements/base.txt requirements/quickstart.txt)
+[ -z "$dev" ] || lists+=(requirements/dev.txt requirements/docs.txt)
 [ -n "$(version_of "$python")" ] || die "'$python' does not run; install it, or name another one: PYTHON=/path/to/python"
 
 if is_done; then exit 0; fi

@@ -5,6 +5,7 @@
 #   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
 
+export MEGARL_DEV=1
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MEGARL_ROOT"

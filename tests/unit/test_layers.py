@@ -19,6 +19,7 @@ INTERNAL: dict[str, set[str]] = {
     "network": set(),
     "run_folder": {"config", "errors", "files"},
     "triton_support": set(),
+    "torch_addons": set(),
     "families": {"errors", "peft.names"},
     "config": {"errors", "families", "files"},
     "parallel": COMMON,
@@ -54,7 +55,7 @@ ONLY_UNDER: dict[str, set[str]] = {
 # Part -> packages that it must not import: these parts stay light.
 NEVER: dict[str, set[str]] = {
     part: {"torch", "transformers", "peft", "megatron", "vllm", "ray"}
-    for part in ("types", "errors", "families", "files", "network", "run_folder", "config", "tasks")
+    for part in ("types", "errors", "families", "files", "network", "run_folder", "torch_addons", "config", "tasks")
 }
 
 

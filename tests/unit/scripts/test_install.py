@@ -21,7 +21,7 @@ def run(repository: Path, command: str = "bash scripts/install.sh", **extra: str
         for k, v in os.environ.items()
         if k not in ("VIRTUAL_ENV", "PYTHON", "PYTHONPATH", "MEGARL_ROOT", "MEGARL_PYTHON")
     }
-    environment |= {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable, **extra}
+    environment |= {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable, "MEGARL_DEV": "", **extra}
     return subprocess.run(
         ["bash", "-c", command], cwd=repository, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -33,8 +33,10 @@ def make_repository(folder: Path) -> Path:
     (folder / "megarl").mkdir()
     (folder / "megarl" / "__init__.py").touch()
     shutil.copytree(ROOT / "scripts", folder / "scripts")
-    shutil.copy(ROOT / "setup.py", folder)
-    for name, text in {"cpu.txt": SMALL, "cpu-overrides.txt": "", "dev.txt": "pluggy==1.7.0\n"}.items():
+    for name in ("setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    lists = {"cpu.txt": "-r base.txt\n" + SMALL, "base.txt": "", "gpu.txt": "", "quickstart.txt": "", "docs.txt": ""}
+    for name, text in {**lists, "cpu-overrides.txt": "", "dev.txt": "pluggy==1.7.0\n"}.items():
         (folder / "requirements" / name).write_text(text)
     return folder
 
@@ -55,8 +57,16 @@ def imports(repository: Path, name: str) -> bool:
     )
 
 
-def test_installs_requirements_dev_tools_and_megarl_even_below_a_path_with_spaces(repository: Path) -> None:
-    assert all(imports(repository, name) for name in ("iniconfig", "pluggy", "megarl"))
+def test_installs_requirements_and_megarl_even_below_a_path_with_spaces(repository: Path) -> None:
+    assert all(imports(repository, name) for name in ("iniconfig", "megarl"))
+
+
+def test_the_tools_of_developers_come_when_they_are_asked_for_and_stay(repository: Path) -> None:
+    assert not imports(repository, "pluggy")
+    assert run(repository, MEGARL_DEV="1").returncode == 0
+    assert imports(repository, "pluggy")
+    done = run(repository, MEGARL_INSTALL="never")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_second_run_is_silent_and_takes_under_two_seconds(repository: Path) -> None:
@@ -180,7 +190,7 @@ def test_wheels_named_only_by_pips_configuration_are_found(repository: Path, tmp
 
 
 def test_a_killed_installation_is_repaired_by_the_next_run(repository: Path) -> None:
-    (repository / "requirements/dev.txt").write_text("pluggy==1.7.0\nnetworkx==3.6.1\n")
+    (repository / "requirements/quickstart.txt").write_text("networkx==3.6.1\n")
     environment = os.environ | {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable}
     first = subprocess.Popen(
         ["bash", "scripts/install.sh"],
@@ -236,11 +246,13 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     assert done.returncode != 0 and "MEGARL_DEVICE is 'tpu'; it must be cpu or cuda" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["cpu.txt", "gpu.txt", "gpu-te.txt", "dev.txt"])
+@pytest.mark.parametrize("name", ["base.txt", "cpu.txt", "gpu.txt", "gpu-te.txt", "quickstart.txt", "dev.txt", "docs.txt"])
 def test_every_requirement_is_pinned_and_the_lists_are_sorted(name: str) -> None:
     block: list[str] = []
     for line in [*(ROOT / "requirements" / name).read_text().splitlines(), ""]:
         requirement = line.split("#")[0].strip()
+        if requirement.startswith("-r "):
+            continue
         if requirement:
             assert "==" in requirement, f"{name}: '{requirement}' is not pinned"
             block.append(requirement.lower().split("==")[0])

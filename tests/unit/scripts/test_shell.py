@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), ROOT / ".ci/run"]
+SCRIPTS = [*sorted(file for file in (ROOT / "scripts").iterdir() if file.is_file()), ROOT / ".ci/run"]
 
 
 def test_shellcheck_finds_nothing() -> None:

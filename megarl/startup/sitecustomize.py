@@ -1,0 +1,3 @@
+"""Run by Python at the start of a process that inherits this folder in PYTHONPATH (megarl/torch_addons.py)."""
+
+import megarl  # noqa: F401  (hides what torch cannot load)
