@@ -3,8 +3,8 @@
     pip install '.[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu     # a host without a GPU, Python 3.11
     pip install '.[gpu]'                                                            # a CUDA 13 host, Python 3.12
 
-An extra asks for the pinned releases. Without one, pip leaves a container's torch, vLLM and Megatron-Core as they are, and
-only asks for the libraries of base.txt, from their pinned major release on.
+An extra asks for the pinned releases. Without one, pip leaves a container's torch, vLLM and Megatron-Core as they are,
+and only asks for the libraries of base.txt, from their pinned major release on.
 """
 
 import re
@@ -21,8 +21,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megarl/__init__.py").read_
 def requirements(name: str) -> list[str]:
     """Lines of requirements/NAME.txt and of the files that it includes, without comments."""
     lines = [line.split("#")[0].strip() for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()]
-    included = [requirements(Path(line.split()[1]).stem) for line in lines if line.startswith("-r ")]
-    return [*sum(included, []), *(line for line in lines if line and not line.startswith("-"))]
+    included = [pin for line in lines if line.startswith("-r ") for pin in requirements(Path(line.split()[1]).stem)]
+    return [*included, *(line for line in lines if line and not line.startswith("-"))]
 
 
 def from_major_release(pin: str) -> str:

