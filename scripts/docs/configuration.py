@@ -1,0 +1,93 @@
+"""mkdocs hook: fills docs/configuration.md from the models in megarl/config, so that the page cannot be out of date."""
+
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megarl.config import RunConfig
+
+PLACE = "<!-- settings -->"
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Called by mkdocs for every page."""
+    return markdown.replace(PLACE, "\n".join(reference())) if PLACE in markdown else markdown
+
+
+def reference() -> Iterator[str]:
+    """Lines of Markdown: one section for each section of the config."""
+    for name, field in RunConfig.model_fields.items():
+        yield from section(name, model_of(field))
+
+
+def section(name: str, model: type[BaseModel]) -> Iterator[str]:
+    """One table, then those of the sections within it."""
+    yield from (f"## {name}", "", "| setting | allowed | default | |", "| --- | --- | --- | --- |")
+    nested = {key: field for key, field in model.model_fields.items() if is_model(field.annotation)}
+    for key, field in model.model_fields.items():
+        if key not in nested:
+            yield f"| `{name}.{key}` | {cell(allowed(field))} | {default(field)} | {cell(text(field))} |"
+    yield ""
+    for key, field in nested.items():
+        yield from section(f"{name}.{key}", model_of(field))
+
+
+def text(field: FieldInfo) -> str:
+    """The docstring below the field, on one line."""
+    return " ".join((field.description or "").replace("``", "`").split())
+
+
+def default(field: FieldInfo) -> str:
+    """What the field is where a recipe leaves it out."""
+    if field.is_required():
+        return "required"
+    value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
+    return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def allowed(field: FieldInfo) -> str:
+    """Type and bounds, in words of YAML."""
+    bounds = [
+        f"{sign} {getattr(item, name)}"
+        for item in field.metadata
+        for name, sign in BOUNDS.items()
+        if hasattr(item, name)
+    ]
+    return " ".join([words(field.annotation), *bounds])
+
+
+def words(kind: Any) -> str:
+    """A type as a reader of YAML knows it."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return words(arguments[0])
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(words(part) for part in arguments)
+    if origin is list:
+        return f"list of {words(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", type(None): "`null`"}
+    return names.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def cell(words: str) -> str:
+    """Text that a table's cell may hold."""
+    return words.replace("|", "\\|")
+
+
+def is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def model_of(field: FieldInfo) -> type[BaseModel]:
+    assert is_model(field.annotation)
+    return typing.cast(type[BaseModel], field.annotation)

@@ -1,0 +1,35 @@
+"""The documents: the site builds without a warning, links lead somewhere, lines are short enough to read."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="requirements/docs.txt is not installed")
+def test_the_site_builds_without_warnings_and_has_every_setting(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", "scripts/docs/mkdocs.yml"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    page = (tmp_path / "configuration/index.html").read_text()
+    for setting in ("model.path", "sampler.parallel.tensor", "train.max_mismatch", "checkpoint_engine.bucket_mib"):
+        assert f"<code>{setting}</code>" in page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere_and_lines_are_short(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+        assert re.match(r"https?://", target) or (page.parent / target).exists(), f"{target} does not exist"
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
+    assert max(map(len, prose)) <= 120, max(prose, key=len)
