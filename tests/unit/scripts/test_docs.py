@@ -16,7 +16,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="requirements/docs.txt is not installed")
 def test_the_site_builds_without_warnings_and_has_every_setting(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", "scripts/docs/mkdocs.yml"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "NO_MKDOCS_2_WARNING": "1",
+    }
     done = subprocess.run(
         [*command, "-d", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
