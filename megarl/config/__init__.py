@@ -11,6 +11,7 @@ from megarl.config.run import RunConfig
 from megarl.config.sampler import EngineParallel, SamplerConfig
 from megarl.config.task import TaskConfig
 from megarl.config.train import TrainConfig
+from megarl.config.trainer import TrainerConfig
 
 __all__ = [
     "CheckpointEngineConfig",
@@ -23,6 +24,7 @@ __all__ = [
     "SamplerConfig",
     "TaskConfig",
     "TrainConfig",
+    "TrainerConfig",
     "check_run",
     "dump_config",
     "load_config",

@@ -7,6 +7,7 @@ from megarl.config.model import ModelConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.config.sampler import EngineParallel
+from megarl.config.trainer import TrainerConfig
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import COUNTS, SIZES, MoeMap
@@ -24,7 +25,7 @@ def check_run(config: RunConfig) -> None:
         UnsupportedError: a layout that is not proven for the model.
     """
     shape = read_model_shape(config.model.path)
-    check_trainer(config, shape)
+    check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
     longest = shape.get("max_position_embeddings")
@@ -39,7 +40,7 @@ def check_run(config: RunConfig) -> None:
         raise ConfigError(f"lora.init_from is '{adapter}', which holds no adapter_config.json; give a PEFT folder")
 
 
-def check_trainer(config: RunConfig, shape: Mapping[str, Any]) -> None:
+def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
     """Check layout, back end and CUDA graphs against the model's ``config.json``.
 
     Raises:
@@ -104,7 +105,7 @@ def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
         )
 
 
-def check_graphs(config: RunConfig, shape: Mapping[str, Any]) -> None:
+def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
     """Refuse CUDA graphs of what differs from one micro-batch to the next, or runs code of its own in between.
 
     Raises:

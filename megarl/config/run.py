@@ -12,6 +12,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.sampler import SamplerConfig
 from megarl.config.task import TaskConfig
 from megarl.config.train import TrainConfig
+from megarl.config.trainer import TrainerConfig
 
 
 class RunConfig(Section):
@@ -28,6 +29,12 @@ class RunConfig(Section):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     checkpoint_engine: CheckpointEngineConfig = Field(default_factory=CheckpointEngineConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """What the trained model has to be told."""
+        longest = self.sampler.max_prompt_tokens + self.sampler.max_response_tokens
+        return TrainerConfig(self.model, self.parallel, self.lora, self.train, self.sampler.temperature, longest)
 
     @model_validator(mode="after")
     def _cross_check(self) -> "RunConfig":

@@ -78,7 +78,7 @@ class TrainerRank(CheckpointEngineMixin):
         groups = init_groups(
             self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
         )
-        self.model = MegatronModel(self.config, groups, partial(attach_adapters, self.config))
+        self.model = MegatronModel(self.config.trainer, groups, partial(attach_adapters, self.config))
         self._start = load_start(self.model, self.config)
         self.loss = build_loss(self.config.loss)
         trained = sum(parameter.numel() for _, parameter in self.model.adapter.parameters())

@@ -7,8 +7,18 @@ adapter.save("out/adapter")            # a plain PEFT directory
 
 from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
+from megarl.lora.build_model import attach, build_model
 from megarl.lora.files.peft_folder import load_peft_config
 from megarl.lora.optimizer import load_optimizer, own_adam_states
 from megarl.lora.state import adapters_of
 
-__all__ = ["LoraAdapter", "adapters_of", "apply_lora", "load_optimizer", "load_peft_config", "own_adam_states"]
+__all__ = [
+    "LoraAdapter",
+    "adapters_of",
+    "apply_lora",
+    "attach",
+    "build_model",
+    "load_optimizer",
+    "load_peft_config",
+    "own_adam_states",
+]

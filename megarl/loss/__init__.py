@@ -8,11 +8,13 @@ from megarl.loss.base import Loss, LossFactory, LossOutput, TokenBatch
 from megarl.loss.cispo import CispoLoss
 from megarl.loss.grpo import GrpoLoss
 from megarl.loss.logprobs import token_logprobs
+from megarl.loss.nll import NllLoss
 
 __all__ = [
     "LOSSES",
     "Loss",
     "LossOutput",
+    "NllLoss",
     "TokenBatch",
     "build_loss",
     "group_advantages",

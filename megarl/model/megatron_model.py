@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config import RunConfig
+from megarl.config import TrainerConfig
 from megarl.config.checks import check_trainer
 from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
@@ -50,11 +50,11 @@ class MegatronModel:
         groups: this rank's place.
     """
 
-    def __init__(self, config: RunConfig, groups: Groups, attach: Attach) -> None:
+    def __init__(self, config: TrainerConfig, groups: Groups, attach: Attach) -> None:
         """Build, load the base weights (each rank its own slices), add the adapter, make the optimizer.
 
         Args:
-            config: ``model``, ``parallel``, ``train`` and ``sampler.temperature`` are used.
+            config: settings; a run's are ``RunConfig.trainer``.
             groups: from ``init_groups``.
             attach: puts the adapters on (``megarl.lora``).
 
@@ -66,9 +66,9 @@ class MegatronModel:
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
         check_trainer(config, self.hf_config)
-        longest = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
         self._rope = rope_of(self.hf_config)
-        self._rope.check_length(longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
+        if config.longest is not None:
+            self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
         self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
         load_base(self.chunks, config.model.path, self.hf_config, groups)
         attached = attach(self.chunks, self.hf_config, groups)
@@ -82,7 +82,7 @@ class MegatronModel:
             self._wrapped,
             groups,
             vocab_size=self.hf_config["vocab_size"],
-            temperature=config.sampler.temperature,
+            temperature=config.temperature,
             run=graphed(self._wrapped, groups.device) if config.train.cuda_graphs else run_chunk,
             keep_logits_gib=config.train.keep_logits_gib,
         )

@@ -10,7 +10,7 @@ import torch
 
 from megarl.config import ParallelConfig
 from megarl.families.base import OUTPUT
-from megarl.lora import apply_lora, load_peft_config
+from megarl.lora import attach, load_peft_config
 from megarl.lora.merge import merge_folder, write_merged
 from megarl.model.megatron_model import MegatronModel
 from megarl.model.weights.hf_folder import WeightFolder
@@ -79,7 +79,7 @@ def build(place: Place, groups: Groups) -> MegatronModel:
     """The case's model with its adapter's layers, not yet loaded."""
     peft_config = load_peft_config(place.case.adapter)
     seed = place.config.train.seed
-    return MegatronModel(place.config, groups, lambda c, hf, g: apply_lora(c, peft_config, hf, seed=seed, groups=g))
+    return MegatronModel(place.config.trainer, groups, attach(peft_config, seed=seed))
 
 
 def train(place: Place, groups: Groups) -> list[Finding]:

@@ -36,7 +36,7 @@ def build(folder: Path, groups: Any, attach: Any, layout: dict[str, Any]) -> Any
     from megarl.model.megatron_model import MegatronModel
 
     train = {"weight_decay": 0.0, "max_grad_norm": 1.0} | layout.get("train", {})
-    return MegatronModel(make_config(folder / "model", layout | {"train": train}), groups, attach)
+    return MegatronModel(make_config(folder / "model", layout | {"train": train}).trainer, groups, attach)
 
 
 def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:

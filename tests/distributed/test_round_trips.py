@@ -184,12 +184,12 @@ def random_adapters(folder: str) -> int:
 
 def through_megarl(model: Path, made: Path, saved: Path, samples: list, groups) -> list[np.ndarray]:
     """Load an adapter into a new model, save it, and compute logprobs."""
-    from megarl.lora import apply_lora, load_peft_config
+    from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
     from tests.helpers.cases import make_config
 
     peft_config = load_peft_config(made)
-    megatron = MegatronModel(make_config(model, {}), groups, lambda c, hf, g: apply_lora(c, peft_config, hf, groups=g))
+    megatron = MegatronModel(make_config(model, {}).trainer, groups, attach(peft_config))
     megatron.load_adapter(made)
     megatron.adapter.save(saved)
     return megatron.forward(megatron.pack(samples))

@@ -44,7 +44,7 @@ def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | Non
         }
     )
     groups = init_groups(config.parallel, pick_device("auto"), seed=5)
-    model = MegatronModel(config, groups, partial(attach_adapters, config))
+    model = MegatronModel(config.trainer, groups, partial(attach_adapters, config))
     return model, config, load_start(model, config)
 
 

@@ -45,13 +45,12 @@ def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tu
 def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.Tensor]:
     """Everything that a few steps on batches of different sizes give."""
     from megarl.config import parse_config
-    from megarl.lora import apply_lora, load_peft_config
+    from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
 
     tree = config.model_dump()
     tree["train"] |= {"cuda_graphs": graphs, "micro_batch_tokens": 256}
-    attach: Any = lambda c, hf, g: apply_lora(c, load_peft_config(adapter), hf, groups=g)  # noqa: E731
-    model = MegatronModel(parse_config(tree), groups, attach)
+    model = MegatronModel(parse_config(tree).trainer, groups, attach(load_peft_config(adapter)))
     model.load_adapter(adapter)
     results: list[Any] = []
     for step, count in enumerate(BATCHES):

@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig
 
 from megarl.config import parse_config
-from megarl.lora import apply_lora
+from megarl.lora import attach
 from megarl.model.checkpoint import _rng_state
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
@@ -40,7 +40,7 @@ def build(
     dropout = 0.1 if dtype == "bfloat16" else 0.0
     settings = {"r": 4, "lora_alpha": 8, "lora_dropout": dropout, "target_modules": "all-linear"} | lora
     groups = init_groups(config.parallel, pick_device("auto"), seed=5)
-    return MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, LoraConfig(**settings), hf, seed=7, groups=g))
+    return MegatronModel(config.trainer, groups, attach(LoraConfig(**settings), seed=7))
 
 
 def train(model: MegatronModel, seeds: range) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import parse_config
 from megarl.errors import MegarlError
-from megarl.lora import apply_lora, load_peft_config
+from megarl.lora import attach, load_peft_config
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
@@ -59,11 +59,8 @@ class Adapters:
 
     def check(self, folder: Path) -> None:
         adapter = folder / "adapter"
-
-        def attach(chunks, hf_config, groups):  # as a trainer rank does with lora.init_from
-            return apply_lora(chunks, load_peft_config(adapter), hf_config, seed=1, groups=groups)
-
-        model = MegatronModel(self.config, self.groups, attach)
+        # As a trainer rank does with lora.init_from.
+        model = MegatronModel(self.config.trainer, self.groups, attach(load_peft_config(adapter), seed=1))
         model.load_adapter(adapter)
         found = {name: tensor.clone() for name, tensor in model.export_merged()}
         for name, expected in self._merged_by_peft(adapter).items():

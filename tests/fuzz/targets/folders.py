@@ -91,13 +91,11 @@ class Folders:
     def _logprobs(self, config):
         from peft import LoraConfig
 
-        from megarl.lora import apply_lora
+        from megarl.lora import attach
         from megarl.model.megatron_model import MegatronModel
 
-        def attach(chunks, hf_config, groups):
-            return apply_lora(chunks, LoraConfig(r=1, target_modules=["o_proj"]), hf_config, groups=groups)
-
-        model = MegatronModel(config, self.groups, attach)
+        lora = LoraConfig(r=1, target_modules=["o_proj"])
+        model = MegatronModel(config.trainer, self.groups, attach(lora))
         return model.forward(model.pack(self._samples(config)), adapter=False)
 
     def _samples(self, config):

@@ -21,7 +21,7 @@ from megarl.controller.screen import Screen
 from megarl.errors import MegarlError
 from megarl.launch.resume import contents_of, resume
 from megarl.launch.run import check_names, make_stream, prepare_task, with_absolute_paths
-from megarl.lora import apply_lora
+from megarl.lora import attach
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
@@ -66,7 +66,7 @@ class RunFolders:
         self.settings = settings_of(config)
         groups = init_groups(config.parallel, pick_device("auto"), seed=5)
         lora = config.lora.peft_settings()
-        self.model = MegatronModel(config, groups, lambda c, hf, g: apply_lora(c, LoraConfig(**lora), hf, groups=g))
+        self.model = MegatronModel(config.trainer, groups, attach(LoraConfig(**lora)))
         (folder / "run").mkdir()
         (folder / OVERRIDES).write_text("[]")
         state = self._state(folder / "run", config)

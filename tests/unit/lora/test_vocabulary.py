@@ -39,7 +39,7 @@ def on_one_rank(folder: str, model: str) -> dict:
     from pathlib import Path
 
     from megarl.errors import AdapterError
-    from megarl.lora import apply_lora, load_peft_config
+    from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
@@ -48,9 +48,7 @@ def on_one_rank(folder: str, model: str) -> dict:
     root = Path(folder)
     groups = init_groups(ParallelConfig(), pick_device("auto"))
     config = load_peft_config(root / "adapter")
-    model = MegatronModel(
-        make_config(Path(model), {}), groups, lambda c, hf, g: apply_lora(c, config, hf, seed=3, groups=g)
-    )
+    model = MegatronModel(make_config(Path(model), {}).trainer, groups, attach(config, seed=3))
     found = {"start": {name: tensor.clone() for name, tensor in model.adapter.export()}}
     model.load_adapter(root / "adapter")
     found["loaded"] = {name: tensor.clone() for name, tensor in model.adapter.export()}

@@ -1,0 +1,26 @@
+"""What a model that is trained has to be told; a run's config holds more."""
+
+from dataclasses import dataclass, field
+
+from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelConfig
+from megarl.config.parallel import ParallelConfig
+from megarl.config.train import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Settings of ``MegatronModel``.
+
+    Attributes:
+        model, parallel, lora, train: sections of the config.
+        temperature: the policy is ``softmax(logits / temperature)``.
+        longest: tokens of the longest sequence, checked against the model's positions; None: each batch is checked.
+    """
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    temperature: float = 1.0
+    longest: int | None = None

@@ -1,0 +1,98 @@
+"""Build a model with an adapter in one call."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from peft import LoraConfig as PeftConfig
+from pydantic import ValidationError
+
+from megarl.config import LoraConfig, ModelConfig, ParallelConfig, TrainConfig, TrainerConfig
+from megarl.config.base import Section
+from megarl.config.cross_sections import check_layout, check_switches
+from megarl.config.explain import explain
+from megarl.errors import ConfigError
+from megarl.lora.adapter import LoraAdapter
+from megarl.lora.apply import apply_lora
+from megarl.lora.files.peft_folder import load_peft_config
+from megarl.model.adapter import Attach
+from megarl.model.megatron_model import MegatronModel
+from megarl.parallel.device import pick_device
+from megarl.parallel.groups import Groups, init_groups
+from megarl.parallel.rendezvous import ALONE
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+def attach(config: PeftConfig, *, seed: int = 0) -> Attach:
+    """What ``MegatronModel`` calls to get one adapter.
+
+    Args:
+        config: PEFT's.
+        seed: of the initialisation.
+    """
+
+    def apply(chunks: list[Any], hf_config: Mapping[str, Any], groups: Groups) -> LoraAdapter:
+        return apply_lora(chunks, config, hf_config, seed=seed, groups=groups)
+
+    return apply
+
+
+def build_model(
+    model: str | Path | ModelConfig | Mapping[str, Any],
+    *,
+    lora: LoraConfig | Mapping[str, Any] | None = None,
+    parallel: ParallelConfig | Mapping[str, Any] | None = None,
+    train: TrainConfig | Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
+) -> MegatronModel:
+    """Build a frozen base model with a trainable adapter on this rank.
+
+    A collective over the ranks that torchrun started; without torchrun, one process is a group of one.
+
+    Args:
+        model: a Hugging Face folder, or the ``model`` section.
+        lora: the ``lora`` section; with ``init_from`` the adapter's weights are loaded too.
+        parallel: the ``parallel`` section; default: one rank.
+        train: the ``train`` section; ``device``, ``seed``, ``micro_batch_tokens`` and the optimizer's settings count.
+        temperature: the policy is ``softmax(logits / temperature)``.
+
+    Raises:
+        ConfigError: a wrong setting, or another number of processes than the layout's.
+        AdapterError, ModelError, UnsupportedError: see ``MegatronModel`` and ``apply_lora``.
+    """
+    folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
+    config = TrainerConfig(
+        model=_section(ModelConfig, "model", folder),
+        parallel=_section(ParallelConfig, "parallel", parallel),
+        lora=_section(LoraConfig, "lora", lora),
+        train=_section(TrainConfig, "train", train),
+        temperature=temperature,
+    )
+    check_layout(config.parallel)
+    check_switches(config.train)
+    if not dist.is_initialized() and "WORLD_SIZE" not in os.environ:
+        os.environ.update(ALONE)
+    groups = init_groups(config.parallel, pick_device(config.train.device), seed=config.train.seed)
+    start = config.lora.init_from
+    peft_config = (
+        load_peft_config(start)
+        if start
+        else PeftConfig(task_type="CAUSAL_LM", base_model_name_or_path=config.model.path, **config.lora.peft_settings())
+    )
+    built = MegatronModel(config, groups, attach(peft_config, seed=config.train.seed))
+    if start:
+        built.load_adapter(start)
+    return built
+
+
+def _section(kind: type[AnySection], name: str, given: AnySection | Mapping[str, Any] | None) -> AnySection:
+    if isinstance(given, kind):
+        return given
+    tree = dict(given or {})
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {explain(error, tree, kind)}") from None

@@ -1,0 +1,25 @@
+"""``import megarl`` is light, and every public name is there."""
+
+import subprocess
+import sys
+
+import pytest
+
+import megarl
+
+
+def test_importing_megarl_loads_no_heavy_library():
+    heavy = {"torch", "transformers", "megatron", "vllm", "ray"}
+    program = f"import megarl, sys; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", megarl.__all__)
+def test_a_public_name_is_documented(name):
+    thing = getattr(megarl, name)
+    assert name == "__version__" or thing.__doc__
+
+
+def test_an_unknown_name_says_what_there_is():
+    with pytest.raises(AttributeError, match="has no attribute 'Megatron'; it has MegatronModel"):
+        megarl.Megatron  # noqa: B018
