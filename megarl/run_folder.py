@@ -8,6 +8,7 @@ from megarl.errors import CheckpointError, ConfigError
 from megarl.files import user_path
 
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
+HELD_OUT = "held_out.json"
 CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
 # Rows, checkpoints and completions of steps that a resume goes back before.
 DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"

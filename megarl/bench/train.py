@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,16 @@ GEMM = "gemm"
 LORA = ("te", "local", "peft")
 
 
-def bench_train(settings: BenchSettings, out: Path, *, profile: bool) -> dict[str, Any]:
+def bench_train(
+    settings: BenchSettings, out: Path, *, profile: bool, report: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """Measure every contender; one that fails does not stop the others.
 
     Args:
         settings: what to measure.
         out: folder for each contender's log, result and profile.
         profile: whether to profile a step of each.
+        report: gets a line before each contender and after it.
 
     Returns:
         ``settings``, ``gemm_tflops``, ``work`` (operations per token) and ``contenders``, each with the derived
@@ -36,13 +40,24 @@ def bench_train(settings: BenchSettings, out: Path, *, profile: bool) -> dict[st
     out.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(out)
     try:
+        report(f"{GEMM}: the ceiling, one large matrix product")
         gemm = run_contender(GEMM, settings, out, profile=False)
-        results = [run_contender(name, settings, out, profile=profile) for name in _runnable(settings)]
+        results = []
+        names = _runnable(settings)
+        for number, name in enumerate(names, start=1):
+            steps = f"builds, {settings.warmup} steps to warm up, {settings.steps} timed"
+            report(f"{name} ({number} of {len(names)}): {steps}; log: {out / name}.log")
+            results.append(run_contender(name, settings, out, profile=profile))
+            report(f"{name}: {_outcome(results[-1])}")
     finally:
         lock.release()
     if all("error" in result for result in results):
         raise WorkerError(f"bench: every contender failed; see {out}: {results[0]['error']}")
     return compare(settings, gemm.get("tflops"), results)
+
+
+def _outcome(result: dict[str, Any]) -> str:
+    return result.get("error") or f"{result['tokens_per_second']:,.0f} tokens/s"
 
 
 def _runnable(settings: BenchSettings) -> list[str]:

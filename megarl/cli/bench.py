@@ -4,6 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from megarl.cli.progress import progress
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `bench train` to the command line."""
@@ -24,6 +26,7 @@ def _train(arguments: argparse.Namespace) -> None:
     from megarl.bench.train import bench_train
 
     settings = parse_settings(arguments.model, arguments.overrides)
-    report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile)
+    with progress("starting") as say:
+        report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=say)
     print(table(report))
     print(json.dumps(report))

@@ -3,13 +3,18 @@
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import megarl
 from megarl.cli import bench, completion, verify
 from megarl.cli.arguments import Parser, parse
 from megarl.errors import ConfigError, MegarlError
+
+if TYPE_CHECKING:
+    from megarl.config import RunConfig
 
 INTERRUPTED = 130
 EXAMPLES = """\
@@ -89,19 +94,24 @@ def _train(arguments: argparse.Namespace) -> None:
 
     recipe = Path(arguments.recipe)
     config = load_run_config(recipe, arguments.overrides)
-    # Only now: torch, Ray and transformers take seconds to import.
-    from megarl.launch.run import train
-
-    print(train(config, user_path("recipe", recipe).resolve().parent))
+    _start(config, user_path("recipe", recipe).resolve().parent)
 
 
 def _resume(arguments: argparse.Namespace) -> None:
     from megarl.cli.resume import load_resumed_config
 
     config = load_resumed_config(arguments.source, arguments.overrides)
+    _start(config, Path.cwd())
+
+
+def _start(config: "RunConfig", recipe_dir: Path) -> None:
+    """Run, and print the run folder as the last line."""
+    print("importing torch, Ray and transformers", file=sys.stderr, flush=True)
+    if not sys.warnoptions:  # of the libraries, in this process alone
+        warnings.simplefilter("ignore")
     from megarl.launch.run import train
 
-    print(train(config, Path.cwd()))
+    print(train(config, recipe_dir))
 
 
 def _config(arguments: argparse.Namespace) -> None:

@@ -21,5 +21,8 @@ class TaskConfig(Section):
     """Limit of one reward: one that takes longer ends the run."""
     system_prompt: str | None = None
     """Put before every question."""
+    held_out: int = Field(0, ge=0, le=1_000_000)
+    """Prompts, the task's last, that are never trained on: completions of them are scored before the first step and
+    after the last, ``sampler.samples_per_prompt`` of each."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings; each task documents and checks them."""

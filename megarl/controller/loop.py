@@ -1,21 +1,22 @@
 """The RL loop, readable top to bottom: sample, score, train, sync, record."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
-from megarl.controller.data import PromptStream
+from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
 from megarl.controller.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError
 from megarl.loss.advantages import group_advantages
+from megarl.types import Completion
 
 
 @dataclass
@@ -29,6 +30,7 @@ class RunState:
         stream, decode: prompts; response ids -> text.
         recorder: metrics, rollouts and checkpoints of the run folder.
         origin: ``settings`` and ``contents`` of the run, which a resume is compared with (``config.resume``).
+        held_out: prompts to measure on before the first step and after the last.
         step: steps made so far.
         updates: optimizer steps made so far, which is the policy version.
         saved: step of the newest checkpoint.
@@ -43,6 +45,7 @@ class RunState:
     decode: Decode
     recorder: Recorder
     origin: dict[str, Any] = field(default_factory=dict)
+    held_out: list[EncodedPrompt] = field(default_factory=list)
     step: int = 0
     updates: int = 0
     saved: int = 0
@@ -70,10 +73,22 @@ class RunState:
 def run(state: RunState) -> None:
     """Train to ``train.steps``; the samplers need the weights of the start first."""
     first_sync(state)
+    if state.step == 0:
+        evaluate(state, "before")
     while state.step < state.config.train.steps:
         step(state)
         if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
             save(state, state.to_json())
+    evaluate(state, "after")
+
+
+def evaluate(state: RunState, when: Literal["before", "after"]) -> None:
+    """Score completions of the held-out prompts by the current policy, if there are any."""
+    if not state.held_out:
+        return
+    state.recorder.phase("held-out prompts")
+    completions = state.samplers.generate([prompt.ids for prompt in state.held_out], state.updates)
+    state.recorder.held_out(when, scored(state, state.held_out, completions))
 
 
 def save(state: RunState, kept: dict[str, Any]) -> None:
@@ -125,21 +140,26 @@ def step(state: RunState) -> None:
 
 def collect(state: RunState) -> Rollout:
     """Completions of the next prompts by the current policy, scored. The trainers are idle meanwhile."""
-    config, train = state.config, state.config.train
+    train = state.config.train
     with timed(state, "sample"):
         prompts = state.stream.next(train.prompts_per_step)
         state.stream.prepare(train.prompts_per_step)  # the next step's, while the samplers are at work
         completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
     with timed(state, "reward"):
-        return score(
-            prompts,
-            completions,
-            lambda pairs: state.rewards.score(pairs, state.trainers.watch.check),
-            state.decode,
-            lambda rewards: group_advantages(rewards, config.loss.advantage_scale),
-            group=config.sampler.samples_per_prompt,
-            version=state.updates,
-        )
+        return scored(state, prompts, completions)
+
+
+def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Sequence[Sequence[Completion]]) -> Rollout:
+    """Completions of the current policy with their rewards and advantages."""
+    return score(
+        prompts,
+        completions,
+        lambda pairs: state.rewards.score(pairs, state.trainers.watch.check),
+        state.decode,
+        lambda rewards: group_advantages(rewards, state.config.loss.advantage_scale),
+        group=state.config.sampler.samples_per_prompt,
+        version=state.updates,
+    )
 
 
 def check_mismatch(metrics: dict[str, float], limit: float | None) -> None:

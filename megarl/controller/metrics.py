@@ -1,6 +1,7 @@
 """What a run leaves behind: config, metrics, completions, checkpoints, summary, plot."""
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from megarl.controller.memory import MemoryWatch
 from megarl.controller.resumption import Resumption
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
+from megarl.controller.stall import StallWatch
 from megarl.files import FolderLock, append_line, discard, write_text, writing
 from megarl.run_folder import (
     ADAPTER,
     CHECKPOINTS,
     CONFIG,
+    HELD_OUT,
     METRICS,
     PLOT,
     ROLLOUTS,
@@ -58,6 +61,8 @@ class Recorder:
         self._stops: list[float] = []
         self._saving: Path | None = None
         self._rollouts = Background("rollouts")
+        self._example: tuple[str, str, float] | None = None
+        self._stall = StallWatch()
         self.memory = MemoryWatch()
         self._lock: FolderLock | None = None
         self._writer: Any = None
@@ -107,6 +112,7 @@ class Recorder:
 
     def write_rollout(self, step: int, rollout: Rollout) -> None:
         """Begin to write a step's completions, in a thread."""
+        self._example = rollout.example()
         self.check_folder()
         file = self.folder / ROLLOUTS / f"{STEP.format(step)}.jsonl"
 
@@ -140,6 +146,40 @@ class Recorder:
             for name, value in row.items():
                 self._writer.add_scalar(name, value, row["step"])
         self.screen.step(row)
+        if self._example:
+            self.screen.completion(*self._example)
+        if warning := self._stall.look(row):
+            self.screen.say(warning, style="bold yellow")
+
+    def say_how_to_go_on(self) -> None:
+        """Name the folder of a run that ended early, and the command that goes on with it."""
+        if self._writer is None:  # nothing of this run is in the folder
+            return
+        saved = checkpoints(self.folder)
+        what = "it holds no checkpoint yet: start it again"
+        if saved:
+            what = f"go on after step {int(saved[-1].name[-6:])}: megarl resume {shlex.quote(str(self.folder))}"
+        self.screen.say(f"the run is in {self.folder}; {what}")
+
+    def held_out(self, when: str, rollout: Rollout) -> None:
+        """Keep and show the means over the held-out prompts' completions.
+
+        Args:
+            when: ``"before"`` or ``"after"`` training.
+            rollout: of all held-out prompts.
+        """
+        measured = rollout.metrics()
+        means = {name.removeprefix("task/"): measured[name] for name in measured if name.startswith("task/")}
+        means["reward"] = measured["reward"]
+        with writing(self.folder / HELD_OUT):
+            write_text(self.folder / HELD_OUT, json.dumps(self._held_out() | {when: means}, indent=1) + "\n")
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in sorted(means.items()))
+        self.screen.say(f"{len(rollout.prompts)} held-out prompts, {when} training: {shown}")
+
+    def _held_out(self) -> dict[str, dict[str, float]]:
+        """Of both moments, as far as measured; an earlier session's included."""
+        file = self.folder / HELD_OUT
+        return json.loads(file.read_text()) if file.is_file() else {}
 
     def check_folder(self) -> None:
         """Find out whether the folder is still there.
@@ -204,6 +244,7 @@ class Recorder:
             "checkpoint_stop_seconds": float(np.median(self._stops)) if self._stops else 0.0,
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
+        summary |= {f"held_out_{when}": means for when, means in self._held_out().items()}
         with writing(self.folder / SUMMARY):
             write_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         with writing(self.folder / PLOT):
@@ -237,6 +278,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "reward_first": float(series("reward")[:ENDS].mean()),
         "reward_last": float(series("reward")[-ENDS:].mean()),
         "reward_max": float(series("reward").max()),
+        "groups_without_signal": float(series("groups_without_signal").mean()),
         "mismatch_mean": float(series("mismatch_mean").mean()),
         "mismatch_max": float(series("mismatch_max").max()),
         "train_tokens_per_second": float(series("trained_tokens").sum() / series("seconds/train").sum()),

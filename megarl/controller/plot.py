@@ -1,9 +1,18 @@
-"""One picture of a run: reward, mismatch, time per phase."""
+"""One picture of a run: reward, loss, gradient norm, entropy, length, mismatch, time per phase."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# Panel title -> (metrics with their labels, axis label). The panels of reward and time are drawn apart.
+LINES = {
+    "loss": ({"loss": "loss"}, "loss"),
+    "gradient norm": ({"grad_norm": "before clipping"}, "norm"),
+    "entropy": ({"entropy": "of the policy"}, "nats per token"),
+    "length": ({"response_tokens": "mean of completions"}, "tokens"),
+    "mismatch": ({"mismatch_mean": "mean", "mismatch_max": "max"}, "|sampler - trainer| logprob (nats)"),
+}
 
 
 def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
@@ -20,25 +29,44 @@ def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    steps = np.array([row["step"] for row in rows])
-    figure, (reward, mismatch, phases) = plt.subplots(3, 1, figsize=(8, 9), sharex=True, layout="constrained")
-    reward.plot(steps, [row["reward"] for row in rows], marker="o", markersize=3, label="reward")
-    for name in sorted({name for row in rows for name in row if name.startswith("task/")}):
-        reward.plot(steps, [row.get(name, np.nan) for row in rows], linewidth=1, label=name.removeprefix("task/"))
-    reward.set_ylabel("mean over the step")
-    reward.legend(loc="best", frameon=False)
-    mismatch.semilogy(steps, [row["mismatch_mean"] for row in rows], marker="o", markersize=3, label="mean")
-    mismatch.semilogy(steps, [row["mismatch_max"] for row in rows], linewidth=1, label="max")
-    mismatch.set_ylabel("|sampler - trainer| logprob (nats)")
-    mismatch.legend(loc="best", frameon=False)
-    bottom = np.zeros(len(rows))
-    for name in sorted({name for row in rows for name in row if name.startswith("seconds/")}):
-        values = np.array([row.get(name, 0.0) for row in rows])
-        phases.bar(steps, values, bottom=bottom, label=name.removeprefix("seconds/"))
-        bottom += values
-    phases.set_ylabel("seconds")
-    phases.set_xlabel("step")
-    phases.legend(loc="best", frameon=False)
+    figure, axes = plt.subplots(4, 2, figsize=(12, 13), sharex=True, layout="constrained")
+    reward, *panels, phases, signal = axes.flat
+    tasks = {name: name.removeprefix("task/") for name in sorted(_names(rows, "task/"))}
+    _draw(reward, rows, {"reward": "reward"} | tasks, "reward", "mean over the step")
+    for panel, (title, (lines, unit)) in zip(panels, LINES.items(), strict=True):
+        _draw(panel, rows, lines, title, unit)
+    panels[-1].set_yscale("log")
+    _draw(signal, rows, {"groups_without_signal": "all rewards alike", "truncated": "truncated"}, "shares", "share")
+    signal.set_ylim(-0.05, 1.05)
+    _stack(phases, rows)
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
     figure.suptitle(file.parent.name)
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=100)
     plt.close(figure)
+
+
+def _names(rows: list[dict[str, Any]], prefix: str) -> set[str]:
+    return {name for row in rows for name in row if name.startswith(prefix)}
+
+
+def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: str, unit: str) -> None:
+    """One line for each metric; steps that lack it are gaps."""
+    steps = [row["step"] for row in rows]
+    for name, label in lines.items():
+        axis.plot(steps, [row.get(name, np.nan) for row in rows], marker="o", markersize=3, linewidth=1, label=label)
+    axis.set_title(title, fontsize="medium")
+    axis.set_ylabel(unit)
+    axis.legend(loc="best", frameon=False)
+
+
+def _stack(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """Seconds of each phase, stacked."""
+    bottom = np.zeros(len(rows))
+    for name in sorted(_names(rows, "seconds/")):
+        values = np.array([row.get(name, 0.0) for row in rows])
+        axis.bar([row["step"] for row in rows], values, bottom=bottom, label=name.removeprefix("seconds/"))
+        bottom += values
+    axis.set_title("time per phase", fontsize="medium")
+    axis.set_ylabel("seconds")
+    axis.legend(loc="best", frameon=False)

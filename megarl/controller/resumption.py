@@ -48,7 +48,7 @@ class Resumption:
     @property
     def other_data(self) -> bool:
         """Whether the prompts, or their order, are others than the run's."""
-        return bool(self.changed & {"task.name", "task.path", "task.options"})
+        return bool(self.changed & {"task.name", "task.path", "task.options", "task.held_out"})
 
     def apply(self) -> None:
         """Put aside what is later than the checkpoint, so that the folder is as it was when that was saved.

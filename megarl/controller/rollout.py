@@ -55,6 +55,12 @@ class Rollout:
             for name in names
         }
 
+    def example(self) -> tuple[str, str, float] | None:
+        """Text of the first prompt's last message, its first completion, and that one's reward."""
+        if not self.prompts:
+            return None
+        return str(self.prompts[0].prompt.messages[-1]["content"]), self.texts[0][0], self.rewards[0][0].score
+
     def write(self, file: Path) -> None:
         """One JSON line per completion: everything needed to see, or to repeat, what was trained on."""
         with replacing(file) as handle:
@@ -64,8 +70,11 @@ class Rollout:
                 for completion, text, reward, advantage in zip(completions, texts, rewards, advantages, strict=True):
                     row = {
                         "prompt": prompt.prompt.id,
+                        "messages": [dict(message) for message in prompt.prompt.messages],
+                        "reference": dict(prompt.prompt.data),
                         "text": text,
                         "reward": reward.score,
+                        "metrics": dict(reward.metrics),
                         "advantage": float(advantage),
                         "version": int(completion.versions[0]) if len(completion.versions) else None,
                         "finish_reason": completion.finish_reason,
@@ -73,7 +82,7 @@ class Rollout:
                         "response_ids": completion.response_ids.tolist(),
                         "logprobs": [float(value) for value in completion.logprobs],
                     }
-                    handle.write(json.dumps(row, ensure_ascii=False) + "\n")
+                    handle.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def score(

@@ -1,33 +1,42 @@
-"""What a person watches: a live table on a terminal, one line per step elsewhere."""
+"""What a person watches: every step's row, one of its completions, and what is being done now."""
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-# Column title -> (metric, format).
+# Column title -> (metric, format, width).
 COLUMNS = {
-    "step": ("step", "{:.0f}"),
-    "reward": ("reward", "{:.3f}"),
-    "correct": ("task/correct", "{:.2f}"),
-    "loss": ("loss", "{:+.4f}"),
-    "grad": ("grad_norm", "{:.3f}"),
-    "entropy": ("entropy", "{:.2f}"),
-    "mismatch": ("mismatch_mean", "{:.1e}"),
-    "max": ("mismatch_max", "{:.1e}"),
-    "tokens": ("response_tokens", "{:.1f}"),
-    "sample s": ("seconds/sample", "{:.1f}"),
-    "train s": ("seconds/train", "{:.1f}"),
-    "sync s": ("seconds/sync", "{:.2f}"),
+    "step": ("step", "{:.0f}", 5),
+    "reward": ("reward", "{:.3f}", 6),
+    "correct": ("task/correct", "{:.2f}", 7),
+    "no signal": ("groups_without_signal", "{:.2f}", 9),
+    "loss": ("loss", "{:+.4f}", 8),
+    "grad": ("grad_norm", "{:.3f}", 6),
+    "entropy": ("entropy", "{:.2f}", 7),
+    "tokens": ("response_tokens", "{:.1f}", 6),
+    "mismatch": ("mismatch_mean", "{:.1e}", 8),
+    "max": ("mismatch_max", "{:.1e}", 7),
+    "sample s": ("seconds/sample", "{:.1f}", 8),
+    "train s": ("seconds/train", "{:.1f}", 7),
+    "sync s": ("seconds/sync", "{:.2f}", 6),
 }
-SHOWN = 12
+# Rows between two headers on a terminal.
+HEADER_EVERY = 20
+# Where no terminal shows the current phase: the least seconds between two lines that name a phase seen before.
+QUIET_SECONDS = 30.0
 
 
 class Screen:
-    """Progress on a rich console; a context manager."""
+    """Progress on a rich console; a context manager.
+
+    On a terminal, rows scroll by above one line of progress. Elsewhere (a pipe, a log) each phase has a line the first
+    time, and later when nothing was printed for ``QUIET_SECONDS``.
+    """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         """Prepare the display.
@@ -37,14 +46,15 @@ class Screen:
             console: default: standard output.
         """
         self.console = console or Console()
-        self._rows: list[dict[str, Any]] = []
         self._progress = Progress(
             TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             TimeRemainingColumn(), console=self.console,
         )  # fmt: skip
         self._task = self._progress.add_task("starting", total=steps)
-        self._live = Live(self._render(), console=self.console, refresh_per_second=4)
-        self._started = time.perf_counter()
+        self._live = Live(self._progress, console=self.console, refresh_per_second=4)
+        self._started = self._printed = time.monotonic()
+        self._phases: set[str] = set()
+        self._shown = 0
 
     def __enter__(self) -> "Screen":
         if self.console.is_terminal:
@@ -53,32 +63,93 @@ class Screen:
 
     def __exit__(self, *error: object) -> None:
         if self.console.is_terminal:
-            self._live.update(self._render(), refresh=True)
+            self._live.update(self._progress, refresh=True)
             self._live.stop()
 
     def phase(self, name: str) -> None:
         """Show what is being done now."""
         self._progress.update(self._task, description=name)
+        now = time.monotonic()
+        if not self.console.is_terminal and (name not in self._phases or now - self._printed >= QUIET_SECONDS):
+            self.say(f"{now - self._started:6.1f} s  {name}")
+        self._phases.add(name)
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, row: Mapping[str, Any]) -> None:
         """Show a finished step."""
-        self._rows.append(row)
         self._progress.update(self._task, completed=row["step"])
-        if self.console.is_terminal:
-            self._live.update(self._render())
+        if not self.console.is_terminal:
+            cells = [f"{title} {form.format(row[name])}" for title, (name, form, _) in COLUMNS.items() if name in row]
+            self.say("  ".join(cells))
             return
-        cells = [f"{title} {form.format(row[name])}" for title, (name, form) in COLUMNS.items() if name in row]
-        self.console.print("  ".join(cells), highlight=False, soft_wrap=True)
+        columns = self._fitting(row)
+        if self._shown % HEADER_EVERY == 0:
+            self.say(" ".join(title.rjust(width) for title, (_, _, width) in columns.items()), style="bold")
+        self._shown += 1
+        self.say(" ".join(form.format(row[name]).rjust(width) for name, form, width in columns.values()))
 
-    def say(self, text: str) -> None:
-        """Print a line above the live display."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+    def _fitting(self, row: Mapping[str, Any]) -> dict[str, tuple[str, str, int]]:
+        """The columns that the row has and that fit the terminal, from the left."""
+        columns, used = {}, 0
+        for title, column in COLUMNS.items():
+            if column[0] not in row:
+                continue
+            used += column[2] + 1
+            if used <= self.console.width + 1:  # the last has no space behind it
+                columns[title] = column
+        return columns
 
-    def _render(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        columns = {t: c for t, c in COLUMNS.items() if not self._rows or c[0] in self._rows[-1]}
-        for title in columns:
-            table.add_column(title, justify="right")
-        for row in self._rows[-SHOWN:]:
-            table.add_row(*(form.format(row[name]) if name in row else "" for name, form in columns.values()))
-        return Group(table, self._progress)
+    def completion(self, prompt: str, text: str, reward: float) -> None:
+        """Show one completion of the step on one line, shortened to fit it."""
+        room = max(40, (self.console.width if self.console.is_terminal else 160) - 26)
+        parts = shorten(prompt, room // 2), shorten(text, room // 2)
+        self.say(f"      {parts[0]!r} -> {parts[1]!r} ({reward:.3g})", style="dim")
+
+    def say(self, text: str, style: str | None = None) -> None:
+        """Print lines above the live display."""
+        self._printed = time.monotonic()
+        self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def summary(self, summary: Mapping[str, Any]) -> None:
+        """Print a run's summary as a table."""
+        self.console.print(summary_table(summary))
+
+
+def shorten(text: str, most: int) -> str:
+    """A text on one line of at most so many characters; the middle of a longer one is left out."""
+    line = " ".join(text.split())
+    kept = (most - 3) // 2
+    return line if len(line) <= most else f"{line[:kept]}...{line[-kept:]}"
+
+
+# What the table says -> the summary's keys, one for each value, and their format.
+ROWS = (
+    ("reward, first steps -> last steps", ("reward_first", "reward_last"), "{:.3f}"),
+    ("reward, best step", ("reward_max",), "{:.3f}"),
+    ("held-out reward, before -> after", ("held_out_before/reward", "held_out_after/reward"), "{:.3f}"),
+    ("held-out correct, before -> after", ("held_out_before/correct", "held_out_after/correct"), "{:.1%}"),
+    ("groups without signal", ("groups_without_signal",), "{:.0%}"),
+    ("mismatch of sampler and trainer, mean, max", ("mismatch_mean", "mismatch_max"), "{:.1e}"),
+    ("tokens per second, trained, sampled", ("train_tokens_per_second", "sample_tokens_per_second"), "{:,.0f}"),
+    ("sync, median s", ("sync_seconds",), "{:.2f}"),
+    ("training stopped for a checkpoint, median s", ("checkpoint_stop_seconds",), "{:.2f}"),
+    ("peak memory, of devices, GiB", ("peak_memory_gib", "peak_device_memory_gib"), "{:.1f}"),
+    ("seconds in all", ("seconds",), "{:.0f}"),
+)
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The numbers of ``summary.json`` that a person asks for first, one row each; what is absent has no row."""
+    table = Table(title=f"{summary['steps']} steps", title_justify="left", show_header=False, pad_edge=False, box=None)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    flat = dict(summary) | {
+        f"{outer}/{name}": value
+        for outer, inner in summary.items()
+        if isinstance(inner, Mapping)
+        for name, value in inner.items()
+    }
+    for title, names, form in ROWS:
+        if cells := [form.format(flat[name]) for name in names if isinstance(flat.get(name), int | float)]:
+            table.add_row(title, *cells)
+    return table

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ import torch
 
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.config import RunConfig, check_run, dump_config
+from megarl.config import RunConfig, check_run
+from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
-from megarl.controller.data import PromptStream
+from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
 from megarl.controller.pulse import Watch
@@ -42,6 +44,7 @@ from megarl.run_folder import CONFIG
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
+from megarl.tasks.held_out import split
 from megarl.tasks.options import absolute_files
 from megarl.tasks.prompting import check_prompts, encode_prompt
 
@@ -70,7 +73,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
     with Screen(config.train.steps) as screen, reaper() as scratch:
-        screen.say(dump_config(config).rstrip())
+        screen.say(f"run folder: {folder}\nsettings that differ from the defaults (all of them: {CONFIG} there):")
+        screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
         recorder = Recorder(folder, config, screen)
         rewards = RewardProcess(
             TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
@@ -93,6 +97,9 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
                     origin=origin,
+                    held_out=[
+                        EncodedPrompt(prompt, stream.encode(prompt)) for prompt in split(task, config.task.held_out)[1]
+                    ],
                 )
                 if resumed:
                     resume(state, resumed)
@@ -102,10 +109,13 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                 except BaseException:
                     recorder.rescue(trainers)
                     raise
+        except BaseException:
+            recorder.say_how_to_go_on()
+            raise
         finally:
             rewards.close()
             recorder.close()
-    screen.say("\n".join(f"{name:<26}{_shown(value)}" for name, value in summary.items()))
+    screen.summary(summary)
     return folder
 
 
@@ -156,7 +166,7 @@ def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
     def encode(prompt: Any) -> np.ndarray:
         return encode_prompt(tokenizer, prompt, config.task.system_prompt, config.sampler.max_prompt_tokens)
 
-    return PromptStream(task, encode, config.train.seed)
+    return PromptStream(split(task, config.task.held_out)[0], encode, config.train.seed)
 
 
 def run_folder(config: RunConfig) -> Path:
@@ -281,7 +291,3 @@ def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

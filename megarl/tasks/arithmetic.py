@@ -30,6 +30,8 @@ class ArithmeticOptions(Section):
     """Numbers in a sum."""
     operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
     """Drawn at random, one between each two operands; ``*`` binds tighter."""
+    digit_score: float = Field(0.0, ge=0.0, le=0.5)
+    """What a wrong last number earns for its digits, times the share of them that are right, counted from the right."""
     size: int = Field(10_000, ge=1, le=10_000_000)
     """Prompts in the data set."""
 
@@ -70,7 +72,9 @@ class ArithmeticTask:
         The two partial scores make the task learnable from the start. An untrained small model almost never replies
         with the right bare number, so that a 0/1 reward would leave most groups without any difference between
         samples, hence without a gradient; but it does say "3 + 4 = 7". The steps are ordered so that no detour pays:
-        a right sum in words beats a wrong bare number, and the right bare number beats both.
+        a right sum in words beats a wrong bare number, and the right bare number beats both. With
+        ``task.options.digit_score`` a wrong number earns something for each right digit, so that most groups of
+        completions differ even where few are right: 112 for 122 is better than 99.
 
         Metrics: ``correct`` (the reply is the right number or ends with it), ``exact`` (it is the right number, bare).
         """
@@ -80,8 +84,25 @@ class ArithmeticTask:
         exact = text == answer
         # Compared as text: int() refuses the thousands of digits that a model can produce.
         right = exact or INTEGER_IN_TEXT.findall(text)[-1:] == [answer]
-        score = EXACT if exact else RIGHT_BUT_WORDY if right else WRONG_BUT_BARE if bare else 0.0
+        if right:
+            score = EXACT if exact else RIGHT_BUT_WORDY
+        else:
+            score = WRONG_BUT_BARE if bare else 0.0
+            if self._options.digit_score and (numbers := INTEGER_IN_TEXT.findall(text)):
+                score += self._options.digit_score * share_of_digits(numbers[-1], answer)
         return Reward(score, {"correct": float(right), "exact": float(exact)})
+
+
+def share_of_digits(number: str, answer: str) -> float:
+    """The share of right digits, units under units; 0 where one is negative and the other is not.
+
+    >>> share_of_digits("127", "137"), share_of_digits("37", "137"), share_of_digits("-7", "7")
+    (0.6666666666666666, 0.6666666666666666, 0.0)
+    """
+    if number.startswith("-") != answer.startswith("-"):
+        return 0.0
+    pairs = zip(reversed(number.lstrip("-")), reversed(answer.lstrip("-")), strict=False)
+    return sum(a == b for a, b in pairs) / max(len(number.lstrip("-")), len(answer.lstrip("-")))
 
 
 def build(context: TaskContext) -> ArithmeticTask:

@@ -27,6 +27,11 @@ more than half are left out and counted. Rows that must be exact have bound 0 in
 The batch is made so that what is left out shows: one sequence of 120 tokens among short ones, loss weights that differ
 by sequence, a temperature of 0.8, weight decay, and updates of which some are clipped and some are not.
 
+The command's default makes two updates on 4 samples (80 in bfloat16, where errors are averages); ``--full`` and
+``--matrix`` make three on 10. What the default leaves out: the third update, hence a second one from a checkpoint's
+moments that are of two gradients, and six of the nine short sequences. The long one, the clipped update and every row
+stay.
+
 An error is the largest difference over the largest magnitude of the worst tensor in float32; in bfloat16, where single
 elements are noise, the norm of all differences over the norm of the truth.
 """

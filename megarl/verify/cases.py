@@ -12,7 +12,15 @@ from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.types import Sample
 from megarl.verify.compare import Rule
-from megarl.verify.inputs.samples import COUNT, LONG, UPDATE_SCALES, distinct_samples, verify_samples, weights_of
+from megarl.verify.inputs.samples import (
+    COUNT,
+    LONG,
+    QUICK_COUNT,
+    UPDATE_SCALES,
+    distinct_samples,
+    verify_samples,
+    weights_of,
+)
 
 # Which of the samples are used, where some are not.
 KEPT = "kept"
@@ -29,12 +37,14 @@ class Case:
         config: ``model`` and ``train`` are used; layouts replace ``parallel``.
         adapter: the PEFT directory to start from.
         folder: for all that is computed.
+        full: take as many samples as ``megarl verify --full`` does.
     """
 
     name: str
     config: RunConfig
     adapter: Path
     folder: Path
+    full: bool = True
 
     @property
     def model(self) -> Path:
@@ -68,7 +78,7 @@ class Case:
 
     def samples(self) -> list[Sample]:
         """The batch of every update."""
-        drawn = verify_samples(COUNT[self.dtype], self.vocab_size, seed=self.config.train.seed, long=self.long)
+        drawn = verify_samples(self._count, self.vocab_size, seed=self.config.train.seed, long=self.long)
         return [drawn[index] for index in self._used()]
 
     def traced_samples(self) -> list[Sample]:
@@ -98,7 +108,11 @@ class Case:
         self.write(KEPT, [used[index] for index in kept])
 
     def _used(self) -> list[int]:
-        return self.read(KEPT) if self.has(KEPT) else list(range(COUNT[self.dtype]))
+        return self.read(KEPT) if self.has(KEPT) else list(range(self._count))
+
+    @property
+    def _count(self) -> int:
+        return (COUNT if self.full else QUICK_COUNT)[self.dtype]
 
     def write(self, name: str, value: Any) -> None:
         """Keep a result for the other processes."""

@@ -23,15 +23,20 @@ from megarl.verify.run import Report, check_gpus, verify_places
 Say = Callable[[str], None]
 
 
-def verify_model(config: RunConfig, report: Say) -> list[Report]:
+def verify_model(config: RunConfig, report: Say, *, full: bool = True) -> list[Report]:
     """Verify a model at the config's layout.
+
+    Args:
+        config: of the command.
+        report: gets lines of progress.
+        full: on as many samples as ``--full`` takes.
 
     Raises:
         ConfigError: a model or an adapter that cannot be trained here, or too few GPUs; nothing was started.
         MegarlError: what a rank raised.
     """
     check_gpus(config.parallel.world_size)
-    return _verify(config, {label(config.parallel): config}, report)
+    return _verify(config, {label(config.parallel): config}, report, full=full)
 
 
 def verify_matrix(config: RunConfig, ranks: int, report: Say) -> tuple[list[Report], dict[str, list[str]]]:
@@ -66,10 +71,10 @@ def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-def _verify(config: RunConfig, layouts: Mapping[str, RunConfig], report: Say) -> list[Report]:
+def _verify(config: RunConfig, layouts: Mapping[str, RunConfig], report: Say, *, full: bool = True) -> list[Report]:
     _check(config)
     with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
-        case = Case("model", config, _adapter(config, Path(folder)), Path(folder) / "work")
+        case = Case("model", config, _adapter(config, Path(folder)), Path(folder) / "work", full)
         return verify_places([Place(case, name, layout) for name, layout in layouts.items()], report=report)
 
 

@@ -8,6 +8,8 @@ from megarl.types import Sample
 
 # By dtype. In bfloat16 errors are averages over tokens, and 10% more than Hugging Face's must not be chance.
 COUNT = {"float32": 10, "bfloat16": 80}
+# Without ``--full``; the long one is among them.
+QUICK_COUNT = {"float32": 4, "bfloat16": 80}
 LONGEST = 40
 # One sequence is so long: positions that are wrong only further on show in it.
 LONG = 120

@@ -8,6 +8,8 @@ from megarl.config import RunConfig, check_run, override_config
 from megarl.errors import ConfigError, pick
 from megarl.verify.inputs.samples import LONG
 
+# Updates without ``--full``: one is clipped, and the next is not and goes on from a checkpoint.
+QUICK_STEPS = 2
 SECTIONS = ("parallel", "lora", "model", "train")
 # Adam moves an element by up to the learning rate whatever its gradient: 5e-4 keeps what rounding noise can do to one
 # element (1e-3 over three updates of a matrix of about 0.2) in sight, and is a learning rate that people train with.
@@ -24,23 +26,24 @@ TRAIN = {
 TEMPERATURE = 0.8
 
 
-def verify_tree(model: str | Path) -> dict[str, Any]:
-    """The config before overrides: float32, three updates, short sequences. Task and sampler are not used."""
+def verify_tree(model: str | Path, *, full: bool = True) -> dict[str, Any]:
+    """The config before overrides: float32, short sequences, three updates (two unless ``full``). No task, sampler."""
     half = LONG // 2
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "task": {"name": "arithmetic"},
-        "train": dict(TRAIN),
+        "train": TRAIN if full else TRAIN | {"steps": QUICK_STEPS},
         "sampler": {"max_prompt_tokens": half, "max_response_tokens": half, "temperature": TEMPERATURE},
     }
 
 
-def verify_config(model: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def verify_config(model: str | Path, overrides: Sequence[str] = (), *, full: bool = True) -> RunConfig:
     """The config of ``megarl verify MODEL overrides``.
 
     Args:
         model: a Hugging Face folder.
         overrides: ``section.key=value`` of the sections ``SECTIONS``, by the run config's names.
+        full: with three updates, as ``--full``; else two.
 
     Raises:
         ConfigError: another section, or a value that is wrong or cannot be verified.
@@ -51,7 +54,7 @@ def verify_config(model: str | Path, overrides: Sequence[str] = ()) -> RunConfig
         pick(dict.fromkeys(SECTIONS), section, f"section of the override '{override}'")
         if override.startswith("model.path="):
             raise ConfigError(f"override '{override}': the model is the command's first argument")
-    config = override_config(verify_tree(Path(model).expanduser()), overrides)
+    config = override_config(verify_tree(Path(model).expanduser(), full=full), overrides)
     check_run(config)
     check_dropout(config.lora.lora_dropout, "lora.lora_dropout")
     return config

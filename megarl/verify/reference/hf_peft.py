@@ -86,6 +86,7 @@ def run_reference(
     weights: Sequence[np.ndarray],
     config: RunConfig,
     rounded: Sequence[Mapping[str, torch.Tensor]] = (),
+    keep: list[dict[str, torch.Tensor]] | None = None,
 ) -> Outcome:
     """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
 
@@ -96,6 +97,7 @@ def run_reference(
         config: ``sampler.temperature`` and of ``train`` the learning rate, AdamW's settings and ``max_grad_norm``.
         rounded: each update's gradient in the dtype under test; ``leeway`` is for ``SLACK`` times what it is off. In
             later updates that is more than rounding: it follows from what Adam made of the rounding before.
+        keep: gets each update's gradients, by parameter, on the CPU.
     """
     trainable = _trainable(model)
     with model.disable_adapter():
@@ -106,6 +108,8 @@ def run_reference(
     for step, update in enumerate(each_update(model, samples, weights, config)):
         say(f"Hugging Face + PEFT: update {step + 1} of {len(weights)} done")
         norms.append(update.norm)
+        if keep is not None:
+            keep.append({name: gradient.cpu() for name, gradient in update.gradients.items()})
         if step == 0:
             logprobs, entropy = update.logprobs, update.entropy
             gradients = _in_our_file({_in_file(n): found.cpu() for n, found in update.gradients.items()}, model)

@@ -63,7 +63,9 @@ def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
     model = make_model(tmp_path / "model", "qwen3", tied=True)
     options = ["dtype=float32", "sequences=2", "length=12", "warmup=1", "steps=2", "contenders=[local,full,peft]"]
     assert main(["bench", "train", str(model), *options, "--profile", "--out", str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    out, err = capsys.readouterr()
+    printed = out.splitlines()
+    assert "local (1 of 3): builds, 1 steps to warm up, 2 timed" in err and "peft: " in err
     report = json.loads(printed[-1])
     found = {result["name"]: result for result in report["contenders"]}
     assert set(found) == {"local", "full", "peft"} and not any("error" in result for result in found.values())

@@ -201,7 +201,7 @@ def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
 
 # A new setting belongs here or in FREE: whoever adds it says whether another value makes it another experiment.
 DECIDE = """
-    task.name task.system_prompt task.options
+    task.name task.system_prompt task.options task.held_out
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap
     sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args

@@ -45,7 +45,7 @@ def test_the_arithmetic_recipe_is_for_two_cores(model):
     config = load_config(EXAMPLES / "arithmetic" / "run.yaml", [f"model.path={model}"])
     assert (config.parallel.world_size, config.parallel.data, config.sampler.engines) == (2, 2, 1)
     assert (config.train.prompts_per_step, config.sampler.samples_per_prompt) == (8, 8)
-    assert (config.sampler.max_response_tokens, config.lora.r, config.lora.lora_alpha) == (12, 16, 32)
+    assert (config.sampler.max_response_tokens, config.lora.r, config.lora.lora_alpha) == (16, 16, 32)
     assert (config.train.learning_rate, config.train.steps, config.model.dtype) == (3e-4, 30, "bfloat16")
 
 

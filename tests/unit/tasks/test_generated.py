@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.tasks.expression import evaluate
+from megarl.types import Prompt
 from tests.helpers.timing import fastest
 from tests.unit.tasks.support import make
 
@@ -199,3 +200,14 @@ def test_whatever_is_no_expression_is_refused_at_once(text):
 def test_deep_but_valid_nesting_is_evaluated():
     assert evaluate("(" * 99 + "1" + ")" * 99) == (1, [1])
     assert evaluate("-" * 150 + "1") == (1, [1])
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("128", 1.0), ("It is 128.", 0.6), ("It is 127.", 0.2), ("It is 28.", 0.2), ("It is -128.", 0.0), ("118", 0.3),
+     ("It is 1280.", 0.0), ("12 and 8", 0.1), ("none", 0.0)],
+)  # fmt: skip
+def test_right_digits_of_a_wrong_number_earn_their_share(response, score):
+    task = make(name="arithmetic", options={"max": 99, "digit_score": 0.3})
+    prompt = Prompt("p", ({"role": "user", "content": "What is 99 + 29?"},), {"answer": 128})
+    assert task.reward(prompt, response).score == pytest.approx(score)

@@ -30,7 +30,7 @@ def test_a_wrong_option_reads_like_a_wrong_config_key(name, tmp_path):
 def test_a_misspelt_option_names_the_nearest():
     message = message_of(name="arithmetic", options={"maxx": 3})
     assert message == (
-        "unknown key 'task.options.maxx'; did you mean 'max'? (known: min, max, operands, operators, size)"
+        "unknown key 'task.options.maxx'; did you mean 'max'? (known: min, max, operands, operators, digit_score, size)"
     )
 
 

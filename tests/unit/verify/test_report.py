@@ -90,7 +90,9 @@ def test_the_matrix_has_a_line_per_layout_with_its_worst_row(config):
 @pytest.mark.parametrize("as_text", [False, True])
 def test_the_exit_status_follows_the_rows(config, capsys, monkeypatch, tmp_path, rows, status, as_text):
     differences = [LINE] if status else []
-    monkeypatch.setattr(command, "verify_model", lambda config, report: [report_of(config, rows, "TP1", differences)])
+    monkeypatch.setattr(
+        command, "verify_model", lambda config, report, full: [report_of(config, rows, "TP1", differences)]
+    )
     monkeypatch.setattr(cli, "warm_up", lambda: None, raising=False)
     arguments = ["verify", config.model.path, "--out", str(tmp_path / "table.md")]
     assert main(arguments if as_text else [*arguments, "--json"]) == status

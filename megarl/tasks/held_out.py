@@ -1,0 +1,62 @@
+"""Prompts that a run is measured on and never trained on."""
+
+from collections.abc import Hashable
+
+from megarl.errors import ConfigError
+from megarl.tasks.base import Reward, Task
+from megarl.types import Prompt
+
+
+class TrainingPart:
+    """A task without its held-out prompts, and without others that ask the same.
+
+    A prompt that asks what a held-out one asks is replaced by the next that does not.
+    """
+
+    def __init__(self, task: Task, held_out: list[Prompt]) -> None:
+        """
+        Args:
+            task: the whole.
+            held_out: its last prompts.
+        """
+        self._task, self._size = task, len(task) - len(held_out)
+        self._asked = {_question(prompt) for prompt in held_out}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < self._size:
+            raise IndexError(f"prompt {index} of a task with {self._size} to train on")
+        for step in range(self._size):
+            prompt = self._task[(index + step) % self._size]
+            if _question(prompt) not in self._asked:
+                return prompt
+        raise ConfigError(
+            f"task.held_out is {len(self._task) - self._size}: every other prompt asks the same as one of those; hold "
+            "out fewer, or give the task more different prompts (task.options)"
+        )
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        """As the whole task."""
+        return self._task.reward(prompt, response)
+
+
+def split(task: Task, count: int) -> tuple[Task, list[Prompt]]:
+    """``(what is trained on, the held-out prompts)``: the task's last ``count`` prompts are held out.
+
+    Raises:
+        ConfigError: none would be left to train on.
+    """
+    if not count:
+        return task, []
+    if count >= len(task):
+        raise ConfigError(f"task.held_out is {count}, but the task has {len(task)} prompts; hold out fewer")
+    held_out = [task[index] for index in range(len(task) - count, len(task))]
+    part = TrainingPart(task, held_out)
+    part[0]  # tells at once where nothing else is asked
+    return part, held_out
+
+
+def _question(prompt: Prompt) -> Hashable:
+    return tuple((message["role"], message["content"]) for message in prompt.messages)
