@@ -28,11 +28,6 @@ def check_sections(parallel: ParallelConfig, sampler: SamplerConfig, train: Trai
             f"parallel.data ({parallel.data}) exceeds the {total} completions of a step "
             "(train.prompts_per_step x sampler.samples_per_prompt)"
         )
-    if train.warmup_steps > train.steps:
-        raise ConfigError(
-            f"train.warmup_steps ({train.warmup_steps}) must be at most train.steps ({train.steps}): "
-            "the learning rate would never reach train.learning_rate"
-        )
 
 
 def check_layout(parallel: ParallelConfig) -> None:

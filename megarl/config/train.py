@@ -22,7 +22,8 @@ class TrainConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warmup; ``linear`` and ``cosine`` end at 0."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from 0; a step is ``updates_per_step`` updates here too."""
+    """Steps over which the learning rate rises linearly from 0; a step is ``updates_per_step`` updates here too. A run
+    that is shorter, such as a trial of two steps, makes the beginning of the rise."""
     weight_decay: float = Field(0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)

@@ -12,7 +12,7 @@ import yaml
 import megarl
 from megarl.cli.arguments import parse, split_overrides
 from megarl.cli.main import main, parser
-from megarl.config import load_config
+from megarl.config import dump_config, load_config
 from megarl.config.changes import changes, setting_names
 from megarl.config.run import RunConfig
 from tests.helpers.models import make_model
@@ -153,3 +153,20 @@ def test_a_variable_that_is_not_set_is_named_with_the_way_around_it(monkeypatch,
     assert main(["config", str(RECIPE)]) == 2
     message = "key 'model.path': the environment variable MEGARL_MODEL is not set; set it, or give model.path=VALUE"
     assert message in capsys.readouterr().err
+
+
+def test_an_adapter_is_exported_without_torch(model, tmp_path):
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    config = load_config(RECIPE, [f"model.path={model}"])
+    (run / "config.yaml").write_text(dump_config(config))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (run / "adapter" / name).write_text(name)
+    code = (
+        "import sys\nfrom megarl.cli.main import main\n"
+        f"status = main(['export', {str(run)!r}, '--format', 'peft', '--out', {str(tmp_path / 'out')!r}])\n"
+        "print(status, sorted({'torch', 'transformers', 'peft', 'megatron', 'ray'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(tmp_path / "out"), "0 []"]
+    assert (tmp_path / "out" / "adapter_model.safetensors").read_text() == "adapter_model.safetensors"

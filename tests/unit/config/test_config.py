@@ -89,7 +89,6 @@ WRONG = {
     ),
     "more ranks than samples": ("parallel.data=1000", ["parallel.data (1000)", "256 completions"]),
     "more updates than groups": ("train.updates_per_step=64", ["train.updates_per_step (64)", "(32)"]),
-    "warmup beyond the end": ("train.warmup_steps=101", ["train.warmup_steps (101)", "train.steps (100)"]),
     "colder than vLLM samples": ("sampler.temperature=0.003", ["sampler.temperature", "0.003", "equal to 0.01"]),
     "no adapter to start from": ("lora.init_from=/nowhere", ["lora.init_from", "adapter_config.json"]),
 }

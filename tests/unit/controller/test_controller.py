@@ -146,6 +146,11 @@ def test_maxima_are_not_averaged():
     assert combine([{"a": 1.0, "b_max": 1.0}, {"a": 3.0, "b_max": 5.0}]) == {"a": 2.0, "b_max": 5.0}
 
 
+def test_a_run_shorter_than_its_warmup_makes_the_beginning_of_the_rise():
+    config = TrainConfig(steps=2, learning_rate=1.0, warmup_steps=5, schedule="cosine")
+    assert [learning_rate(update, config) for update in range(2)] == pytest.approx([0.2, 0.4])
+
+
 def test_learning_rate_warms_up_and_ends_as_the_schedule_says():
     config = TrainConfig(steps=10, learning_rate=1.0, warmup_steps=2, schedule="linear")
     rates = [learning_rate(i, config) for i in range(10)]

@@ -69,4 +69,5 @@ def test_the_reward_in_the_arithmetic_readme_works(tmp_path):
     (tmp_path / "reward.py").write_text(code[1])
     task = make(tmp_path, name="arithmetic", reward="reward.py:score")
     prompt = task[0]
-    assert [task.reward(prompt, str(prompt.data["answer"] + i)).score for i in (0, 1)] == [1.0, 0.0]
+    assert [task.reward(prompt, f"It is {prompt.data['answer'] + i}.").score for i in (0, 1)] == [1.0, 0.0]
+    assert task.reward(prompt, "no number").score == 0.0
