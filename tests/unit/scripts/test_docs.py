@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import megarl
+
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples").rglob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="requirements/docs.txt is not installed")
-def test_the_site_builds_without_warnings_and_has_every_setting(tmp_path: Path) -> None:
+def test_the_site_builds_without_warnings_and_has_every_setting_and_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-f", "scripts/docs/mkdocs.yml"]
     environment = os.environ | {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -27,6 +29,8 @@ def test_the_site_builds_without_warnings_and_has_every_setting(tmp_path: Path) 
     page = (tmp_path / "configuration/index.html").read_text()
     for setting in ("model.path", "sampler.parallel.tensor", "train.max_mismatch", "checkpoint_engine.bucket_mib"):
         assert f"<code>{setting}</code>" in page
+    page = (tmp_path / "api/index.html").read_text()
+    assert all(f'id="{name.lower()}"' in page for name in megarl.__all__ if name != "__version__")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
