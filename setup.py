@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packaging. Releases are pinned in requirements/, nowhere else; the lists become what pip installs.
 
     pip install '.[cpu]' --extra-index-url https://download.pytorch.org/whl/cpu     # a host without a GPU, Python 3.11

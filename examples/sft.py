@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Supervised fine-tuning of an adapter, on any layout, in one readable file.
 
     python examples/sft.py MODEL OUT                                       # one rank

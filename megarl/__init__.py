@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA reinforcement learning on Megatron-Core with vLLM sampling. See README.md.
 
 The public names below are imported when they are first used: ``import megarl`` loads neither torch nor vLLM.

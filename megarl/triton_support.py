@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Say whether Triton kernels can be compiled here."""
 
 import functools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frozen records that travel between the parts. No torch here: arrays are NumPy, so that tasks stay light.
 
 Shape letters: P prompt tokens, R response tokens, L = P + R tokens of a sequence.

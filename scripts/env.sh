@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
 # Source this: installs what is missing (scripts/install.sh), puts .venv first on PATH and keeps everything offline.
 #

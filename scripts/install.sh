@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Makes .venv with the pinned dependencies (requirements/) and megarl itself, editable. Does nothing when that is done.
 # Scripts do not call this; they source scripts/env.sh, which does.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # One run over several machines: run this on each of them, with the same arguments and its own NODE_RANK.
 #
 #   NODE_RANK=0 NNODES=2 HEAD_ADDR=10.0.0.1 bash scripts/launch_node.sh RECIPE.yaml [key=value ...]     # on 10.0.0.1

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Unpacks a release of megatron-core beside the installed one and prints its folder, for the front of PYTHONPATH:
 #
 #   PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix           the newest, of requirements/mcore-newest.txt

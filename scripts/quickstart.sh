@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # From a fresh clone to a trained adapter: installs, prepares SmolLM2-135M-Instruct, trains it on arithmetic.
 # The last line printed is the run folder.
 #

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs and runs every check: format, lint, types, shell scripts, tests. Fails if any of them does. Two files of tests
 # run at a time, since many tests wait for processes to start; `-n 0` runs one after the other.
 #

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments of Megatron-LM's ``pretrain_gpt.py`` that the example understands, by their names there, and LoRA's."""
 
 import argparse

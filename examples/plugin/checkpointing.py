@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's distributed checkpoints as Megatron-LM's ``checkpointing.py`` makes them, of adapter, optimizer and schedule.
 
 The base model never changes and stays out. A checkpoint saved at one layout loads at any other.

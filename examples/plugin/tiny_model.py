@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Write a random Llama of 4 layers, 4 heads and 132 tokens as a Hugging Face folder: python tiny_model.py FOLDER."""
 
 import sys

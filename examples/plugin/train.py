@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on your own Megatron-Core script, laid out as Megatron-LM's ``pretrain_gpt.py`` and its ``training.py``: mcore's
 layers, schedules, DDP, optimizer, learning rate and distributed checkpoints. megarl's lines are marked. See README.md.
 """

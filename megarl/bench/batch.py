@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The batch that every contender gets."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the time of a step goes: marks on the device's own time line, read once the step is over."""
 
 import resource

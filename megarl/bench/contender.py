@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One contender in a process of its own: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile]`.
 
 A process each, because memory that one contender's allocator or compiler holds must not count for the next.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Floating-point operations that a training step cannot do without; recomputed ones are not counted.
 
 A product of [a, b] and [b, c] takes 2abc. Per token and linear of O outputs and I inputs: 2OI forward, 2OI for the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One training step of megarl: LoRA on either back end, or all weights."""
 
 import os

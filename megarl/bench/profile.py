@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the device does in a step: a table of operations in a file, and their time by kind."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table of `megarl bench train`."""
 
 from collections.abc import Sequence

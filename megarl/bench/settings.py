@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `megarl bench train` measures. Imports neither torch nor transformers, so that a typo is reported at once."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model shapes that can be measured without a download: random weights, sizes of published models."""
 
 from dataclasses import dataclass

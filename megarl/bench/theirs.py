@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The same step in Hugging Face + PEFT, written as its users write it: SDPA, full logits, torch's AdamW."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl bench train`: run the contenders one after the other, each in a process of its own, and compare them."""
 
 import importlib.util

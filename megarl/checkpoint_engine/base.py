@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transport protocol and its registry.
 
 A transport moves byte buckets from one sender (trainer rank 0) to all receivers (one in each vLLM worker); what the

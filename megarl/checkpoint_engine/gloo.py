@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TCP between hosts: every bucket is broadcast to all receivers by torch's gloo.
 
 The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One sync from trainer to all samplers: prepare, transfer, verify, flip, retire. Fails closed."""
 
 import concurrent.futures

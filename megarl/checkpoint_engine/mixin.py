@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's side of a sync, for any class that can export its weights."""
 
 import contextlib

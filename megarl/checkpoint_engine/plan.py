@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sizes -> buckets. Pure and lazy: a stream of tensors is cut without knowing its end."""
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM worker extension: weights arrive here, are proven, and are handed to vLLM.
 
 Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.ReceiverExtension"`` and call its methods with

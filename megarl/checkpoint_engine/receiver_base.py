@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base weights into a running vLLM model, tensor by tensor, with the proof that every parameter was covered.
 
 vLLM keeps parameters in the kernels' own layout (prepacked on CPU), so weights go through its layerwise reload, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA kernels of vLLM's CPU back end, without a copy of the adapter for every token.
 
 vLLM 0.32's torch kernels gather one A and one B per token (``weights[token_indices]``), which for a prefill of some

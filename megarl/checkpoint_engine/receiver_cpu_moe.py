@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routed experts under LoRA on vLLM's CPU back end.
 
 With LoRA switched on, vLLM 0.32 runs every mixture of experts through its Triton experts, whether or not an adapter

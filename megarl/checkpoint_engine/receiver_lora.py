@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A received PEFT adapter -> vLLM's LoRA weights: names, shapes, scaling, and the proof that they are in place.
 
 vLLM's ``PEFTHelper`` of 0.26 knows one rank and one alpha. Each module's scaling (PEFT's: ``alpha / r``, or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in vLLM: the names and shapes of their weights, the buffers of their adapters.
 
 Adapter files hold one pair for each projection of each expert. vLLM takes them by these names, stacks those of a layer,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routers of mixtures of experts in vLLM: that their adapters count.
 
 vLLM's experts may call their layer's router themselves. vLLM (0.26, 0.32) then wraps the router with LoRA, wraps the

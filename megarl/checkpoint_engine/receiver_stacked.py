@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of stacked experts, as PEFT's ``target_parameters`` has them -> vLLM's pairs, one for each projection.
 
 PEFT (0.21) keeps one pair for all E experts of a parameter: A ``[E * r, in]`` with one expert's rows after the other's,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory: buckets are files in /dev/shm that receivers map. Same host only.
 
 Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::

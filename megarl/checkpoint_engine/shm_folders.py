@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders of shared memory whose owner can be seen to be alive. No torch: the reaper removes those of the dead, too.
 
 A folder's lock is held (flock) for as long as the sender lives. Folders whose lock is free belong to dead processes:

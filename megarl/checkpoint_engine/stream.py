@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors -> buckets -> tensors, over any transport. Digests are computed at both ends from the bytes themselves."""
 
 import math

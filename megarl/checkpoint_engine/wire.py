@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records that both ends of a weight transfer share, and their JSON form.
 
 A transfer is a sequence of buckets followed by one manifest. Every tensor carries its own digest, so that an error can

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line's own rules: `--train.steps=2` is `train.steps=2`, and a wrong command names the nearest one."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl bench`: measure on your own hardware."""
 
 import argparse

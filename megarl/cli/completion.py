@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl completion`: a shell script that completes commands, files and the names of settings."""
 
 import argparse

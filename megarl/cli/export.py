@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl export`: from a run folder to what others load."""
 
 import shutil

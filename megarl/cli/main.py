@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `megarl`: thin. An error is one message without a traceback."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prepares the quickstart's model: SmolLM2-135M-Instruct as a Hugging Face folder, without a model hub.
 
     python -m megarl.cli.prepare [--cache DIR]          the last line printed is the folder

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The config that a run starts from: the recipe's, or on resume the run's own."""
 
 from collections.abc import Sequence

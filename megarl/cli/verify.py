@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify`: thin. The arguments are checked before anything heavy is imported."""
 
 import argparse

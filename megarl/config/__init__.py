@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The config tree: pydantic models, one section per file. Importing it loads neither torch nor vLLM."""
 
 from megarl.config.checkpoint_engine import CheckpointEngineConfig

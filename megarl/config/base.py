@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all config sections share."""
 
 from pydantic import BaseModel, ConfigDict, field_validator

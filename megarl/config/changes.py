@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of a run that differ from the defaults, and the whole config with those marked."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How weights travel from trainer to sampler."""
 
 from typing import Literal

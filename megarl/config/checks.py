@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of a config against the files that it names. Every message names field, value and fix."""
 
 from collections.abc import Mapping

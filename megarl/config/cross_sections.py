@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of one section against another. They read no disk; ``megarl.config.checks`` knows the model."""
 
 from megarl.config.parallel import ParallelConfig

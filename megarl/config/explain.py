@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pydantic's errors in the words of a recipe: field, value, what is allowed, nearest name."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """YAML recipe + dotted overrides -> RunConfig, with one clear error for anything wrong.
 
 Imports neither torch nor vLLM, so that a typo is reported in a fraction of a second.

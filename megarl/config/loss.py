@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The policy-gradient loss and what surrounds it."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which model, in which dtype, by which kernels."""
 
 from typing import Literal

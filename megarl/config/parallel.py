@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the trainer is spread over ranks; names as in Megatron-Core."""
 
 from pydantic import Field

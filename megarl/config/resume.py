@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which settings may differ when a run is resumed."""
 
 from collections.abc import Mapping

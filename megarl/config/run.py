@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole tree and the checks that need more than one section."""
 
 from pydantic import Field, model_validator

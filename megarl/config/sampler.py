@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM engines and how they sample."""
 
 from typing import Any, Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps, optimizer, schedule, output."""
 
 from typing import Literal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model that is trained has to be told; a run's config holds more."""
 
 from dataclasses import dataclass, field

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller's handles on its actors: groups that fan a call out, and errors that say who failed and why."""
 
 import threading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The adapters of a run: the one that is trained and, where the KL penalty needs it, a frozen copy of its start."""
 
 from collections.abc import Mapping

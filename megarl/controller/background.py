@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Work that the loop starts and need not wait for."""
 
 import time

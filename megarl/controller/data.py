@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which prompts come next: epochs in seeded order, and a cursor that a checkpoint restores."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An actor's output goes to a file of the run folder, its children's too; and what a log says of a failure."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The RL loop, readable top to bottom: sample, score, train, sync, record."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run leaves behind: config, metrics, completions, checkpoints, summary, plot."""
 
 import json

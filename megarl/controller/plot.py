@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One picture of a run: reward, loss, gradient norm, entropy, length, mismatch, time per phase."""
 
 from pathlib import Path

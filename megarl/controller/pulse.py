@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Signs of life: every actor gives them from a thread, the controller looks for those that stop coming.
 
 A process that is stopped (SIGSTOP, a frozen container), or whose interpreter hangs, gives no sign; nor does an actor

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run that is resumed goes on from."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards run in a process of their own: code that others wrote may hang, exit or crash, and the run is told."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Completions -> rewards, advantages, training samples; and the record of them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sampler engine as a Ray actor."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The learning rate as a pure function of the update: nothing to save, nothing to lose on resume."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Completions -> checked rewards, several at a time."""
 
 from collections.abc import Sequence

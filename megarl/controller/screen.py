@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a person watches: every step's row, one of its completions, and what is being done now."""
 
 import time

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A warning when a run learns nothing, which says what to change."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rollout does to the model: reference and old logprobs where needed, then one or more optimizer steps."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model families by ``model_type``: all that megarl knows of one is in its module. Imports no torch.
 
 A new family is one module and one line here.

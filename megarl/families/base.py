@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How a model family's Hugging Face names map to mcore's, in both directions, as data.
 
 A mapping names, for each mcore tensor, the Hugging Face tensors it holds and how they are fused and split over

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2 and V3: multi-latent attention (MLA), and shared beside routed experts from some layer on.
 
 DeepSeek-V2 (arXiv:2405.04434) routes by softmax, with groups ranked by their best expert; V3 (arXiv:2412.19437) by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layer of Llama, Mistral, Qwen2 and Qwen3: grouped-query attention and a gated MLP, each behind an RMSNorm."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama 2 and 3 (and models published under its architecture, such as SmolLM2)."""
 
 from collections.abc import Mapping

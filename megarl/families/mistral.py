@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistral dense (7B, Nemo, Small): Llama's layer, in some releases with a sliding window."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtral: Llama's attention, and in every layer a mixture of experts in place of the MLP."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the mixture-of-experts families share: mcore's names of router and experts, and its settings."""
 
 from collections.abc import Mapping

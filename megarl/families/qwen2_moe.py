@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention; experts in all layers but those that config.json lists.
 
 Beside the routed experts stands a shared one, whose output a gate of one number per token scales by its sigmoid. PEFT

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3 dense: Llama's layer with an RMSNorm on each query and key head."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those that config.json lists."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A family applied to one model: which linears each of its layers has."""
 
 import dataclasses

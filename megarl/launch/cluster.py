@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one node's launcher and another's tell each other, through the cluster's own key-value store.
 
 ``GcsClient`` is what ``ray health-check`` uses: it asks the head directly, without a driver, a local raylet or the

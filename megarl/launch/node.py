@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One node of a multi-node run: ``scripts/launch_node.sh`` ends here, on every node with the same arguments.
 
 Rank 0 starts Ray's head, waits until all nodes have joined, runs the job with RAY_ADDRESS set and leaves its exit

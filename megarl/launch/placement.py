@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray's side of placement: its nodes, the reservation of a plan's bundles, and what an actor asks for."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nodes and their free GPUs -> where each trainer rank and each engine goes. Pure arithmetic: no Ray.
 
 Ranks that talk most are adjacent (mcore's order), so consecutive ranks are kept together in blocks that lie inside one

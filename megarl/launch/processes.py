@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Child processes that cannot outlive their launcher, and signals as exceptions (Linux)."""
 
 import contextlib

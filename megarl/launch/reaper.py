@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ends what a run started, and removes its scratch folder, even if the run itself is killed with -9.
 
 Ray's own processes mostly die with the driver, but two agents of the raylet survive its SIGKILL (Ray 2.60). The reaper

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``train.resume=auto``: a job that is started again goes on with the run that it left."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run that goes on: what it may not change unsaid, and the moment at which its state comes back."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training run from recipe to summary; ends everything it started, whatever happens."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment of ``scripts/launch_node.sh``, checked before anything is started. Imports no Ray."""
 
 import errno

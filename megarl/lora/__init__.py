@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on mcore's parallel linears: a plugin for any GPTModel, with or without MegatronModel.
 
 adapter = apply_lora(chunks, peft_config, hf_config)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A LoRA adapter that has been put on a model: names, switch, save, load, export."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Put LoRA on the linears of any GPTModel: plan, check, then change."""
 
 from collections import Counter

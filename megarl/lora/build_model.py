@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Build a model with an adapter in one call."""
 
 import os

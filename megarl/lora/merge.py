@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Base weight plus adapter: always out of place, in fp32, rounded once."""
 
 import json

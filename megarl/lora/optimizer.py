@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's own optimizers over an adapter: their fp32 copies after a load, and their state for distributed checkpoints.
 
 mcore keeps an fp32 copy of every bf16 parameter, whole or, in its DistributedOptimizer, this rank's range of it. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The run config's ``lora`` section against a model, before anything is built."""
 
 from peft import LoraConfig

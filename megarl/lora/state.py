@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State dicts of adapted models: the base under the names it had before, adapters beside it.
 
 A checkpoint of the base, plain or distributed, fits the model with and without adapters. An adapter's matrix lies

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Policy losses. One more loss is one more module and one more line in ``LOSSES``."""
 
 from megarl.config import LossConfig

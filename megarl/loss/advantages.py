@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Advantages of a group of completions that answer the same prompt."""
 
 from typing import Literal

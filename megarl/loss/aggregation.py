@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How per-token losses become one number: the weight of every token, fixed before the first backward pass."""
 
 from typing import Literal

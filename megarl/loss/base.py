@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every loss receives and returns, and the registry.
 
 Shape letter: T response tokens of one micro-batch, sequence after sequence.

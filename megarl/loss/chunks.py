@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One chunk of logits: what the log-probabilities and the entropy need of them, and their gradient.
 
 By Triton kernels on CUDA, else by torch's own functions. The formulas are in ``megarl.loss.logprobs``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CISPO: clipped importance-sampling weights, every token keeps its gradient (MiniMax-M1, arXiv:2506.13585)."""
 
 from dataclasses import dataclass

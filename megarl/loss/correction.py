@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mismatch between the sampler's and the trainer's logprobs: measuring it and correcting for it.
 
 The same weights give slightly different logprobs in vLLM and in the trainer (kernels, batch shapes, rounding), so even

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO: the clipped surrogate of PPO with group advantages (DeepSeekMath, arXiv:2402.03300, equation 3)."""
 
 from dataclasses import dataclass

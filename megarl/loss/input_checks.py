@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what ``token_logprobs`` is given."""
 
 import torch

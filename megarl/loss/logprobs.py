@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log-probability of each label and entropy, from hidden states, without ever holding all logits.
 
 Shape letters: T tokens, H hidden size, V rows of this rank's vocabulary shard, C tokens of a chunk.

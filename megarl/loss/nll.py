@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Negative log-likelihood: supervised fine-tuning on given responses."""
 
 import torch

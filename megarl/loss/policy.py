@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all policy losses share: checked inputs, the ratio to the old policy, the KL penalty, the correction, metrics.
 
 A loss computes ``policy_T`` from a ``Policy`` and hands it to ``finish``; see ``grpo.py``.

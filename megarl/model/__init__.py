@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Megatron-Core side: building, loading, stepping and exporting one exact model."""
 
 from megarl.parallel import mcore

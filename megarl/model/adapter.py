@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What MegatronModel needs of an adapter. ``megarl.lora`` implements it; the model does not import it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

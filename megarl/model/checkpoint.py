@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training checkpoints: adapter, fp32 main weights, Adam moments, random states and the caller's own state.
 
 Everything but the random states is stored whole under PEFT's names, so a checkpoint depends neither on the layout nor

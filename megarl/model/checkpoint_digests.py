@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of a checkpoint's files and tensors: a flipped bit, a cut or a swapped file is refused by name.
 
 Imports no torch: the controller checks a checkpoint before it starts anything.

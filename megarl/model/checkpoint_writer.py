@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The thread that writes checkpoints while training goes on."""
 
 import logging

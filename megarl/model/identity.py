@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which base model a checkpoint was trained on: what config.json says of it, and samples of its weights.
 
 Another model of the same shape (an Instruct model for its base) would load without a word and compute something else.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What can be told of a Hugging Face folder before any rank is started: its config, its layout, its tensors' names."""
 
 from pathlib import Path

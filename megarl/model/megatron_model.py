@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on this rank: built, trained, saved and exported. The same under torchrun and inside Ray actors.
 
 Every method is a collective over all ranks unless it says otherwise; every rank passes the same arguments and gets the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What makes mcore run where there is no CUDA. On a CUDA host every function here does nothing but pick the device.
 
 mcore asks ``torch.cuda`` for the current device, its random state and its streams, whatever the tensors' device. On a

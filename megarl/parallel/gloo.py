@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gloo with one worker per group, as a backend of ``torch.distributed``.
 
 torch gives a group two workers. Each notes the name of the collective that it finished in a string of the group's,

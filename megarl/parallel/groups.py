@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process groups: the only reader of mcore's ``parallel_state``."""
 
 import datetime

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The releases of megatron-core: which are supported, and all that megarl has to know of their differences.
 
 Differences are found by looking for the feature, not by comparing versions. megatron is imported inside the functions,

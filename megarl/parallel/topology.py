@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank arithmetic, without torch: which rank sits where in the layout.
 
 mcore's order is ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are adjacent ranks, pipeline stages are farthest apart.

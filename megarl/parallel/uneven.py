@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gathers and reduce-scatters of unequal parts, which gloo lacks; mcore's expert dispatch needs them on a CPU host."""
 
 from collections.abc import Callable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names in PEFT's weights file."""
 
 # Before every module name, and after the name of a base weight.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The order of ``rank_pattern`` that PEFT lost when it saved: of several keys that fit a module the first one wins, but
 PEFT sorts them in the file, and then refuses its own file where another one wins. The ranks of the file's matrices say
 which order it was."""

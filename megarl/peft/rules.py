@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's rules for an adapter config: the supported settings, rank and scaling of each module."""
 
 import dataclasses

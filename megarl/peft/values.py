@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of a PEFT config that PEFT takes as they come, and that mean nothing or not what they say.
 
 PEFT checks none of them when it reads a file: ``use_rslora: "no"`` would be true, an alpha of 0 no adapter at all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Process environment of a sampler. Set before vLLM is imported; imports nothing of it."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which policy version may be sampled from. Pure bookkeeping, no vLLM: this is where a sampler fails closed."""
 
 from collections import Counter

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RunConfig -> vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vLLM engine that answers from one verified policy version: token ids in, token ids and logprobs out.
 
 Needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets up the default

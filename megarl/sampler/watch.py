@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Wait for what a vLLM engine answers, but no longer than the engine lives.
 
 When its process dies, vLLM (0.32) fails the requests that are running, but leaves other calls (``add_lora``,

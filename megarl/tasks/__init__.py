@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks: prompts with verifiable rewards. One more task is one more module and one more line in ``TASKS``."""
 
 from collections.abc import Callable

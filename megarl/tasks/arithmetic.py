@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short sums with one verifiable answer: small enough to learn on two CPU cores."""
 
 import random

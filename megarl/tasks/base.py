@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a task is: prompts with a verifiable reward. No torch here."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Countdown game: reach a target from given numbers with + - * /.
 
 Rules, tags and scores follow TinyZero (github.com/Jiayi-Pan/TinyZero, ``verl/utils/reward_score/countdown.py``):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``task.reward: file.py:function``: a reward of the user's own for any task.
 
 The function is called as ``function(prompt, response)`` with a ``megarl.types.Prompt`` and the decoded response, and

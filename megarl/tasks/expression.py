@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact, safe evaluation of short arithmetic that a model wrote. Nothing is ever executed."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grade-school word problems in GSM8K's format (Cobbe et al. 2021, arXiv:2110.14168), graded with math-verify.
 
 Rows are ``{"question": ..., "answer": "... #### 42"}``: the reference is the number after ``####``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts that a run is measured on and never trained on."""
 
 from collections.abc import Hashable

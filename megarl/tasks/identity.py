@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Digests of what a run is trained on, so that a resumed run cannot go on with something else unsaid."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LaTeX and plain ways of writing one number -> the number, where math-verify would not read them.
 
 Only what surrounds a number is taken away: spacing, thousands separators, currency, degrees, units, a leading relation.

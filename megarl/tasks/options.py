@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What task modules share: their options, checked like the rest of the recipe, and paths relative to it."""
 
 from pathlib import Path

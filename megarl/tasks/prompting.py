@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prompts to token ids, by the tokenizer's own chat template.
 
 The tokenizer comes in as an argument (a ``transformers.PreTrainedTokenizerBase``), so that nothing heavy is imported.

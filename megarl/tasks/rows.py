@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data files, row by row: JSONL or parquet in, validated rows out, every bad row counted.
 
 A task that reads rows declares a ``Row`` with the fields it needs and calls ``read_rows``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify`: a layout against one process of Hugging Face + PEFT, by numbers. Importing it loads no torch.
 
 What passes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `megarl verify` runs: one layout of a model, or all layouts of a tiny model of its family."""
 
 import tempfile

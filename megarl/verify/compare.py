@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What two computations of the same training steps differ by, and when that passes (see ``megarl.verify``)."""
 
 import math

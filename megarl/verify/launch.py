@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run a function on several ranks: processes forked from one that has done the imports."""
 
 import functools

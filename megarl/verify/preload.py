@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imported once by the fork server, so that ranks do not each spend ten seconds importing."""
 
 import os

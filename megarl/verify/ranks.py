@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megarl's side, on every rank: train at a layout and compare with the truth."""
 
 import shutil

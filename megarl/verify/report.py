@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verdicts as a table, as Markdown and as JSON. Loads no torch."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verify models at layouts: start the processes, judge what they found, say what differs first."""
 
 from collections.abc import Callable, Sequence

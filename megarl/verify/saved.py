@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tensor of what megarl saved differs first, where all that was computed before agrees."""
 
 from collections.abc import Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # An image for hosts without a GPU. From the repository:
 #
 #   docker build -f scripts/docker/cpu.Dockerfile -t megarl:cpu .

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # An image for CUDA 13 hosts. From the repository:
 #
 #   docker build -f scripts/docker/cuda.Dockerfile -t megarl:cuda .

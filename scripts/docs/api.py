@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mkdocs hook: fills docs/api.md from the docstrings of what `import megarl` offers; torch is not imported."""
 
 import ast

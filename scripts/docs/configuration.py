@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mkdocs hook: fills docs/configuration.md from the models in megarl/config, so that the page cannot be out of date."""
 
 import types

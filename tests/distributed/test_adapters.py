@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several adapters on one model, and what an adapter must not depend on: layout, TP rank, or being there at all."""
 
 from pathlib import Path

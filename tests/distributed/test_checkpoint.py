@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promise 6: N + M steps equal N steps, a checkpoint, M steps: bitwise in the same layout, closely in another."""
 
 import resource

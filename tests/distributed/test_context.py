@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context parallelism: attention over packed sequences, metrics, dropout, resume; and that the parity rows can fail."""
 
 import dataclasses

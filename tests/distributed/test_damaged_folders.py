@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder whose files do not make the model of its config.json is refused by name, never loaded in part."""
 
 import json

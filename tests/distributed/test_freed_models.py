@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model that is dropped is freed, and with it the groups that it held."""
 
 import gc

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups on CPUs: one worker each, so that no two collectives of a group end at once (see ``megarl.parallel.gloo``)."""
 
 from tests.helpers.ranks import run_ranks

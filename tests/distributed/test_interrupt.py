@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify` leaves no rank behind, however it ends: it would hold its GPU."""
 
 import signal

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A kill -9 at random moments of 50 saves: whatever has a checkpoint's name loads, and is the uninterrupted run."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promise 1 for DeepSeek-V2 and V3: multi-latent attention, shared experts and routing, in products of layouts."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One set of processes can go through many layouts: what a layout's groups held is given back."""
 
 from tests.helpers.ranks import run_ranks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promise 1: logprobs, LoRA gradients and the updated adapter equal one process of Hugging Face + PEFT, in fp32."""
 
 from collections.abc import Iterable

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on a GPTModel that megarl did not build, in a script of mcore's own parts: exact against PEFT, and resumable."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Property tests: random models and random PEFT adapters pass through megarl and come back as they were."""
 
 import json

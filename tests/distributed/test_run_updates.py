@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one rollout does to the model: dropout leaves the sampler's measure alone, no signal costs no backward pass, the
 KL penalty is against the adapter that the run started from."""
 

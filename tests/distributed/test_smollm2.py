@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart's real model at PP2: what `megarl verify` says of it, in fp32."""
 
 from megarl.cli.prepare import prepare_smollm2

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's own adapters of stacked experts (``target_parameters``): logprobs, gradients and updates as PEFT's."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's switches change memory and time, not numbers: bit for bit against the same run without them.
 
 That they equal PEFT is in test_parity.py. Here also bf16 and dropout, whose random states recomputation must repeat.

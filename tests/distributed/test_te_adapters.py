@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters behind a fused norm equal Hugging Face + PEFT: Transformer Engine's interface, by a stand-in on a CPU."""
 
 import pytest

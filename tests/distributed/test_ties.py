@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A token between two experts that tie within rounding is nobody's mistake: its sample is left out of verify."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gradient that is not finite, on one rank, changes nothing on any; clipping scales what AdamW sees."""
 
 from pathlib import Path

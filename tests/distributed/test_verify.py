@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify` tells when something is wrong, which row shows it and where it begins; and the command itself.
 
 Each mutation breaks megarl inside its ranks, not in the reference's processes.

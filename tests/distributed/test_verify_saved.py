@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify` tells when what is saved is wrong though training was right, and names the tensor."""
 
 from megarl.verify.compare import (

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared memory that damages one byte of every bucket after its digests were taken."""
 
 import torch

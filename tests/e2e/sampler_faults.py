@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each fault of ``sampler_scenarios`` must be refused for; here, so that pytest need not import vLLM."""
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

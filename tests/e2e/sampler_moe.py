@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in real engines: a scenario of ``sampler_scenarios``."""
 
 from collections.abc import Callable, Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One real engine, a PEFT model as trainer, and a manager between them; run in a process of its own."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real engines do, as JSON: ``python -m tests.e2e.sampler_scenarios SCENARIO FOLDER OUT``."""
 
 import json

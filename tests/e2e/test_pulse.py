@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Participants that stop, hang, die or take too long: each is named, with its log, in the time that the config says.
 
 Real Ray actors, without models: what is shown here holds in every phase, since every phase waits in ``wait_all``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promise 4, on real engines: what vLLM samples from is exactly what the trainer holds, or nothing is sampled.
 
 The engines run in processes of their own (``sampler_scenarios``).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A process of a real run is stopped (SIGSTOP) in each phase: it is named in time, and nothing is left.
 
 One case runs by default; ``MEGARL_STOP_ALL=1 pytest tests/e2e/test_stopped.py`` runs all, some 30 s each on idle cores.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The whole stack as a user starts it: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
 
 import json

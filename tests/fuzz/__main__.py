@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m tests.fuzz [TARGET ...] [--cases 2000] [--seed 0] [--case N] [--keep FOLDER]``: thousands of cases."""
 
 import argparse

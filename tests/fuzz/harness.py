@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A seeded fuzzer: files that users hand to megarl are changed at random, and an outcome is a named error or right.
 
 A target (``tests/fuzz/targets``) writes an intact subject, changes a copy of it, and has megarl read the copy. Every

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random changes of files: bytes, trees of JSON or YAML, safetensors. A target chooses among them."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A few hundred seeded cases of every target; ``python -m tests.fuzz`` runs thousands."""
 
 import random

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Everything that a CPU cannot show, in one call on a CUDA host: the tests of tests/gpu, then the arithmetic recipe
 # unchanged, with CUDA vLLM. Prints the run's table and summary last.
 #

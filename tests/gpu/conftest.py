@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """On GPUs what is refused until it is shown there can be shown."""
 
 import pytest

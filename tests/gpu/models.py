@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the models that `tests.gpu.prove` verifies: `python3 -m tests.gpu.models FOLDER`."""
 
 import argparse

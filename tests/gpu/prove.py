@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
 Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops

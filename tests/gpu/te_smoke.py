@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer stack of the `te` back end on CUDA: build, forward, backward; prints releases and what attention chose."""
 
 import logging

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context-parallel attention on CUDA, rank by rank on one GPU: flash attention in bf16 against SDPA in fp32."""
 
 import pytest

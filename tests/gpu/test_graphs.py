@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training by CUDA graphs is training without them: logprobs, gradients and updates, over packs of changing shapes."""
 
 import importlib.util

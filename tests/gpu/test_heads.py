@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel between the qkv projection and attention rounds no more than once."""
 
 import pytest

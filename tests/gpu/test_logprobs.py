@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The chunked logprobs on CUDA, in bf16 and at a real vocabulary size."""
 
 import pytest

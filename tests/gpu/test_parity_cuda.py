@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Promise 1 on CUDA, over NCCL on several GPUs: what `megarl verify` says in fp32 and in bf16."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SwiGLU and RMSNorm kernels round once."""
 
 import pytest

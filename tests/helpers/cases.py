@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models as ``megarl.verify`` takes them."""
 
 from collections.abc import Iterable, Sequence

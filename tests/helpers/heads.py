@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernel between the qkv projection and attention beside torch's own operations.
 
 As a program (`python -m tests.helpers.heads`): in float32 on the CPU, by Triton's interpreter.

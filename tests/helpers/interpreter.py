@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs whose Triton kernels Triton interprets on the CPU."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny random Hugging Face models, saved as real folders."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``examples/plugin``, as a user's own Megatron script: imported from its folder, run on ranks."""
 
 import shlex

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Find one process among those that a test started."""
 
 import psutil

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``run_ranks`` for functions that live in test files."""
 
 from megarl.verify import launch

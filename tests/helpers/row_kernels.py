@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SwiGLU and RMSNorm kernels beside torch's own operations; the gradient's rows may lie apart.
 
 As a program (`python -m tests.helpers.row_kernels`): in float32 on the CPU, by Triton's interpreter.

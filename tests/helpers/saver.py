@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Processes for test_kill.py: one that trains and saves until it is killed, one that checks what it left.
 
 Apart from the test, because each of a hundred processes would import what the test imports.

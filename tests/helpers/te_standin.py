@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear with a norm in front that returns what mcore's wrapper of Transformer Engine's does, on a CPU."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny model with an adapter on this rank, and updates that depend on nothing but their number."""
 
 from pathlib import Path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A character tokenizer with a chat template, for tiny models."""
 
 from pathlib import Path

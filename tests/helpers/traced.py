@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of tests that start programs: a free port, and finding every process that a test started."""
 
 import os

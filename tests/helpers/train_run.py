@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Start `megarl train` as a user does, watch it, and look at what it leaves."""
 
 import json

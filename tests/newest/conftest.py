@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The second lane: what megarl does on the newest megatron-core, beside the release that is installed."""
 
 import os

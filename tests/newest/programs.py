@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs that the tests of this folder start on another megatron-core: `python -m tests.newest.programs NAME`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megarl on the newest megatron-core: exact at layouts, its plugin, checkpoints of either release, a run.
 
 Whole matrices: `PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix`.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl` itself: quick, and helpful where it is misused."""
 
 import re

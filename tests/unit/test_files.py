@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Folders appear whole or not at all, on disk before they have their name, and no writer touches another's."""
 
 import os

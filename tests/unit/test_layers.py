@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports flow one way (design.md). Every import counts: in functions, under TYPE_CHECKING, through importlib."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addresses that others can reach, and gloo on loopback only where the whole group is on this host."""
 
 import socket

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``import megarl`` is light, and every public name is there."""
 
 import subprocess

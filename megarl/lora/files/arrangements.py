@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two ways in which a PEFT file holds adapters of experts, and from one to the other.
 
 ``per_expert``: a pair for each linear of each expert, the names in ``target_modules``; vLLM loads it as it is.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Load a PEFT directory into an adapter that is on a model."""
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where an adapter's matrices lie in PEFT's file, when transformers 5 stacks the experts of a layer.
 
 A file with ``target_parameters`` holds one pair for all E experts of a parameter: A is ``[E * r, in]``, one expert's

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on routed experts, routers and the gate of shared experts.
 
 Under expert tensor parallelism (ETP) mcore's dispatcher gathers an expert's tokens over the ETP ranks before it and

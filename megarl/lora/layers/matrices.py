@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter's matrices in one layer."""
 
 import hashlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA (Hu et al., arXiv:2106.09685) around mcore's column- and row-parallel linears.
 
 Shapes: T tokens (T/TP under sequence parallelism), I input and O output features of the whole layer, r rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The two products of a LoRA update, each with as few passes over the base's wide tensors as it can do with.
 
 Written out, ``out + cat(low_i @ B_i.T * scaling_i)`` moves the wide output six times through memory and costs more than

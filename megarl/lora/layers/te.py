@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on Transformer Engine's linears.
 
 mcore's wrappers of TE's column- and row-parallel linears behave like mcore's own and take the same adapters. The linear

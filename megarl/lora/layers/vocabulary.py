@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA on the word embedding and on the output layer, whose vocabulary is split over TP and padded.
 
 Both exist beside each other and beside tied base weights, as in PEFT: an adapter of one never changes the other.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which adapters of routers and routed experts are exact in PEFT and vLLM too; the others are refused by name.
 
 With ``target_modules`` adapter files hold one A and one B for each linear of each expert, as vLLM loads them.

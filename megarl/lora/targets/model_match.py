@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Refuses a GPTModel that is not what a ``config.json`` describes: an adapter's names and meaning follow from that."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's ``target_parameters``: adapters of weights by their names in transformers 5, which stacks a layer's experts.
 
 An adapter of a stacked parameter (PEFT 0.21's ``ParamWrapper``) has one A and one B for each expert. Gate and up lie in

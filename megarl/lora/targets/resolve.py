@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers a PEFT config adapts, at which rank and scaling: pure decisions, before anything is changed."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Triton kernels over a chunk of logits: one pass for what the forward needs of them, one for their gradient.
 
 As torch operations on float32 copies the same takes some forty bytes of memory traffic per logit in either direction;

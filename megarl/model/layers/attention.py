@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Core attention over packed sequences for mcore linears: SDPA on a CPU, variable-length flash attention on CUDA."""
 
 import copy

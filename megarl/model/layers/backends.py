@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``model.backend``: which layers a model is built of."""
 
 import importlib.util

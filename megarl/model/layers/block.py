@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transformer block that all back ends share, made of the layers of one of them."""
 
 from dataclasses import dataclass

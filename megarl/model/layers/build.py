@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face folder -> GPTModel chunks of this rank, with the weights loaded."""
 
 from collections.abc import Mapping

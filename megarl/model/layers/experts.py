@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mixture of experts of the ``local`` back end: mcore's router, dispatcher and one MLP per expert."""
 
 from typing import Any

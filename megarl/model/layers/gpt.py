@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's GPTModel for packed token streams, and the layer specification of the ``local`` back end."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-latent attention (MLA; DeepSeek-V2, arXiv:2405.04434) for packed tokens, on mcore's linears."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated MLP of dense layers."""
 
 from typing import Any

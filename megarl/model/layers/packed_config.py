@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What megarl's layers have to know beside mcore's ``TransformerConfig``."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pointwise parts of a layer for the ``local`` back end, compiled into one kernel on CUDA where none is written.
 
 As separate torch operations they are most of a small model's time on a GPU: every one reads and writes a whole

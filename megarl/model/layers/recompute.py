@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Activation recomputation: mcore's settings for ``train.recompute``, and what a frozen embedding needs under it."""
 
 from typing import Any

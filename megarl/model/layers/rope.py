@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding (Su et al., arXiv:2104.09864), scaled as transformers scales it: by its own functions."""
 
 import copy

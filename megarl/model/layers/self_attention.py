@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self-attention for packed tokens on the linears of either back end."""
 
 from functools import cached_property

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ``te`` back end: Transformer Engine's linears with fused norms, its norms, activation and packed attention.
 
 Import this module only where Transformer Engine is installed (``backends`` sees to it): without it, mcore's classes for

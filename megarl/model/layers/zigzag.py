@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a pack each context-parallel (CP) rank holds. Pure index arithmetic, the same on every rank.
 
 Each sequence of a pack is padded to a multiple of 2 * CP tokens and cut into 2 * CP equal chunks; rank i holds chunk i

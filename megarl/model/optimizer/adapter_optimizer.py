@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's optimizer over the adapter, with its state readable and writable by tensor name."""
 
 import math

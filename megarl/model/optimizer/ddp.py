@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mcore's DistributedDataParallel around the chunks: gradient buffers, and communication that overlaps computation."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One AdamW update (Loshchilov and Hutter, arXiv:1711.05101) that the host launches without waiting for the device.
 
 mcore reads the gradient's norm before it clips, and only then begins to launch the update; the GPU idles for the 10 to

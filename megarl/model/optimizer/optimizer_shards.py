@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which part of the adapter this rank's optimizer holds, and how the whole is put together from all parts.
 
 mcore's plain optimizers hold whole parameters. Its DistributedOptimizer cuts every gradient bucket into equal flat

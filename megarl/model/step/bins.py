@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequences -> bins of bounded size that balance work. Pure arithmetic, in n log n: every rank plans for itself."""
 
 import heapq

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CUDA graphs of a chunk's forward and backward pass: one launch each, where a small model spends its time launching.
 
 A graph replays fixed kernels on fixed memory, so everything that changes between micro-batches is copied into its

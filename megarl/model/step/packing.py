@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Samples -> packed micro-batches. The plan is pure and the same on every rank; only its own share becomes tensors.
 
 A sequence of L tokens is fed as its first L - 1 and predicts its last L - 1: the last token's own output is never used.

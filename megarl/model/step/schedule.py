@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forward and backward passes of a packed batch on mcore's own pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much work a sequence is, from config.json alone: attention's grows with the square of its length."""
 
 from collections.abc import Mapping

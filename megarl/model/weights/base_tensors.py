@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which Hugging Face tensors a built GPTModel chunk holds, as ``ShardedTensor`` records in both directions."""
 
 import dataclasses

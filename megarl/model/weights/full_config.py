@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``config.json`` completed with transformers' own defaults; a key that would change the model unread is refused."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the parts of a fused linear lie in its weight and in its output; the only place that knows the interleaving."""
 
 from dataclasses import dataclass

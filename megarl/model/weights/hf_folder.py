@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Hugging Face folder: its config and its safetensors, read lazily, tensor by tensor, slice by slice."""
 
 from collections.abc import Iterable

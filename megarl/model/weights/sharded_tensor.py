@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tensor, split over ranks: read and write this rank's part, load it from a file."""
 
 import dataclasses

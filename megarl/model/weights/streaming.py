@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole tensors from all ranks, bucket by bucket: a mixture of experts has tens of thousands of small ones."""
 
 import itertools

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Name the first module, gradient or tensor that differs."""

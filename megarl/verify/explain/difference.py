@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Why a row failed: the first module whose output differs, the first gradient in backward order, the first tensor of
 what was saved."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in the reference: transformers stacks a layer's experts, adapter files hold them one by one.
 
 PEFT adapts the stacked gate and up projections by one pair of matrices of twice the rank: A = [A_gate; A_up] and, after

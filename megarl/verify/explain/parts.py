@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is said of one tensor or module alone: its place in the forward pass, its bound, a line of text."""
 
 from collections.abc import Callable, Iterable

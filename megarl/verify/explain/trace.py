@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of modules, token by token, on both sides: which is the first that differs?
 
 Both sides see ``samples.distinct_samples``: a token's id says which row of a trace it is, so packing, padding, pipeline

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random adapters to verify with, as PEFT directories."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layouts by name: which there are, which are allowed, where a checkpoint goes next. Loads no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token sequences to verify with. NumPy only."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command's arguments -> the run config to verify. Loads no torch: a typo is reported at once."""
 
 from collections.abc import Sequence

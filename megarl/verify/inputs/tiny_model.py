@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tiny random model with the features of a real one."""
 
 from collections.abc import Mapping

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The truth: one process of Hugging Face + PEFT, sequence by sequence, no packing, no padding."""
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reference's side, in its own processes: the truth, the yardstick, and reading what megarl saved."""
 
 import os

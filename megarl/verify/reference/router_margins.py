@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that no two computations need send to the same experts.
 
 Two experts whose router logits agree to within rounding are a toss-up: the token goes to the one or the other, nothing

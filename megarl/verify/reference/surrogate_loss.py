@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loss that is verified with."""
 
 import torch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is fuzzed. One more target is one more module here and one more line in ``TARGETS``."""
 
 from collections.abc import Callable

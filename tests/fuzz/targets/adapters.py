@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT folders of adapters: a named error, or the same update of every weight as PEFT makes of the folder."""
 
 import json

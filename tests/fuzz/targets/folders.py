@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hugging Face folders: a named error, or the logprobs that transformers computes with the same folder."""
 
 import warnings

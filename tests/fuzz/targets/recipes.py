@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recipe texts and overrides: a named error, or the values that are written there."""
 
 import json

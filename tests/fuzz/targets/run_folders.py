@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Run folders on resume: a named error that leaves the folder as it was, or the state that the run had."""
 
 import hashlib

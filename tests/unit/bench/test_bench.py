@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl bench train`: what it counts, what it refuses, and one whole comparison on the CPU."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sync either reaches every sampler whole, or every sampler refuses. Real transports, real mixin; no vLLM."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """megarl's CPU LoRA kernels give what vLLM's own give, for one adapter, for several and for tokens without one."""
 
 import pytest

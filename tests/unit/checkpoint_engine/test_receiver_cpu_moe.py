@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routed experts under LoRA on a CPU equal a plain loop over tokens in float64, with the adapters merged."""
 
 import inspect

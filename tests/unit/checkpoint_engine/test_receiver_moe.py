@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What megarl reads from vLLM's experts is what vLLM put there, tensor parallel too; what it cannot hold is refused."""
 
 from types import SimpleNamespace

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stacked adapters as vLLM's pairs: each expert's product is the one PEFT's own formula gives it."""
 
 import pytest

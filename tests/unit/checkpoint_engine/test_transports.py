@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every transport brings every bit to every receiver; a failure at one end is an error at the other, and no hang."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Records survive the wire, and no difference between what was sent and what is held goes unnoticed."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever is wrong with a recipe is one clear error; whatever is right survives saving and loading."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
 
 import json

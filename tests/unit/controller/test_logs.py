@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A log holds everything that a process and its children print, and the root of a failure is found in it."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run folder holds after a resume: the run's own config, and only the metrics whose weights exist."""
 
 import json

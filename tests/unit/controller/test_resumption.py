@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a resume goes on from: an intact checkpoint, whole rows of metrics, the run's own settings, data and reward."""
 
 import json

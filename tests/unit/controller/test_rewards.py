@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever a reward does, the run goes on or ends with a named error."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rewards: in order, several at a time, and refused by the prompt's name."""
 
 import threading

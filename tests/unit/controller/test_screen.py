@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is seen of a run, on a terminal and in a log; the warning when nothing is learned; the plot."""
 
 import io

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixtures of tests that start a Ray."""
 
 from tests.helpers.traced import traced

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A run's own Ray with one actor, as `megarl train` starts it: says what listens where, then waits to be killed."""
 
 import json

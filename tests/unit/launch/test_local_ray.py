@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Ray of a run on one host: nobody else reaches it, and nothing of it is left."""
 
 import json

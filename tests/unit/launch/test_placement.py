@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement with real Ray: four nodes of eight GPUs each that only Ray's bookkeeping has."""
 
 from collections.abc import Iterator

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Placement as pure arithmetic, over many shapes of cluster and layout."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A controller that is killed leaves neither processes nor shared memory."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`train.resume=auto` goes on with the unfinished run of the same settings, and with no other."""
 
 import os

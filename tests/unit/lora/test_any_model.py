@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models that somebody else built: what fits its config.json works, however it was cast; the rest is refused."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of experts in either kind of PEFT file: the other kind is what PEFT makes of it, and means the same."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of experts that PEFT or vLLM would compute differently are refused by name."""
 
 import pytest

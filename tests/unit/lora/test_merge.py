@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Merged export: out of place, the same logprobs in transformers as PEFT gives, and refusals that leave nothing."""
 
 import hashlib

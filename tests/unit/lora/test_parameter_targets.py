@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PEFT's ``target_parameters``: which linears they mean, at which rank, as PEFT itself decides; what is refused."""
 
 import math

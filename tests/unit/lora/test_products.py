@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fused products of a LoRA update against the formula written out, in float64."""
 
 import pytest

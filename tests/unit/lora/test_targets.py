@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules a PEFT config adapts: as PEFT decides; by name where PEFT or a saved file would decide otherwise."""
 
 import dataclasses

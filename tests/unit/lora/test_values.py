@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values of an adapter's config that PEFT takes as they come are refused by name."""
 
 import pytest

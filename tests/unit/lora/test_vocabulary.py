@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters of the embedding and of lm_head: PEFT's files, and merges that untie."""
 
 import json

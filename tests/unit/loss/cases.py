@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random micro-batches of a loss, in float64, and how to cut them by sequence."""
 
 from collections.abc import Sequence

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Group advantages: the published formulas, and what they must never do."""
 
 import numpy as np

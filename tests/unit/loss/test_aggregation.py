@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token weights: each mode's definition; they never depend on how the step is cut."""
 
 import numpy as np

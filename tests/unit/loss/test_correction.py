@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sampler-trainer mismatch: its measure against exact KL, its correction against an exact expectation."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss, gradient and metrics of a step do not depend on micro-batches, order or data-parallel ranks (promise 5)."""
 
 from typing import Any

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Triton kernels, run by Triton's interpreter on the CPU, against torch's own functions in float64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunked logprobs and entropy against torch's own on full logits, in float64."""
 
 from typing import Any

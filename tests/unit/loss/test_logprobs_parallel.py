@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vocab-parallel logprobs over real gloo ranks equal one process."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GRPO and CISPO: gradients by definition, what is measured, what is refused."""
 
 from dataclasses import replace

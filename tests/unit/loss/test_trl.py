@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss and gradient of every model weight equal TRL's own ``GRPOTrainer._compute_loss``.
 
 The method is TRL's, called on a trainer that was not set up (no data, no optimizer) but has the attributes it reads.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bins: nothing lost, nothing over the budget, full, balanced by work, and planned in a moment."""
 
 import numpy as np

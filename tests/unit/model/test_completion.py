@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """config.json: transformers' defaults for what it leaves out; no key that changes the model goes unread."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layers have a sliding window, and which linears a bias, as transformers decides it."""
 
 import pytest

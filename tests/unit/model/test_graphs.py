@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sizes that packs are rounded up to for CUDA graphs; the graphs themselves are in tests/gpu."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A folder's index is followed inside the folder only, and means what its files hold."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint knows its base model by values, however the folder is written."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing: nothing is lost, doubled or misaligned, whatever the budget and the layout."""
 
 import numpy as np

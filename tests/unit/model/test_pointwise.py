@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The local back end's pointwise functions against Hugging Face's, as written and compiled."""
 
 import pytest

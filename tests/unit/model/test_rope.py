@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaled RoPE: transformers' own frequencies, and refusals by name."""
 
 import pytest

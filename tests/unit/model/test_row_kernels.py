@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The SwiGLU and RMSNorm kernels, run by Triton's interpreter, against torch in float64."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The partition of a pack over context-parallel ranks: complete, equal loads, and the one mcore and TE use."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which releases of megatron-core are taken, and that a refused one is named before anything of it is imported."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A group's store: its port is taken from the moment it is known, and every rank can meet there."""
 
 import errno

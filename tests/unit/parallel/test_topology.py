@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank arithmetic agrees with mcore's order and inverts itself."""
 
 import itertools

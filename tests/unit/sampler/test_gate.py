@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate answers from one verified version or not at all."""
 
 from contextlib import ExitStack

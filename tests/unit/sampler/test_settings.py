@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM gets settings under which it samples exactly the configured distribution."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Waiting for an engine that answers, fails, dies or says nothing."""
 
 import asyncio

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documents: the site builds without a warning, links lead somewhere, lines are short enough to read."""
 
 import importlib.util

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/install.sh and env.sh, run for real on a small set of requirements."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """scripts/launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """setup.py: what pip is told, and that it covers what megarl imports; add-ons of another torch build are hidden."""
 
 import ast

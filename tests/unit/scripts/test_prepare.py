@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The quickstart's model: converted once, right, and never half."""
 
 import fcntl

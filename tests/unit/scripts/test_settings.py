@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The environment of launch_node.sh: each mistake is named before anything is started."""
 
 import socket

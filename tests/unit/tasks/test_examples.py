@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes under examples/ load and their tasks build; the arithmetic one fits two CPU cores."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """arithmetic and countdown: reproducible prompts, rewards that cannot be cheated."""
 
 import itertools

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """gsm8k: prompts from rows, answers graded by math-verify in any thread and in bounded time."""
 
 import json

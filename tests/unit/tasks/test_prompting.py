@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """encode_prompt against the tokenizer's own rendering; bad prompts are named before anything starts."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """build_task: names, options, paths and rewards of the user's own."""
 
 import numpy as np

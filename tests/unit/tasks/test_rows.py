@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """read_rows: what a file holds is what comes back; what is wrong is one error that loses no row."""
 
 import json

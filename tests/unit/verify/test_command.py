@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`megarl verify` refuses what it could not judge, before any process is started."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What passes and what does not: the rule of ``megarl.verify`` on numbers made up for it."""
 
 import dataclasses

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layouts the matrix runs, and where a checkpoint goes next."""
 
 import json

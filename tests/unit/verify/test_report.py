@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is printed: the table, Markdown, JSON, and the exit status that follows."""
 
 import io

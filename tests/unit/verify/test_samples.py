@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A token's id says where it belongs, whatever becomes of its neighbours."""
 
 import numpy as np

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command's arguments: what they become, and that mistakes are told at once."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A shrunk config keeps what layouts get wrong, and makes a model that transformers and megarl load."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One Triton kernel each way between the fused q, k and v projection and what attention takes.
 
 As separate operations, the split, the norms of queries and keys, RoPE and the copies around them are an eighth of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RMSNorm (Zhang and Sennrich, arXiv:1910.07467) with a frozen weight, one Triton kernel each way.
 
 Shape letters: T tokens, H hidden size.

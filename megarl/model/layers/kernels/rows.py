@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors as rows that are contiguous but may lie apart."""
 
 import torch

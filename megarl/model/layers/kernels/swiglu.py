@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SwiGLU as one Triton kernel each way.
 
 Shape letters: T tokens, I features of the gate on this rank.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in job: runs a task pinned to each node of the cluster, prints what it saw, exits with the given status."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A stand-in job that runs until it is told to stop, writes which signal told it to the given file, and then takes the
 given number of seconds to end."""
 

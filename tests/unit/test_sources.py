@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every source file."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("megarl", "examples", "scripts", "tests")
+SOURCES = [ROOT / "setup.py", ROOT / ".ci/run"] + [
+    file
+    for folder in FOLDERS
+    for file in sorted((ROOT / folder).rglob("*"))
+    if file.suffix in (".py", ".sh", ".sbatch", ".Dockerfile")
+]
+
+
+@pytest.mark.parametrize("folder", ["", *FOLDERS])
+def test_every_source_file_begins_with_its_licence(folder: str) -> None:
+    without = [
+        str(file.relative_to(ROOT))
+        for file in SOURCES
+        if (file.is_relative_to(ROOT / folder) if folder else file.parent in (ROOT, ROOT / ".ci"))
+        and "# SPDX-License-Identifier: Apache-2.0" not in file.read_text().splitlines()[:2]
+    ]
+    assert not without, f"put '# SPDX-License-Identifier: Apache-2.0' first in {', '.join(without)}"
