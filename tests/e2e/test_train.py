@@ -102,6 +102,10 @@ def test_run_leaves_what_it_promises(finished):
     for name in ("reward_first", "reward_last", "mismatch_mean", "mismatch_max", "train_tokens_per_second",
                  "sample_tokens_per_second", "sync_seconds", "seconds", "peak_memory_gib"):  # fmt: skip
         assert np.isfinite(summary[name]), name
+    assert all(0.0 < summary[f"held_out_{when}"]["reward"] <= 1.0 for when in ("before", "after"))
+    held_out = {"arithmetic-9998", "arithmetic-9999"}
+    for step in range(1, STEPS + 1):
+        assert not held_out & {row["prompt"] for row in read_rollout(finished, step)}
     assert [row["step"] for row in read_rows(finished)] == list(range(1, STEPS + 1))
     assert (finished / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
@@ -265,6 +269,8 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
     (recipe.parent / "wait").unlink()
     assert run.finish(30) == 130, run.output()[-2000:]
     assert "interrupted by signal SIGTERM" in run.output()[-500:]
+    assert f"go on after step {steps}: megarl resume {folder}\n" in run.output()[-1000:]
+    assert run.output().index(f"run folder: {folder}\n") < run.output().index("lora:")
     saved = json.loads((folder / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
     assert saved["extra"]["step"] == saved["extra"]["updates"] == steps
     # The cursor is that of the checkpoint of a run that went on: the prompts that were drawn come again.

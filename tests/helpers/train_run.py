@@ -16,7 +16,7 @@ from tests.helpers.processes import describe
 ROOT = Path(__file__).parents[2]
 RECIPE = """
 model: {path: MODEL, dtype: float32}
-task: {name: arithmetic, reward: "reward.py:reward"}
+task: {name: arithmetic, reward: "reward.py:reward", held_out: 2}
 parallel: {data: 2}
 lora: {r: 4, lora_alpha: 8}
 loss: {importance_cap: null}

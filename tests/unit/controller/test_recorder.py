@@ -206,3 +206,13 @@ def test_an_interrupted_run_says_why_its_checkpoint_is_missing(recorder, capsys)
     trainers.answer.set_exception(CheckpointError("no space left"))
     recorder.rescue(trainers)
     assert "step-000001' is not complete: no space left" in capsys.readouterr().out
+
+
+def test_a_run_that_ended_early_names_its_folder_and_how_to_go_on(recorder, capsys):
+    recorder.say_how_to_go_on()
+    assert f"the run is in {recorder.folder}; it holds no checkpoint yet" in capsys.readouterr().out
+    checkpoint = recorder.folder / "checkpoints" / "step-000007"
+    checkpoint.mkdir()
+    (checkpoint / "state.json").write_text("{}")
+    recorder.say_how_to_go_on()
+    assert f"go on after step 7: megarl resume {recorder.folder}\n" in capsys.readouterr().out
