@@ -230,6 +230,27 @@ def user_path(field: str, value: str | Path) -> Path:
     return path
 
 
+def find_file(field: str, value: str, folder: Path | None = None) -> Path:
+    """The absolute path of an existing file that a user named.
+
+    Args:
+        field: dotted name of the setting, for the message.
+        value: the path; a relative one is looked up in ``folder`` first, then in the current folder.
+        folder: of the recipe.
+
+    Raises:
+        ConfigError: no such file.
+    """
+    given = user_path(field, value)
+    relative = folder is not None and not value.startswith(("~", "/"))
+    places = [folder / value, given] if folder is not None and relative else [given]
+    for place in places:
+        if place.is_file():
+            return place.resolve()
+    looked = " or ".join(str(place) for place in dict.fromkeys(places))
+    raise ConfigError(f"{field} is '{value}', but there is no file {looked}")
+
+
 class FolderLock:
     """Holds a folder for this process alone, until it ends or ``release``; the kernel frees it however it ends.
 

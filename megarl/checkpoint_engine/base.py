@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megarl.errors import pick
+from megarl.errors import ConfigError
+from megarl.plugins import pick_or_load
 
 
 class Frame(NamedTuple):
@@ -91,6 +92,20 @@ TRANSPORTS: dict[str, str] = {
 }
 
 
+def load_transport(name: str) -> Any:
+    """The module, or the user's object, that has ``open_sender`` and ``open_receiver``.
+
+    Raises:
+        ConfigError: unknown, or it lacks one of them.
+    """
+    found = pick_or_load(TRANSPORTS, name, "transport", "checkpoint_engine.transport")
+    found = import_module(found) if isinstance(found, str) else found
+    for half in ("open_sender", "open_receiver"):
+        if not hasattr(found, half):
+            raise ConfigError(f"checkpoint_engine.transport is '{name}', which has no {half}")
+    return found
+
+
 def open_sender(name: str, link: Link) -> Sender:
     """Open the sending half.
 
@@ -98,7 +113,7 @@ def open_sender(name: str, link: Link) -> Sender:
         ConfigError: unknown transport.
         WeightSyncError: it cannot be opened on this host.
     """
-    return import_module(pick(TRANSPORTS, name, "transport")).open_sender(link)
+    return load_transport(name).open_sender(link)
 
 
 def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
@@ -112,4 +127,4 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
         ConfigError: unknown transport.
         WeightSyncError: the sender cannot be reached.
     """
-    return import_module(pick(TRANSPORTS, str(endpoint.get("transport")), "transport")).open_receiver(endpoint, index)
+    return load_transport(str(endpoint.get("transport"))).open_receiver(endpoint, index)

@@ -61,7 +61,8 @@ class CheckpointEngineMixin:
         self._sync = (version, kind, config)
         if self._sender is None:
             return None
-        return json.dumps({"version": version, "kind": kind, **self._sender.endpoint()}).encode()
+        where = {"transport": config.transport, "version": version, "kind": kind}
+        return json.dumps(self._sender.endpoint() | where).encode()
 
     def send_weights(self) -> bytes | None:
         """Export, and on rank 0 send.

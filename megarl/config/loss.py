@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy-gradient loss and what surrounds it."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,10 @@ from megarl.config.base import Section
 
 class LossConfig(Section):
     name: str = "grpo"
-    """A registered loss."""
+    """A registered loss, or ``file.py:Name``: a class or function that takes this section and returns a
+    ``megarl.loss.base.Loss``. The path is relative to the recipe."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a loss of the user's own."""
     clip_low: float = Field(0.2, ge=0.0, le=1.0)
     """The ratio is clipped below at ``1 - clip_low``; 1 leaves it without a lower bound (CISPO's paper)."""
     clip_high: float = Field(0.2, ge=0.0)

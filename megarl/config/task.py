@@ -10,7 +10,8 @@ from megarl.config.base import Section
 
 class TaskConfig(Section):
     name: str
-    """A registered task."""
+    """A registered task, or ``file.py:build``: a function that takes a ``megarl.tasks.TaskContext`` and returns a
+    ``megarl.tasks.Task``. The path is relative to the recipe."""
     path: str | None = None
     """Data file, for tasks that read one."""
     reward: str | None = None

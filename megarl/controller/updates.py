@@ -46,12 +46,18 @@ def run_updates(
         batches = [batch.with_logprobs("old_logprobs", model.forward(batch)) for batch in batches]
     collected = []
     for batch, rate in zip(batches, rates, strict=True):
-        trains = config.loss.kl_coef > 0 or any(sample.advantage for sample in batch.samples)
+        trains = needs_backward(loss, config, batch.samples)
         metrics = model.forward_backward(batch, loss) if trains else model.evaluate(batch, loss)
         update = model.optim_step(rate)
         # Read only now: it waits for the device.
         collected.append({**metrics, **update, "skipped_backward": float(not trains)})
     return combine(collected)
+
+
+def needs_backward(loss: Loss, config: RunConfig, samples: Sequence[Sample]) -> bool:
+    """Whether the gradient may be other than zero; see ``Loss.zero_without_advantages``."""
+    vanishes = getattr(loss, "zero_without_advantages", False) and config.loss.kl_coef == 0
+    return not vanishes or any(sample.advantage for sample in samples)
 
 
 def plan(model: "MegatronModel", config: RunConfig, samples: Sequence[Sample]) -> "PackedBatch":

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 import torch
 
-from megarl.checkpoint_engine.base import TRANSPORTS
+from megarl.checkpoint_engine.base import load_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, check_run
 from megarl.config.changes import changed_yaml
@@ -29,7 +29,7 @@ from megarl.controller.rewards import RewardProcess
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
-from megarl.errors import ConfigError, MegarlError, ModelError, pick
+from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.files import user_path
 from megarl.launch import placement
 from megarl.launch.plan import Plan
@@ -41,6 +41,7 @@ from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.model.inspection import inspect_folder
 from megarl.model.weights.full_config import names_of
+from megarl.plugins import absolute
 from megarl.run_folder import CONFIG
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
@@ -129,7 +130,7 @@ def check_names(config: RunConfig) -> None:
     """
     build_loss(config.loss)
     if config.checkpoint_engine.transport != "auto":
-        pick(TRANSPORTS, config.checkpoint_engine.transport, "transport")
+        load_transport(config.checkpoint_engine.transport)
     check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config)
     # A cluster that is there already decides what the run gets.
@@ -143,7 +144,11 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
     adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
     lora = config.lora.model_copy(update={"init_from": adapter})
-    return config.model_copy(update={"model": model, "lora": lora, "task": task})
+    loss = config.loss.model_copy(update={"name": absolute(config.loss.name, "loss.name", recipe_dir)})
+    transport = absolute(config.checkpoint_engine.transport, "checkpoint_engine.transport", recipe_dir)
+    engine = config.checkpoint_engine.model_copy(update={"transport": transport})
+    sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine}
+    return config.model_copy(update=sections)
 
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:

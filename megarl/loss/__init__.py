@@ -2,7 +2,6 @@
 """Policy losses. One more loss is one more module and one more line in ``LOSSES``."""
 
 from megarl.config import LossConfig
-from megarl.errors import pick
 from megarl.loss.advantages import group_advantages
 from megarl.loss.aggregation import sequence_weights
 from megarl.loss.base import Loss, LossFactory, LossOutput, TokenBatch
@@ -10,6 +9,7 @@ from megarl.loss.cispo import CispoLoss
 from megarl.loss.grpo import GrpoLoss
 from megarl.loss.logprobs import token_logprobs
 from megarl.loss.nll import NllLoss
+from megarl.plugins import pick_or_load
 
 __all__ = [
     "LOSSES",
@@ -31,9 +31,9 @@ LOSSES: dict[str, LossFactory] = {
 
 
 def build_loss(config: LossConfig) -> Loss:
-    """Build the loss that ``loss.name`` names.
+    """Build the loss that ``loss.name`` names: a registered one, or ``file.py:Name``, called with the section.
 
     Raises:
         ConfigError: no such loss; the message lists the registered names.
     """
-    return pick(LOSSES, config.name, "loss")(config)
+    return pick_or_load(LOSSES, config.name, "loss", "loss.name")(config)

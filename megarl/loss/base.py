@@ -61,7 +61,8 @@ class LossOutput(NamedTuple):
 class Loss(Protocol):
     """Per-token policy loss; implementations hold only settings.
 
-    Its gradient is zero where all advantages are 0 and ``loss.kl_coef`` is 0: the backward pass is then skipped.
+    A loss whose gradient is zero where all advantages are 0 and ``loss.kl_coef`` is 0 may have an attribute
+    ``zero_without_advantages = True``: the backward pass of such an update is then skipped.
     """
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:

@@ -2,6 +2,7 @@
 """CISPO: clipped importance-sampling weights, every token keeps its gradient (MiniMax-M1, arXiv:2506.13585)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,7 @@ class CispoLoss:
     """
 
     config: LossConfig
+    zero_without_advantages: ClassVar[bool] = True
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss; see ``megarl.loss.policy.prepare`` for what is raised."""

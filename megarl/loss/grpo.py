@@ -2,6 +2,7 @@
 """GRPO: the clipped surrogate of PPO with group advantages (DeepSeekMath, arXiv:2402.03300, equation 3)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,7 @@ class GrpoLoss:
     """
 
     config: LossConfig
+    zero_without_advantages: ClassVar[bool] = True
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
         """This micro-batch's share of the loss; see ``megarl.loss.policy.prepare`` for what is raised."""

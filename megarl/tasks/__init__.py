@@ -3,7 +3,8 @@
 
 from collections.abc import Callable
 
-from megarl.errors import ConfigError, pick
+from megarl.errors import ConfigError
+from megarl.plugins import pick_or_load
 from megarl.tasks import arithmetic, countdown, gsm8k
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.tasks.custom_reward import RewardedTask, load_reward
@@ -21,11 +22,13 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
 def build_task(context: TaskContext) -> Task:
     """Build the task that ``task.name`` names, with the reward of ``task.reward`` if that is set.
 
+    The name is a registered one, or ``file.py:build``.
+
     Raises:
         ConfigError: unknown task, wrong options, missing file or reward function.
         DataError: malformed rows; all of them are counted, the first few listed.
     """
-    task = pick(TASKS, context.config.name, "task")(context)
+    task = pick_or_load(TASKS, context.config.name, "task", "task.name", context.recipe_dir)(context)
     if len(task) == 0:
         raise ConfigError(f"task '{context.config.name}' has no prompts; check task.path and task.options")
     if context.config.reward is None:

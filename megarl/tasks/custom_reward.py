@@ -5,18 +5,16 @@ The function is called as ``function(prompt, response)`` with a ``megarl.types.P
 returns a number or a ``megarl.tasks.Reward``.
 """
 
-import importlib.util
 import inspect
 import math
-import sys
 from collections.abc import Callable
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.errors import ConfigError, MegarlError, RewardError, nearest
+from megarl.errors import ConfigError, RewardError, nearest
+from megarl.plugins import import_file
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.tasks.options import find_file
 from megarl.types import LARGEST_REWARD, Prompt
@@ -99,7 +97,7 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
     if not colon or not file_name.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"task.reward is '{spec}'; it must have the form file.py:function")
     file = find_file(context, "task.reward", file_name)
-    module = _import_file(file, spec)
+    module = import_file(file, "task.reward", spec)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -114,20 +112,3 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
     except ValueError:
         pass  # a callable without a readable signature is tried when it is called
     return function
-
-
-def _import_file(file: Path, spec: str) -> Any:
-    name = f"megarl_reward_{file.stem}"
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    assert module_spec is not None and module_spec.loader is not None  # the suffix is .py
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up here
-    try:
-        module_spec.loader.exec_module(module)
-    except MegarlError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"task.reward is '{spec}', but {file} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    return module

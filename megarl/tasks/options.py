@@ -6,11 +6,13 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from megarl import files
 from megarl.config import TaskConfig
 from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.errors import ConfigError
 from megarl.files import user_path
+from megarl.plugins import absolute
 from megarl.tasks.base import TaskContext
 
 Options = TypeVar("Options", bound=Section)
@@ -65,13 +67,7 @@ def find_file(context: TaskContext, field: str, value: str) -> Path:
     Raises:
         ConfigError: no such file.
     """
-    given = user_path(field, value)
-    places = [given] if value.startswith(("~", "/")) else [context.recipe_dir / value, given]
-    for place in places:
-        if place.is_file():
-            return place.resolve()
-    looked = " or ".join(str(place) for place in dict.fromkeys(places))
-    raise ConfigError(f"{field} is '{value}', but there is no file {looked}")
+    return files.find_file(field, value, context.recipe_dir)
 
 
 def absolute_files(context: TaskContext) -> TaskConfig:
@@ -82,7 +78,7 @@ def absolute_files(context: TaskContext) -> TaskConfig:
     Raises:
         ConfigError: a path that cannot be.
     """
-    config, found = context.config, {}
+    config, found = context.config, {"name": absolute(context.config.name, "task.name", context.recipe_dir)}
     if config.path is not None:
         found["path"] = _found(context, "task.path", config.path) or config.path
     if config.reward is not None:

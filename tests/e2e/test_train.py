@@ -45,8 +45,10 @@ def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
     model = make_model(folder / "model", family, tied=tied, vocab_size=100, head_dim=32, eos_token_id=0)
     assert make_tokenizer(model) == 100
     file = folder / "recipe.yaml"
-    file.write_text(RECIPE.replace("MODEL", str(model)))
+    file.write_text(RECIPE.replace("MODEL", str(model)).replace("loss: {", 'loss: {name: "loss.py:OwnLoss", '))
     (folder / "reward.py").write_text(REWARD)
+    # The user's own loss, though it computes what a registered one does.
+    (folder / "loss.py").write_text("from megarl.loss.grpo import GrpoLoss as OwnLoss\n")
     return file
 
 

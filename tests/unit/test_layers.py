@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
 # May be imported by all of megarl.
-COMMON = {"types", "errors", "config", "families", "files", "network", "run_folder", "triton_support"}
+COMMON = {"types", "errors", "config", "families", "files", "network", "plugins", "run_folder", "triton_support"}
 
 # Part -> the other parts that it may import. The part with the longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
@@ -18,6 +18,7 @@ INTERNAL: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "network": set(),
+    "plugins": {"errors", "files"},
     "run_folder": {"config", "errors", "files"},
     "triton_support": set(),
     "torch_addons": set(),

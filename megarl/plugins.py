@@ -1,0 +1,104 @@
+"""The user's own code where a registered name goes: ``file.py:Name`` or ``package.module:Name``."""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megarl.errors import ConfigError, MegarlError, nearest, pick
+from megarl.files import find_file
+
+
+def pick_or_load(registry: Mapping[str, Any], name: str, what: str, field: str, folder: Path | None = None) -> Any:
+    """An entry of a registry, or the object that ``name`` says where to find.
+
+    Args:
+        registry: name -> entry.
+        name: a registered name, ``file.py:Name`` or ``package.module:Name``.
+        what: what the registry holds, for the message (``"loss"``).
+        field: dotted name of the setting.
+        folder: see ``load_object``.
+
+    Raises:
+        ConfigError: an unknown name, or one of ``load_object``.
+    """
+    return load_object(name, field, folder) if ":" in name else pick(dict(registry), name, what)
+
+
+def load_object(spec: str, field: str, folder: Path | None = None) -> Any:
+    """Import what a setting names.
+
+    Args:
+        spec: ``file.py:Name`` or ``package.module:Name``.
+        field: dotted name of the setting, for messages.
+        folder: where a relative file is looked up first, then in the current folder; None: the current folder only.
+
+    Raises:
+        ConfigError: malformed, no such file or module, one that cannot be imported, or no such name in it.
+    """
+    place, _, name = spec.rpartition(":")
+    if not place or not name.isidentifier():
+        raise ConfigError(f"{field} is '{spec}'; it must have the form file.py:Name or package.module:Name")
+    module = (
+        import_file(find_file(field, place, folder), field, spec)
+        if place.endswith(".py")
+        else _module(place, field, spec)
+    )
+    if not hasattr(module, name):
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise ConfigError(
+            f"{field} is '{spec}', but {place} has no '{name}'{nearest(name, names)} (it has: {', '.join(names)})"
+        )
+    return getattr(module, name)
+
+
+def import_file(file: Path, field: str, spec: str) -> Any:
+    """Import a Python file under a name that no other file gets.
+
+    Args:
+        file: ends in ``.py``; exists.
+        field: dotted name of the setting that names it.
+        spec: the setting's value.
+
+    Raises:
+        ConfigError: it cannot be imported; a MegarlError of its own passes.
+    """
+    name = f"megarl_user_{file.stem}_{xxhash.xxh3_64(str(file).encode()).hexdigest()}"
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    assert module_spec is not None and module_spec.loader is not None  # the suffix is .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up here
+    try:
+        module_spec.loader.exec_module(module)
+    except MegarlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{field} is '{spec}', but {file} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def absolute(spec: str, field: str, folder: Path) -> str:
+    """``spec`` with its file by an absolute path: other processes have other working directories.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    place, colon, name = spec.rpartition(":")
+    return f"{find_file(field, place, folder)}{colon}{name}" if place.endswith(".py") else spec
+
+
+def _module(name: str, field: str, spec: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except MegarlError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{field} is '{spec}', but {name} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
