@@ -92,15 +92,19 @@ TRANSPORTS: dict[str, str] = {
 }
 
 
-def load_transport(name: str) -> Any:
-    """The module, or the user's object, that has ``open_sender`` and ``open_receiver``.
+def load_transport(name: str, *halves: str) -> Any:
+    """The module, or the user's object, that opens both halves of a transport.
+
+    Args:
+        name: ``checkpoint_engine.transport``.
+        halves: functions that it must have; default: both.
 
     Raises:
         ConfigError: unknown, or it lacks one of them.
     """
     found = pick_or_load(TRANSPORTS, name, "transport", "checkpoint_engine.transport")
     found = import_module(found) if isinstance(found, str) else found
-    for half in ("open_sender", "open_receiver"):
+    for half in halves or ("open_sender", "open_receiver"):
         if not hasattr(found, half):
             raise ConfigError(f"checkpoint_engine.transport is '{name}', which has no {half}")
     return found
@@ -113,7 +117,7 @@ def open_sender(name: str, link: Link) -> Sender:
         ConfigError: unknown transport.
         WeightSyncError: it cannot be opened on this host.
     """
-    return load_transport(name).open_sender(link)
+    return load_transport(name, "open_sender").open_sender(link)
 
 
 def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
@@ -127,4 +131,4 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
         ConfigError: unknown transport.
         WeightSyncError: the sender cannot be reached.
     """
-    return load_transport(str(endpoint.get("transport"))).open_receiver(endpoint, index)
+    return load_transport(str(endpoint.get("transport")), "open_receiver").open_receiver(endpoint, index)

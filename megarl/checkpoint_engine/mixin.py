@@ -62,7 +62,7 @@ class CheckpointEngineMixin:
         if self._sender is None:
             return None
         where = {"transport": config.transport, "version": version, "kind": kind}
-        return json.dumps(self._sender.endpoint() | where).encode()
+        return json.dumps(where | self._sender.endpoint()).encode()
 
     def send_weights(self) -> bytes | None:
         """Export, and on rank 0 send.
