@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's own code where a registered name goes: ``file.py:Name`` or ``package.module:Name``."""
 
 import importlib

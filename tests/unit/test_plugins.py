@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The user's own loss, task and transport by ``file.py:Name``."""
 
 import json
