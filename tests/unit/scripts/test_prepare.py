@@ -16,6 +16,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import prepare
+from megarl.files import LOCK
 from megarl.errors import ModelError
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +51,7 @@ def after_kill(cache: Path) -> list[str]:
     command = [sys.executable, "-m", "megarl.cli.prepare", "--cache", str(cache)]
     killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
-    while not list(cache.glob(".*.tmp-*/*")) and time.monotonic() < deadline:
+    while not list(cache.glob(".*.partial/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL
@@ -138,7 +139,7 @@ def test_a_conversion_killed_midway_leaves_no_folder_and_the_next_one_finishes_a
 ) -> None:
     assert after_kill and prepare.NAME not in after_kill
     assert prepare.is_complete(folder)
-    assert sorted(entry.name for entry in folder.parent.iterdir()) == [f".{prepare.NAME}.lock", prepare.NAME]
+    assert sorted(entry.name for entry in folder.parent.iterdir()) == [f".{prepare.NAME}.lock", LOCK, prepare.NAME]
 
 
 def test_a_second_process_waits_for_the_first(folder: Path, tmp_path: Path) -> None:
