@@ -18,6 +18,11 @@ STEP = "step-{:06d}"
 STATE = "state.json"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint (``STEP``) was saved."""
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def is_complete(checkpoint: Path) -> bool:
     """Whether a checkpoint can be resumed from: the file that names its contents is there."""
     return (checkpoint / STATE).is_file()

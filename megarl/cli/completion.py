@@ -50,4 +50,4 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
         elif action.metavar == "section.key=value":
             action.complete = dict.fromkeys(SHELLS, "_megarl_keys")
     keys = " ".join(f"{name}=" for name in setting_names(RunConfig))
-    return shtab.complete(parser, shell, preamble={shell: PREAMBLE[shell].format(keys=keys)})
+    return shtab.complete(parser, shell, preamble=PREAMBLE[shell].format(keys=keys))

@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import OmegaConf
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megarl.config.load import escape
+from megarl.config.load import to_yaml
 from megarl.config.run import RunConfig
 
 INDENT = "  "
@@ -41,7 +40,8 @@ def changes(config: BaseModel) -> dict[str, Any]:
 
 def changed_yaml(config: RunConfig) -> str:
     """``changes`` as YAML."""
-    return _yaml(changes(config))
+    tree = changes(config)
+    return to_yaml(tree) if tree else ""
 
 
 def annotate(config: BaseModel) -> str:
@@ -52,7 +52,7 @@ def annotate(config: BaseModel) -> str:
         if isinstance(value, BaseModel):
             parts.append(f"{name}:\n{textwrap.indent(annotate(value), INDENT)}")
             continue
-        text = _yaml(config.model_dump(include={name}))
+        text = to_yaml(config.model_dump(include={name}))
         if value != _default(field):
             text = _marked(text, field)
         parts.append(text)
@@ -73,8 +73,3 @@ def _default(field: FieldInfo) -> Any:
 
 def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-
-
-def _yaml(tree: dict[str, Any]) -> str:
-    # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
-    return OmegaConf.to_yaml(OmegaConf.create(escape(tree)), sort_keys=False) if tree else ""

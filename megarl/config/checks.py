@@ -95,7 +95,7 @@ def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
     """Refuse what the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
-        UnsupportedError: multi-latent attention with ``te``.
+        UnsupportedError: multi-latent attention, or biases, with ``te``.
     """
     if model.backend != "te":
         return
@@ -103,6 +103,10 @@ def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
         raise UnsupportedError(
             f"model.backend is 'te', but the model has multi-latent attention (kv_lora_rank = {shape['kv_lora_rank']} "
             "in its config.json); supported is 'local'"
+        )
+    if shape.get("attention_bias") or shape.get("mlp_bias"):
+        raise UnsupportedError(
+            "model.backend is 'te', but config.json has attention_bias or mlp_bias true; supported is 'local'"
         )
 
 

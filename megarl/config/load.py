@@ -36,7 +36,7 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def override_config(tree: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Apply overrides to a plain dictionary; the same as ``load_config`` otherwise."""
-    return _resolve(OmegaConf.create(escape(dict(tree))), overrides, "overrides")
+    return _resolve(OmegaConf.create(_escape(dict(tree))), overrides, "overrides")
 
 
 def parse_config(tree: Any) -> RunConfig:
@@ -54,8 +54,13 @@ def parse_config(tree: Any) -> RunConfig:
 
 def dump_config(config: RunConfig) -> str:
     """Return the resolved config, defaults included, as YAML that ``load_config`` reads back."""
+    return to_yaml(config.model_dump())
+
+
+def to_yaml(tree: Mapping[str, Any]) -> str:
+    """Settings as YAML that ``load_config`` reads back, in their order."""
     # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
-    return OmegaConf.to_yaml(OmegaConf.create(escape(config.model_dump())), sort_keys=False)
+    return OmegaConf.to_yaml(OmegaConf.create(_escape(dict(tree))), sort_keys=False)
 
 
 def _resolve(tree: DictConfig, overrides: Sequence[str], source: str) -> RunConfig:
@@ -110,10 +115,10 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def escape(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     """``value`` with every ``${`` escaped, so that reading it back interpolates nothing."""
     if isinstance(value, dict):
-        return {key: escape(item) for key, item in value.items()}
+        return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [escape(item) for item in value]
+        return [_escape(item) for item in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -32,6 +32,7 @@ from megarl.run_folder import (
     TENSORBOARD,
     checkpoints,
     is_complete,
+    step_of,
 )
 
 # Steps that reward_first and reward_last average over.
@@ -159,7 +160,7 @@ class Recorder:
         saved = checkpoints(self.folder)
         what = "it holds no checkpoint yet: start it again"
         if saved:
-            what = f"go on after step {int(saved[-1].name[-6:])}: megarl resume {shlex.quote(str(self.folder))}"
+            what = f"go on after step {step_of(saved[-1])}: megarl resume {shlex.quote(str(self.folder))}"
         self.screen.say(f"the run is in {self.folder}; {what}")
 
     def held_out(self, when: str, rollout: Rollout) -> None:

@@ -21,6 +21,7 @@ from megarl.run_folder import (
     STEP,
     checkpoints,
     last_checkpoint,
+    step_of,
 )
 
 
@@ -102,7 +103,7 @@ def _choose(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     else:
         chosen = folder / CHECKPOINTS / STEP.format(step)
         if chosen not in found:
-            held = ", ".join(str(int(path.name[-6:])) for path in found) or "none"
+            held = ", ".join(str(step_of(path)) for path in found) or "none"
             raise CheckpointError(
                 f"train.resume_step is {step}, but '{folder}' has complete checkpoints of steps: {held}"
             )

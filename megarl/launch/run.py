@@ -71,7 +71,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     check_run(config)
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
-    stream = make_stream(config, task, tokenizer)
+    training, held_out = split(task, config.task.held_out)
+    stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
     with Screen(config.train.steps) as screen, reaper() as scratch:
@@ -99,9 +100,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
                     origin=origin,
-                    held_out=[
-                        EncodedPrompt(prompt, stream.encode(prompt)) for prompt in split(task, config.task.held_out)[1]
-                    ],
+                    held_out=[EncodedPrompt(prompt, stream.encode(prompt)) for prompt in held_out],
                 )
                 if resumed:
                     resume(state, resumed)
@@ -172,7 +171,7 @@ def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
     def encode(prompt: Any) -> np.ndarray:
         return encode_prompt(tokenizer, prompt, config.task.system_prompt, config.sampler.max_prompt_tokens)
 
-    return PromptStream(split(task, config.task.held_out)[0], encode, config.train.seed)
+    return PromptStream(task, encode, config.train.seed)
 
 
 def run_folder(config: RunConfig) -> Path:

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config import TrainerConfig
-from megarl.config.checks import check_trainer
+from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
@@ -66,7 +65,7 @@ class MegatronModel:
         """
         self.config, self.groups = config, groups
         self.hf_config = read_config(config.model.path)
-        check_trainer(config, self.hf_config)
+        checks.check_graphs(config, self.hf_config)
         self._rope = rope_of(self.hf_config)
         if config.longest is not None:
             self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")

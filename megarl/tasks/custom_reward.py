@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from megarl.errors import ConfigError, RewardError, nearest
+from megarl.files import find_file
 from megarl.plugins import import_file
 from megarl.tasks.base import Reward, Task, TaskContext
-from megarl.tasks.options import find_file
 from megarl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[[Prompt, str], Any]
@@ -96,7 +96,7 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
     file_name, colon, name = spec.rpartition(":")
     if not colon or not file_name.endswith(".py") or not name.isidentifier():
         raise ConfigError(f"task.reward is '{spec}'; it must have the form file.py:function")
-    file = find_file(context, "task.reward", file_name)
+    file = find_file("task.reward", file_name, context.recipe_dir)
     module = import_file(file, "task.reward", spec)
     function = getattr(module, name, None)
     if not callable(function):

@@ -6,12 +6,11 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from megarl import files
 from megarl.config import TaskConfig
 from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.errors import ConfigError
-from megarl.files import user_path
+from megarl.files import find_file, user_path
 from megarl.plugins import absolute
 from megarl.tasks.base import TaskContext
 
@@ -51,23 +50,7 @@ def require_path(context: TaskContext) -> Path:
     """
     if context.config.path is None:
         raise ConfigError(f"task.path is required: task '{context.config.name}' reads its rows from a file")
-    return find_file(context, "task.path", context.config.path)
-
-
-def find_file(context: TaskContext, field: str, value: str) -> Path:
-    """Return the absolute path of a file that the recipe names.
-
-    A relative path is looked up beside the recipe first, then in the current folder (where overrides are typed).
-
-    Args:
-        context: the task's context.
-        field: dotted name of the setting, for the message.
-        value: the path.
-
-    Raises:
-        ConfigError: no such file.
-    """
-    return files.find_file(field, value, context.recipe_dir)
+    return find_file("task.path", context.config.path, context.recipe_dir)
 
 
 def absolute_files(context: TaskContext) -> TaskConfig:
@@ -90,6 +73,6 @@ def absolute_files(context: TaskContext) -> TaskConfig:
 def _found(context: TaskContext, field: str, value: str) -> str | None:
     user_path(field, value)
     try:
-        return str(find_file(context, field, value))
+        return str(find_file(field, value, context.recipe_dir))
     except ConfigError:
         return None

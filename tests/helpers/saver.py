@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.rendezvous import ALONE
+from megarl.run_folder import step_of
 from megarl.verify.launch import warm_up
 from tests.helpers.tiny_run import build, everything, train
 
@@ -75,7 +76,7 @@ def check_for_ever(pipe: Any, folder: Path) -> None:
         while len(truth) < step:
             train(straight, range(len(truth), len(truth) + 1))
             truth.append(_digest(straight))
-        right = step == loaded.version == int(path.name[-6:]) and _digest(loaded) == truth[step - 1]
+        right = step == loaded.version == step_of(path) and _digest(loaded) == truth[step - 1]
         pipe.send("" if right else f"{path.name} is not the state of step {step}")
 
 

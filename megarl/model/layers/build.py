@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import ModelType
 
-from megarl.config import ModelConfig, ParallelConfig, TrainConfig
-from megarl.config.checks import check_layout_fits_model
-from megarl.errors import UnsupportedError
+from megarl.config import ModelConfig, ParallelConfig, TrainConfig, checks
 from megarl.families import Family, family_of
 from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.layers.gpt import PackedGPTModel
@@ -94,10 +92,6 @@ def transformer_config(
     settings |= architecture(hf, family) | recompute | _stages(hf["num_hidden_layers"], parallel)
     copies = max(1, parallel.tensor // hf["num_key_value_heads"])
     windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
-    if model.backend == "te" and (settings.get("attention_bias") or settings.get("mlp_bias")):
-        raise UnsupportedError(
-            "model.backend is 'te', but config.json has attention_bias or mlp_bias true; supported is 'local'"
-        )
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
     if "kv_lora_rank" not in settings:
         settings["num_query_groups"] *= copies
@@ -154,7 +148,8 @@ def build_chunks(
     """
     hf = full_config(hf)
     # Again: what config.json leaves out is known only now.
-    check_layout_fits_model(parallel, hf)
+    checks.check_layout_fits_model(parallel, hf)
+    checks.check_backend(model, hf)
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
     spec = block_spec(model)

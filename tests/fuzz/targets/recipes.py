@@ -14,6 +14,7 @@ from megarl.config import check_run, dump_config, load_config
 from megarl.launch.plan import Node, plan_placement
 from megarl.launch.run import check_names, make_stream, run_folder, with_absolute_paths
 from megarl.tasks import TaskContext, build_task
+from megarl.tasks.held_out import split
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import ODD, bytes_of, yaml_of
 from tests.helpers.models import make_model
@@ -67,7 +68,7 @@ class Recipes:
         )
         check_run(config)
         task = build_task(TaskContext(config.task, folder, config.train.seed))
-        make_stream(config, task, None)
+        make_stream(config, split(task, config.task.held_out)[0], None)
         plan_placement(config, [Node("id", "host", gpus=0, cpus=64, cores=64)])
         made = run_folder(config)
         saved = made / "config.yaml"
