@@ -26,7 +26,7 @@ from megarl.lora.targets.model_match import check_match
 from megarl.lora.targets.parameters import as_read
 from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.layers.experts import SharedExpertGate
-from megarl.model.layers.recompute import open_to_gradients
+from megarl.model.layers.recompute import require_input_gradients
 from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.fusion import head_layout, part_copies, part_rows
@@ -104,7 +104,7 @@ def apply_lora(
     dtype = _dtype_of(models)
     for model in models if not existing else ():
         model.requires_grad_(False)
-        open_to_gradients(model)
+        require_input_gradients(model)
         accept_base_alone(model)
     slots: list[Slot] = []
     for layer, linear, parts in plans:

@@ -65,14 +65,14 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     targets = resolve_targets(config, names)
     folder = WeightFolder(model)
     untie = unties(hf_config, targets)
-    held = set(folder.where) | ({OUTPUT[1]} if untie else set())
+    held = set(folder.file_of) | ({OUTPUT[1]} if untie else set())
     if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
         raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")
     try:
         with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as opened:
             source = AdapterFile(opened, targets, names)
             with write_directory(out) as partial:
-                for file in sorted(set(folder.where.values())):
+                for file in sorted(set(folder.file_of.values())):
                     tensors = {
                         name: _merged(name, tensor, source, targets, config)
                         for name, tensor in _base_tensors(file, untie)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Megatron-Core side: building, loading, stepping and exporting one exact model."""
+"""Build, load, step and export one model on Megatron-Core."""
 
 from megarl.parallel import mcore
 

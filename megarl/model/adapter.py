@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What MegatronModel needs of an adapter. ``megarl.lora`` implements it; the model does not import it."""
+"""Interface that ``MegatronModel`` needs of an adapter. ``megarl.lora`` implements it and imports this module."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ from megarl.parallel.groups import Groups
 
 
 class Adapter(Protocol):
-    """Trainable parameters on a frozen model; see ``megarl.lora.LoraAdapter``."""
+    """Trainable parameters on a frozen model. ``megarl.lora.LoraAdapter`` documents each method."""
 
     @property
     def name(self) -> str: ...
@@ -53,5 +53,6 @@ class Adapter(Protocol):
     def read(self, path: str | Path) -> None: ...
 
 
-# Puts adapters on freshly built chunks: (chunks, parsed config.json, groups) -> the one, or several by their order.
+# A function that puts adapters on freshly built chunks. It takes (chunks, parsed config.json, groups) and returns one
+# adapter, or several in order.
 Attach = Callable[[list[PackedGPTModel], Mapping[str, Any], Groups], Adapter | Sequence[Adapter]]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training checkpoints: adapter, fp32 main weights, Adam moments, random states and the caller's own state.
+"""Save and load training checkpoints: adapter, fp32 main weights, Adam moments, random states, the caller's own state.
 
-Everything but the random states is stored whole under PEFT's names, so a checkpoint depends neither on the layout nor
-on how the optimizer's state is spread. The base model is never stored. Each file and tensor has a digest (``seal``).
-Training stops only while the state is copied to rank 0's host memory; a thread writes it. A checkpoint directory
-appears by one rename, complete or not at all.
+Tensors are stored whole under PEFT's names, so a checkpoint loads at any layout, with or without the distributed
+optimizer. Only the random states belong to ranks. The base model is never stored. ``checkpoint_digests`` adds a digest
+of each file and tensor. Training stops only while the state is copied to rank 0's host memory; a thread then writes it.
+A checkpoint directory appears by one rename, so it is either complete or absent.
 """
 
 import json
@@ -46,18 +46,19 @@ def save(
     version: int,
     extra: Mapping[str, Any],
 ) -> None:
-    """Copy the state to rank 0 and start writing it. Collective; waits for the save before.
+    """Copy the state to rank 0 and start writing it. Collective. Waits until the previous save has ended.
 
     Args:
-        path: must not exist yet.
-        writer: this rank's; rank 0's does the writing.
-        identity: of the base model, from ``identify``; rank 0's is stored.
+        path: the checkpoint directory to create; it must not exist yet.
+        writer: this rank's writer. Only rank 0's writes.
+        identity: describes the base model, from ``identify``. Rank 0's is stored.
         version: the policy version.
-        extra: JSON-able state of the caller (schedule, data cursor, metrics).
+        extra: the caller's JSON-able state (schedule, data cursor, metrics).
 
     Raises:
-        CheckpointError: it exists, or its parent cannot be made; or the save before failed, and this one was not
-            started. Whatever goes wrong later is raised by the next call of ``save``, ``load`` or ``writer.wait``.
+        CheckpointError: the directory exists, or its parent cannot be made; or the previous save failed, and this one
+            was not started. A later failure of this save is raised by the next call of ``save``, ``load`` or
+            ``writer.wait``.
         TypeError: ``extra`` is not JSON-able.
     """
     target = Path(path)
@@ -70,7 +71,7 @@ def save(
         "megatron_core": release(),
         "extra": dict(extra),
     }
-    state = json.loads(json.dumps(state))  # a copy, and an error now if it is not JSON-able
+    state = json.loads(json.dumps(state))  # a copy; raises now if it is not JSON-able
     on_rank_zero(lambda: _prepare(target, writer))
     write_adapter = adapter.snapshot()
     whole: dict[str, torch.Tensor] = {}
@@ -90,7 +91,7 @@ def save(
 
 
 def _prepare(target: Path, writer: BackgroundWriter) -> None:
-    """Wait for the save before, and find out now what can be known now."""
+    """Wait for the previous save, then check that ``target`` can be created, before anything is copied."""
     writer.wait()
     if target.exists():
         raise CheckpointError(f"checkpoint '{target}' exists already; choose another name")
@@ -105,7 +106,7 @@ def _write(target: Path, fill: Callable[[Path], None]) -> None:
         publish(target, fill)
     except CheckpointError:
         raise
-    except Exception as error:  # safetensors has its own class for a full disk
+    except Exception as error:  # safetensors raises its own class when the disk is full
         raise CheckpointError(f"checkpoint '{target}' cannot be written: {error}") from error
 
 
@@ -118,23 +119,23 @@ def load(
     *,
     base: str | Path,
 ) -> tuple[int, dict[str, Any]]:
-    """Restore a checkpoint made at any layout; each rank reads only its slices. Collective; waits for a running save.
+    """Restore a checkpoint made at any layout. Collective. Waits for a running save. Each rank reads only its slices.
 
     Args:
-        path: the checkpoint.
-        base: the Hugging Face folder of the model here.
+        path: the checkpoint directory.
+        base: the Hugging Face folder of the model that is loaded here.
 
     Returns:
-        ``(policy version, extra)``. In the layout it was saved in, everything is bitwise as it was; in another, the
-        random states are the ones this process was seeded with.
+        ``(policy version, extra)``. At the layout of the save, everything is bitwise as it was. At another layout, the
+        random states stay as this process seeded them.
 
     Raises:
-        CheckpointError: incomplete, damaged, or of another model; or the running save failed.
-        AdapterError: of another rank or target set.
+        CheckpointError: the checkpoint is incomplete, damaged or of another model; or the running save failed.
+        AdapterError: the checkpoint's adapter has another rank or other targets.
     """
     on_rank_zero(writer.wait)
     folder = Path(path)
-    # Rank 0 has read every byte once it answers; the others read their slices after it.
+    # verify() reads every byte, so rank 0 does it once; the other ranks then read their slices.
     on_rank_zero(lambda: check_base(folder, verify(folder), base))
     state = read_state(folder)
     values = _values(optimizer)
@@ -153,15 +154,15 @@ def load(
 
 
 def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None:
-    """Refuse a checkpoint of another base model.
+    """Refuse a checkpoint that was trained on another base model.
 
     Args:
-        folder: the checkpoint.
-        state: from ``seal.read_state``.
+        folder: the checkpoint directory.
+        state: the parsed state, from ``checkpoint_digests.read_state``.
         base: the Hugging Face folder that ``model.path`` names.
 
     Raises:
-        CheckpointError: naming the field or tensor that differs.
+        CheckpointError: the base models differ; the message names the first field or tensor that does.
         ModelError: ``base`` is incomplete.
     """
     if found := difference(state["model"], base):
@@ -172,17 +173,17 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
 
 
 def _values(optimizer: AdapterOptimizer) -> dict[str, dict[str, torch.Tensor]]:
-    """``main``/``exp_avg``/``exp_avg_sq`` -> PEFT name -> tensor shaped like this rank's parameter."""
+    """Map ``main``/``exp_avg``/``exp_avg_sq`` to {PEFT name: tensor shaped like this rank's parameter}."""
     return {MAIN: optimizer.main_weights()} | optimizer.moments()
 
 
 def _optimizer_tensors(adapter: Adapter, optimizer: AdapterOptimizer) -> dict[str, list[ShardedTensor]]:
-    """``main``/``exp_avg``/``exp_avg_sq`` -> this rank's sharded tensors."""
+    """Map ``main``/``exp_avg``/``exp_avg_sq`` to this rank's sharded tensors."""
     return {kind: adapter.tensors(held) for kind, held in _values(optimizer).items()}
 
 
 def _rng_state() -> dict[str, torch.Tensor]:
-    """This rank's random states by name."""
+    """Return this rank's random states by name: CPU, CUDA, and those of mcore's tracker."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

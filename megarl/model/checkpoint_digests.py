@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of a checkpoint's files and tensors: a flipped bit, a cut or a swapped file is refused by name.
+"""Digest a checkpoint's files and tensors, so that a flipped bit, a cut or a swapped file is refused by name.
 
-Imports no torch: the controller checks a checkpoint before it starts anything.
+This module does not import torch, because the controller checks a checkpoint before it starts anything.
 """
 
 import hashlib
@@ -14,33 +14,33 @@ from megarl.errors import CheckpointError
 from megarl.run_folder import STATE
 
 FORMAT = 3
-OWN = "digest"
+STATE_DIGEST = "digest"
 TENSORS = ".safetensors"
-# Bytes read at a time.
+# Bytes per read.
 BLOCK = 1 << 24
 
 
 def seal(folder: Path, state: Mapping[str, Any]) -> str:
-    """The text of ``state.json``: ``state``, a digest of every other file and of every tensor in it, and its own.
+    """Return the text of ``state.json``: ``state``, the digests of all other files and tensors, and its own digest.
 
     Args:
-        folder: a checkpoint whose other files are all written.
-        state: JSON-able.
+        folder: a checkpoint directory whose other files are all written.
+        state: the JSON-able state.
 
     Raises:
         OSError: a file cannot be read back.
     """
     files = {str(path.relative_to(folder)): digest_file(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    # As it will be read: JSON has no tuples and no integer keys.
+    # Through JSON and back, so that the digest is of what a reader will parse: JSON has no tuples and no integer keys.
     whole = json.loads(json.dumps({**state, "files": files}))
-    return json.dumps({**whole, OWN: _digest_tree(whole)}, indent=1) + "\n"
+    return json.dumps({**whole, STATE_DIGEST: _digest_tree(whole)}, indent=1) + "\n"
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Parsed ``state.json``, as it was saved.
+    """Parse ``state.json`` and check its digest.
 
     Raises:
-        CheckpointError: missing, not JSON, changed, or of another format.
+        CheckpointError: the file is missing, is not JSON, was changed, or has another format.
     """
     try:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
@@ -49,19 +49,19 @@ def read_state(folder: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else None
         raise CheckpointError(f"checkpoint '{folder}' has format {found!r} in {STATE}; this megarl reads {FORMAT}")
-    if state.pop(OWN, None) != _digest_tree(state):
+    if state.pop(STATE_DIGEST, None) != _digest_tree(state):
         raise CheckpointError(f"checkpoint '{folder}' is damaged: {STATE} is not as it was saved (its digest differs)")
     return state
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Read all of a checkpoint and compare it with the digests of when it was saved.
+    """Read the whole checkpoint and compare it with the digests stored when it was saved.
 
     Returns:
-        Its state.
+        The parsed ``state.json``.
 
     Raises:
-        CheckpointError: naming the file, and the tensor in it, that is missing or differs.
+        CheckpointError: a file or a tensor is missing or differs; the message names it.
     """
     state = read_state(folder)
     for name, saved in state["files"].items():
@@ -75,11 +75,14 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def digest_file(file: Path) -> dict[str, Any]:
-    """``bytes`` and ``sha256`` of a file; of a safetensors file ``sha256`` is its header's and ``tensors`` theirs.
+    """Return ``bytes`` and ``sha256`` of a file.
+
+    For a safetensors file ``sha256`` is the header's, and ``tensors`` maps each tensor's name to the digest of its
+    bytes.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: a safetensors file whose header does not describe the file.
+        OSError: the file cannot be read.
+        ValueError: the file is safetensors, and its header does not describe its contents.
     """
     with file.open("rb") as handle:
         size = handle.seek(0, 2)
@@ -90,7 +93,7 @@ def digest_file(file: Path) -> dict[str, Any]:
         if not 0 < length <= size - 8:
             raise ValueError(f"its header of {length} bytes does not fit into {size}; it is truncated or damaged")
         header = handle.read(length)
-        places = sorted(_places(header), key=lambda place: place[1])
+        places = sorted(_tensor_spans(header), key=lambda place: place[1])
         digests, end = {}, 0
         for name, first, last in places:
             if first != end or last < first:
@@ -101,8 +104,8 @@ def digest_file(file: Path) -> dict[str, Any]:
     return {"bytes": size, "sha256": hashlib.sha256(header).hexdigest(), "tensors": digests}
 
 
-def _places(header: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and the byte after the last of every tensor."""
+def _tensor_spans(header: bytes) -> Iterator[tuple[str, int, int]]:
+    """Yield each tensor's name, first byte and end (exclusive), as offsets behind the header."""
     try:
         tree = json.loads(header)
         for name, entry in tree.items():
@@ -114,7 +117,7 @@ def _places(header: bytes) -> Iterator[tuple[str, int, int]]:
 
 
 def _digest(handle: Any, size: int) -> str:
-    """Of the next ``size`` bytes."""
+    """Digest the next ``size`` bytes."""
     digest = hashlib.sha256()
     while size:
         block = handle.read(min(size, BLOCK))
@@ -130,7 +133,7 @@ def _digest_tree(tree: Any) -> str:
 
 
 def _difference(name: str, saved: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """What first distinguishes two results of ``digest_file``."""
+    """Describe the first difference between two results of ``digest_file``."""
     if saved["bytes"] != found["bytes"]:
         return f"{name} has {found['bytes']} bytes, and had {saved['bytes']} when it was saved"
     for tensor, digest in saved.get("tensors", {}).items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thread that writes checkpoints while training goes on."""
+"""Write checkpoints on a thread while training goes on."""
 
 import logging
 import threading
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class BackgroundWriter:
-    """Runs one job at a time on a thread. A job's failure is logged at once and raised by the next call.
+    """Runs one job at a time on a thread. A job's failure is logged at once and raised again by the next call.
 
-    The thread is not a daemon: a process that ends in the ordinary way waits for it.
+    The thread is not a daemon, so the process waits for it at exit.
     """
 
     def __init__(self) -> None:
@@ -17,10 +17,10 @@ class BackgroundWriter:
         self._failure: BaseException | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Wait for the job before, then start this one.
+        """Wait for the previous job, then start this one.
 
         Raises:
-            Exception: what the job before raised; this one is not started.
+            Exception: the previous job failed; this one was not started.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="megarl-writer")
@@ -30,7 +30,7 @@ class BackgroundWriter:
         """Wait for the running job, if any.
 
         Raises:
-            Exception: what it raised; only once.
+            Exception: the job failed. Raised once per failure.
         """
         if self._thread is not None:
             self._thread.join()
@@ -43,6 +43,6 @@ class BackgroundWriter:
         try:
             job()
         except BaseException as error:
-            # Logged too: nobody may ever call again.
+            # Logged as well, because there may be no next call that raises it.
             logging.getLogger(__name__).error("%s", error)
             self._failure = error

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which base model a checkpoint was trained on: what config.json says of it, and samples of its weights.
+"""Identify the base model of a checkpoint: fields of config.json and samples of the weights.
 
-Another model of the same shape (an Instruct model for its base) would load without a word and compute something else.
+Without this check another model of the same shape (an Instruct model instead of its base) would load without an error
+and compute something else.
 """
 
 import hashlib
@@ -16,39 +17,40 @@ from megarl.model.layers.rope import rope_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 
 ROPE = "rope_parameters"
-# So many tensors, spread over the model, and one row of each: a few reads, however large the model is.
+# The number of tensors sampled, spread over the model. One row of each is read, so the cost does not grow with the
+# model.
 TENSORS = 64
 
 
 def identify(folder: str | Path) -> dict[str, Any]:
-    """What ``difference`` compares, JSON-able.
+    """Return the JSON-able record that ``difference`` compares.
 
     Args:
         folder: a Hugging Face folder.
 
     Raises:
-        ModelError: it is incomplete.
-        UnsupportedError: its RoPE is not supported.
+        ModelError: the folder is incomplete.
+        UnsupportedError: the model's RoPE is not supported.
     """
     weights = WeightFolder(folder)
-    names = sorted(weights.where)
+    names = sorted(weights.file_of)
     chosen = names[:: -(-len(names) // TENSORS)]
     return {"config": _fields(read_config(folder)), "weights": {name: _sample(weights, name) for name in chosen}}
 
 
 def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
-    """What first distinguishes a model from the one that ``identify`` saw; None if nothing does.
+    """Describe the first difference between the model in ``folder`` and the record ``saved``; None if there is none.
 
-    Fields that only one config.json has are left out: transformers adds some when it writes a model again.
+    A field that only one of the two has is not compared: transformers adds fields when it saves a model again.
     """
     config = _fields(read_config(folder))
-    # A number says more than the list of layers that follows from it.
+    # Scalars first: a number names the cause better than the list of layers derived from it.
     for name, value in sorted(saved["config"].items(), key=lambda field: isinstance(field[1], list | dict)):
         if name in config and config[name] != value:
             return f"{name} in its config.json was {value!r}, and is {config[name]!r}"
     weights = WeightFolder(folder)
     for name, sample in saved["weights"].items():
-        if name not in weights.where:
+        if name not in weights.file_of:
             return f"it had a tensor '{name}'"
         if _sample(weights, name) != sample:
             return f"'{name}' had other values"
@@ -56,19 +58,19 @@ def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
 
 
 def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    rope = rope_of(config)  # alike for all the ways in which config.json may write it
+    rope = rope_of(config)  # normalised: config.json may write the same RoPE in several ways
     frequencies = None if rope.frequencies is None else _digest(rope.frequencies)
     fields = {name: config[name] for name in sorted(family_of(config).reads) if config.get(name) is not None}
     return fields | {ROPE: {"rope_theta": rope.base, "factor": rope.attention_factor, "frequencies": frequencies}}
 
 
 def _sample(weights: WeightFolder, name: str) -> str:
-    """A digest of a tensor's middle row, or of the whole of a vector."""
+    """Digest a matrix's middle row, or a whole vector."""
     source = weights.get_slice(name)
     rows = source.get_shape()[0] if len(source.get_shape()) > 1 else 0
     return _digest(source[rows // 2 : rows // 2 + 1] if rows else source[:])
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of the values, whatever dtype holds them."""
+    """Digest the values in float32, so that the stored dtype does not count."""
     return hashlib.sha256(tensor.float().contiguous().numpy().tobytes()).hexdigest()[:12]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be told of a Hugging Face folder before any rank is started: its config, its layout, its tensors' names."""
+"""Check a Hugging Face folder before any rank is started: its config, the layout, the names of its tensors."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from megarl.model.weights.hf_folder import WeightFolder, read_config
 
 
 def inspect_folder(path: str | Path, parallel: ParallelConfig) -> FullConfig:
-    """Check a model's folder as far as that reads no weights; returns its completed config.
+    """Check a model's folder without reading weights, and return its completed config.
 
     Raises:
         ConfigError: the layout does not divide the model.
-        ModelError: a damaged or incomplete folder, or files that do not fit each other.
-        UnsupportedError: a model that is not supported; the message names the setting.
+        ModelError: the folder is damaged or incomplete, or its files do not fit each other.
+        UnsupportedError: the model is not supported; the message names the setting.
     """
     hf_config = read_config(path)
     family = family_of(hf_config)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on this rank: built, trained, saved and exported. The same under torchrun and inside Ray actors.
+"""Build, train, save and export one model on this rank. It works alike under torchrun and inside Ray actors.
 
-Every method is a collective over all ranks unless it says otherwise; every rank passes the same arguments and gets the
-same result.
+Unless a method says otherwise, it is a collective over all ranks: every rank calls it with the same arguments and gets
+the same result.
 """
 
 import contextlib
@@ -38,29 +38,29 @@ from megarl.types import Sample
 
 
 class MegatronModel:
-    """A frozen base model with one or several adapters, each with an optimizer and a version of its own.
+    """A frozen base model with one or several adapters. Each adapter has its own optimizer and policy version.
 
-    Every method is about the active adapter: the first, until ``set_active``.
+    Every method acts on the active adapter. That is the first one until ``set_active`` chooses another.
 
     Attributes:
-        adapters: what ``attach`` returned, by name.
-        adapter: the active one.
-        optimizer: its optimizer.
-        version: its policy version, the number of optimizer steps behind the weights.
-        groups: this rank's place.
+        adapters: the adapters that ``attach`` returned, by name.
+        adapter: the active adapter.
+        optimizer: the active adapter's optimizer.
+        version: the active adapter's policy version: the number of optimizer steps behind its weights.
+        groups: this rank's process groups.
     """
 
     def __init__(self, config: TrainerConfig, groups: Groups, attach: Attach) -> None:
-        """Build, load the base weights (each rank its own slices), add the adapter, make the optimizer.
+        """Build the model, load this rank's slices of the base weights, attach the adapters, make their optimizers.
 
         Args:
-            config: settings; a run's are ``RunConfig.trainer``.
-            groups: from ``init_groups``.
-            attach: puts the adapters on (``megarl.lora``).
+            config: the trainer's settings; ``RunConfig.trainer`` has those of a run.
+            groups: process groups, from ``init_groups``.
+            attach: function that puts the adapters on (from ``megarl.lora``).
 
         Raises:
             ModelError: the folder is incomplete or does not match its config.
-            UnsupportedError: the family or a setting is not supported; or several trained adapters together with
+            UnsupportedError: the family or a setting is not supported; or several adapters are trained together with
                 ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
         self.config, self.groups = config, groups
@@ -88,7 +88,7 @@ class MegatronModel:
         )
         self._work = sequence_work(self.hf_config)
         self._writer = BackgroundWriter()
-        # Now: the folder may be gone when the first checkpoint is saved. Rank 0 writes it.
+        # Identified now, because the folder may be gone when the first checkpoint is saved. Only rank 0 stores it.
         self._identity = identify(config.model.path) if groups.rank == 0 else {}
         self._versions = dict.fromkeys(self.adapters, 0)
         self._pending: str | None = None
@@ -97,10 +97,10 @@ class MegatronModel:
 
     @property
     def optimizer(self) -> AdapterOptimizer:
-        """The active adapter's.
+        """The active adapter's optimizer.
 
         Raises:
-            MegarlError: it is frozen.
+            MegarlError: the active adapter is frozen.
         """
         if not self.adapter.trainable:
             raise MegarlError(f"adapter '{self.adapter.name}' is frozen; only trained ones have an optimizer")
@@ -116,10 +116,10 @@ class MegatronModel:
         self._versions[self.adapter.name] = version
 
     def set_active(self, name: str) -> None:
-        """Compute with, train, save and load another adapter from now on. Not a collective; nothing is copied.
+        """Choose the adapter to compute with, train, save and load. Not a collective; copies nothing.
 
         Raises:
-            ConfigError: there is no such adapter.
+            ConfigError: no adapter has this name.
         """
         self.adapter = pick(self.adapters, name, "adapter")
         self.adapter.activate()
@@ -129,7 +129,7 @@ class MegatronModel:
             optimizer.finish_param_gather()
 
     def _check_pending(self) -> None:
-        """The gradient buffers are reduced and cleared together, so they hold one adapter's gradient at a time."""
+        """Refuse to mix gradients of two adapters: the buffers are reduced and cleared for all adapters together."""
         if self._pending not in (None, self.adapter.name):
             raise MegarlError(
                 f"adapter '{self._pending}' has a gradient that no update has used; call optim_step for it before "
@@ -160,21 +160,21 @@ class MegatronModel:
         )
 
     def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> Metrics:
-        """Add the gradient of the batch's loss; call again to accumulate, then ``optim_step``.
+        """Add the gradient of the batch's loss. Call it again to accumulate, then call ``optim_step``.
 
         Args:
-            batch: from ``pack``, with the loss weights of the whole step.
-            loss: called per micro-batch on the last pipeline stage.
-            last: False where more batches of this step follow. Only ``train.overlap_grad_reduce`` needs to know: it
-                sums gradients over ranks during the last backward pass.
+            batch: the packed batch, from ``pack``, with the loss weights of the whole step.
+            loss: called once per micro-batch on the last pipeline stage.
+            last: False if more batches of this step follow. Only ``train.overlap_grad_reduce`` needs it: gradients are
+                then summed over ranks during the last backward pass.
 
         Returns:
-            The loss's metrics over all ranks; reading the first of them waits for the device.
+            The loss's metrics over all ranks. Reading the first of them waits for the device.
 
         Raises:
-            MegarlError: the adapter is frozen; another adapter's gradient waits for its ``optim_step``; or the gradient
-                was already reduced, by ``gradients()`` or, where that overlaps, by a call with ``last``: ``optim_step``
-                must come first.
+            MegarlError: the adapter is frozen; or another adapter's gradient waits for its ``optim_step``; or the
+                gradient of this step is already reduced (by ``gradients()``, or with ``train.overlap_grad_reduce`` by a
+                call with ``last=True``) and ``optim_step`` must come first.
         """
         self._check_pending()
         if self.optimizer.reduced:
@@ -191,21 +191,22 @@ class MegatronModel:
             return self._stepper.forward_backward(batch, loss)
 
     def evaluate(self, batch: PackedBatch, loss: Loss) -> Metrics:
-        """The loss's metrics over all ranks, as of ``forward_backward``, without a gradient and without dropout."""
+        """Return the metrics of ``forward_backward`` over all ranks, without gradient and without dropout."""
         set_training(self.chunks, False)
         return self._stepper.evaluate(batch, loss)
 
     def optim_step(self, lr: float) -> dict[str, float]:
-        """One AdamW update of the adapter; ``version`` goes up by one.
+        """Update the adapter once with AdamW; ``version`` goes up by one.
 
-        Without a ``forward_backward`` before it the gradient is zero: AdamW moves on its moments and decays weights.
+        Without a ``forward_backward`` before it the gradient is zero; AdamW still applies its moments and the weight
+        decay.
 
         Args:
             lr: learning rate of this update.
 
         Raises:
-            GradientError: the gradient norm is not finite; nothing was updated.
-            MegarlError: the gradient that waits is another adapter's.
+            GradientError: the gradient norm is not finite. Nothing was updated.
+            MegarlError: the accumulated gradient belongs to another adapter.
         """
         self._check_pending()
         norm = self.optimizer.step(lr)
@@ -214,18 +215,17 @@ class MegatronModel:
         return {"grad_norm": norm, "learning_rate": lr}
 
     def forward(self, batch: PackedBatch, *, adapter: bool | str = True) -> list[np.ndarray]:
-        """Logprobs of the response tokens, without gradient and without dropout.
+        """Compute the logprobs of the response tokens, without gradient and without dropout.
 
         Args:
-            batch: from ``pack``.
-            adapter: False gives the same model with the adapter disabled; a name, with that one of ``adapters`` in
-                its place.
+            batch: the packed batch, from ``pack``.
+            adapter: True uses the active adapter, False none (the base model), a name that one of ``adapters``.
 
         Returns:
             One float32 array ``[R]`` per sample, in the batch's order.
 
         Raises:
-            ConfigError: there is no such adapter.
+            ConfigError: no adapter has this name.
         """
         set_training(self.chunks, False)
         if isinstance(adapter, str):
@@ -236,11 +236,11 @@ class MegatronModel:
             return self._stepper.logprobs(batch)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Start writing everything a bitwise resume needs, except the base; see ``checkpoint.save``.
+        """Start writing all that a bitwise resume needs, except the base model; see ``checkpoint.save``.
 
         Returns once the state is copied to rank 0's host memory; a thread writes it. The checkpoint appears under its
-        name when it is complete. What goes wrong until then is raised by the next call of this, of
-        ``load_checkpoint`` or of ``finish_checkpoint``.
+        name when it is complete. A failure is raised by the next call of ``save_checkpoint``, ``load_checkpoint`` or
+        ``finish_checkpoint``.
         """
         self._finish_param_gather()
         checkpoint.save(
@@ -273,8 +273,8 @@ class MegatronModel:
         """Write the adapter as a PEFT directory.
 
         Args:
-            path: replaced if it exists.
-            experts: how it holds adapters of experts, see ``lora.save_experts``.
+            path: the directory; replaced if it exists.
+            experts: how adapters of experts are written, see ``lora.save_experts``.
 
         Raises:
             AdapterError: the directory cannot be written.
@@ -283,36 +283,37 @@ class MegatronModel:
         self.adapter.save(path, experts)
 
     def load_adapter(self, path: str | Path) -> None:
-        """Start from a PEFT adapter directory; the optimizer starts anew.
+        """Load a PEFT adapter directory into the active adapter and reset its optimizer.
 
         Raises:
-            AdapterError: it does not fit; nothing was changed.
+            AdapterError: the directory does not fit the adapter. Nothing was changed.
         """
         self.adapter.read(path)
         if self.adapter.trainable:
             self.optimizer.start_anew()
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream whole tensors on every rank; all ranks must consume the stream to its end.
+        """Stream whole tensors on every rank. All ranks must consume the stream to its end.
 
         Args:
-            adapter_only: True yields the adapter under PEFT's file names; False the base weights, without the
-                adapter, under Hugging Face's.
+            adapter_only: True yields the adapter under the names of PEFT's files; False the base weights, without the
+                adapter, under Hugging Face's names.
         """
         self._finish_param_gather()
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream base weights plus adapter under Hugging Face's names, merged out of place in fp32, rounded once.
+        """Stream base plus adapter under Hugging Face's names, merged out of place in fp32 and rounded once.
 
-        Where the adapter changes one of tied embeddings, both are streamed: the merged model no longer ties them.
+        Where the adapter changes only one of two tied embeddings, both are streamed: the merged model no longer ties
+        them.
         """
         self._finish_param_gather()
         tensors = self._base_tensors(untied=self.adapter.unties)
         return stream_full(self.adapter.merged(tensors), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole accumulated gradient as tensors of PEFT's file: reduced, float32, on the CPU.
+        """Return the whole accumulated gradient: reduced, float32, on the CPU, under the names of PEFT's files.
 
         ``optim_step`` may follow.
         """

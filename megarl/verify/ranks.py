@@ -146,11 +146,11 @@ def exported_adapter(model: MegatronModel) -> dict[str, torch.Tensor]:
 def compare_base(model: MegatronModel, folder: Path) -> Finding:
     """Exported base weights must be the file's, bit for bit (rounded to the model's dtype), none missing or extra."""
     source, worst, largest = WeightFolder(folder), "", -1.0
-    unseen = set(source.where)
+    unseen = set(source.file_of)
     for name, tensor in model.export_weights(adapter_only=False):
         unseen.discard(name)
         error = float("inf")
-        if name in source.where:
+        if name in source.file_of:
             original = source.get_slice(name)[:].to(tensor.dtype)
             error = _largest_difference(tensor.cpu(), original)
         if is_worse(error, largest):

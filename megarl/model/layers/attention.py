@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Core attention over packed sequences for mcore linears: SDPA on a CPU, variable-length flash attention on CUDA."""
+"""Core attention over packed sequences for mcore's linears: SDPA on a CPU, variable-length flash attention on CUDA."""
 
 import copy
 import inspect
@@ -15,26 +15,27 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.model.layers.zigzag import key_rows, rank_runs
 
-# Neither "sbhd" nor "thd": mcore then applies RoPE from per-token angles (PackedGPTModel prepares them), which needs
-# no loop over the sequences of a pack.
+# Neither "sbhd" nor "thd". With any other format mcore applies RoPE from one angle per token, which PackedGPTModel
+# prepares, and does not loop over the sequences of a pack.
 PACKED_FORMAT = "packed"
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """mcore's record of a pack, with lengths on the host, so that no layer waits for the device.
+    """mcore's record of a pack, with the lengths also on the host, so that no layer waits for the device.
 
-    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are the sequences' bounds in the whole pack, context-parallel padding
-    included, as Transformer Engine's thd attention takes them; ``max_seqlen_*`` is the longest of them.
+    ``cu_seqlens_q`` and ``cu_seqlens_kv`` are the bounds of the sequences in the whole pack, context-parallel padding
+    included, as Transformer Engine's thd attention takes them. ``max_seqlen_*`` is the longest sequence.
 
     Attributes:
-        lengths: of the sequences in the whole pack, padding included; they add up to T * CP.
+        lengths: tokens of each sequence in the whole pack, padding included; they add up to T * CP.
         context: CP size.
-        query_lengths: of this rank's runs (see ``zigzag``); they add up to T. Without CP a run is a sequence.
-        key_lengths: keys of each run; its causal mask is aligned to the lower right.
-        query_bounds, key_bounds: int32 ``[runs + 1]``, cumulated lengths.
-        longest_query, longest_key: at least the largest of those lengths.
-        key_rows: int64, where those keys lie in the pack gathered from all CP ranks; None without CP.
+        query_lengths: tokens of each run on this rank (see ``zigzag``); they add up to T. Without CP a run is a
+            sequence.
+        key_lengths: number of keys of each run. The run's causal mask is aligned to the lower right.
+        query_bounds, key_bounds: cumulated lengths, int32 ``[runs + 1]``.
+        longest_query, longest_key: upper bounds of those lengths.
+        key_rows: rows of those keys in the pack gathered from all CP ranks, int64; None without CP.
     """
 
     lengths: tuple[int, ...] = ()
@@ -51,7 +52,7 @@ class PackedSequences(PackedSeqParams):
     def from_lengths(
         cls, lengths: tuple[int, ...], device: torch.device, *, context: int = 1, context_rank: int = 0
     ) -> "PackedSequences":
-        """Describe sequences of these (padded) lengths that lie one after the other."""
+        """Describe a pack of sequences that lie one after the other; ``lengths`` include the padding."""
         bounds = _bounds(lengths, device)
         longest = max(lengths)
         runs = rank_runs(lengths, context, context_rank)
@@ -77,21 +78,21 @@ class PackedSequences(PackedSeqParams):
 
     @cached_property
     def thd(self) -> "PackedSequences":
-        """The same under Transformer Engine's name for the format."""
+        """A copy that carries Transformer Engine's name for the format."""
         renamed = copy.copy(self)
         renamed.qkv_format = "thd"
         return renamed
 
-    def with_room(self, sequences: int, longest: int) -> "PackedSequences":
-        """The same with empty sequences at the end, so that there are ``sequences``, and ``longest`` as the limit."""
+    def padded_to(self, sequences: int, longest: int) -> "PackedSequences":
+        """Copy with empty sequences added, up to ``sequences``, and ``longest`` as the limit (for CUDA graphs)."""
         assert self.context == 1 and self.cu_seqlens_q is not None
         bounds = self.cu_seqlens_q.new_full((sequences + 1,), sum(self.lengths))
         bounds[: len(self.lengths) + 1] = self.cu_seqlens_q
-        roomy = copy.copy(self)
-        roomy.__dict__.pop("thd", None)
-        roomy.cu_seqlens_q = roomy.cu_seqlens_kv = roomy.query_bounds = roomy.key_bounds = bounds
-        roomy.max_seqlen_q = roomy.max_seqlen_kv = roomy.longest_query = roomy.longest_key = longest
-        return roomy
+        padded = copy.copy(self)
+        padded.__dict__.pop("thd", None)
+        padded.cu_seqlens_q = padded.cu_seqlens_kv = padded.query_bounds = padded.key_bounds = bounds
+        padded.max_seqlen_q = padded.max_seqlen_kv = padded.longest_query = padded.longest_key = longest
+        return padded
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
@@ -102,14 +103,14 @@ class PackedAttention(torch.nn.Module):
     """Causal attention within each packed sequence; mcore's ``core_attention`` for the ``local`` back end.
 
     Attributes:
-        window: how many tokens a token attends to, itself included; None for all before it.
+        window: number of tokens that a token attends to, itself included; None for all before it.
 
-    Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value
-    ``[T, 1, kv_heads, value_dim]`` of this rank's tokens, returns ``[T, 1, heads * value_dim]``.
+    Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value ``[T, 1, kv_heads,
+    value_dim]`` of this rank's tokens; returns ``[T, 1, heads * value_dim]``.
 
-    Under context parallelism every layer gathers the keys and values of the whole pack, and each run attends to its own
-    sequence up to its end: no masked block is computed, and all ranks do the same work. Until its backward pass a layer
-    keeps about T * (CP + 1/2) keys and values instead of T, unless it is recomputed.
+    Under context parallelism every layer gathers the keys and values of the whole pack, and each run attends to its
+    sequence up to the run's end. No masked block is computed, and all ranks do the same amount of work. Unless it is
+    recomputed, a layer keeps about T * (CP + 1/2) keys and values instead of T until its backward pass.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSequences,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend; ``attention_mask`` is not used, the mask follows from ``packed_seq_params``."""
+        """Attend. The mask follows from ``packed_seq_params``; ``attention_mask`` is not used."""
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if packed_seq_params.key_rows is not None:
             key, value = (_GatherRows.apply(t, packed_seq_params.key_rows, self.context) for t in (key, value))
@@ -140,7 +141,7 @@ class PackedAttention(torch.nn.Module):
 
 
 class _GatherRows(torch.autograd.Function):
-    """All ranks' rows, then those of ``rows``; backward: the sum over all ranks' uses, for this rank's rows."""
+    """Gather all CP ranks' tokens and select ``rows``. Backward sums each token's gradient over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -153,7 +154,7 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (rows,) = ctx.saved_tensors
-        # Summed in float32, as a kernel that saw all queries at once would: the result is rounded once.
+        # Summed in float32 and rounded once, as by one kernel that sees all queries.
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         whole = gradient.new_zeros(ctx.group.size() * ctx.tokens, *gradient.shape[1:], dtype=dtype)
         whole.index_add_(0, rows, gradient.to(dtype))
@@ -170,15 +171,15 @@ def attend_runs(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of this rank's runs, each to its own keys, aligned to the lower right.
+    """Compute the attention of this rank's runs, each over its own keys, with causal masks aligned to the lower right.
 
     Args:
         query: ``[T, heads, head_dim]``.
-        key: ``[sum(key_lengths), kv_heads, head_dim]``, run after run.
+        key: ``[sum(key_lengths), kv_heads, head_dim]``, the runs one after the other.
         value: ``[sum(key_lengths), kv_heads, value_dim]``, ``value_dim`` at most ``head_dim``.
         packed: the runs.
-        scale: of the logits; default: 1 / sqrt(head_dim).
-        window: the last keys that each query sees, its own included; default: all.
+        scale: factor of the logits; default: 1 / sqrt(head_dim).
+        window: number of last keys that each query sees, its own included; default: all.
 
     Returns:
         ``[T, heads, value_dim]``.
@@ -197,13 +198,13 @@ def _attend_each(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One SDPA call per run: no work across sequences."""
+    """Call SDPA once per run, so that no work is spent across sequences."""
     queries = query.transpose(0, 1).split(packed.query_lengths, dim=1)
     keys, values = (tensor.transpose(0, 1).split(packed.key_lengths, dim=1) for tensor in (key, value))
     outs = []
     for q, k, v in zip(queries, keys, values, strict=True):
         before = k.shape[1] - q.shape[1]
-        # SDPA's own causal mask is aligned to the upper left.
+        # SDPA's own causal mask is aligned to the upper left, so it fits only where keys and queries are equally many.
         mask = None
         if before or window is not None:
             mask = q.new_ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(before)
@@ -225,19 +226,19 @@ def _attend_varlen(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """torch's variable-length flash attention; needs CUDA and 16-bit inputs.
+    """Attend with torch's variable-length flash attention, which needs CUDA and 16-bit inputs.
 
-    Its causal mask is aligned to the lower right where a sequence has more keys than queries: query i sees keys up to
-    i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h),
-    whether asked for by ``is_causal`` or as the window (-1, 0).
+    Where a sequence has more keys than queries, its causal mask is aligned to the lower right: query i sees keys up to
+    i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
+    That holds for ``is_causal`` and for the window (-1, 0).
     """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     if window is not None and "window_size" not in known:
         return _attend_each(query, key, value, packed, scale, window)
-    # The kernel wants one head_dim for all three, a multiple of 8. Zeros in queries and keys add nothing to the logits,
-    # zeros in the value stay zeros in the output.
+    # The kernel needs one head_dim for query, key and value, a multiple of 8. Zeros added to queries and keys do not
+    # change the logits; zeros added to the values stay zeros in the output and are cut off.
     width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
     head_dim = -(-query.shape[-1] // 8) * 8
     query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
@@ -263,5 +264,5 @@ def _attend_varlen(
 
 
 def _pad_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Zeros at the end of the last dimension."""
+    """Pad the last dimension with zeros to ``size``."""
     return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))

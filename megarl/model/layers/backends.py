@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``model.backend``: which layers a model is built of."""
+"""Choose the layers that a model is built of (``model.backend``)."""
 
 import importlib.util
 import os
@@ -20,24 +20,24 @@ BlockSpec = Callable[[TransformerConfig, int | None], TransformerBlockSubmodules
 
 
 def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.device, *, experts: bool) -> dict[str, Any]:
-    """``TransformerConfig`` arguments of a back end.
+    """Return the ``TransformerConfig`` arguments of a back end.
 
     Args:
-        model: names the back end.
-        dtype: of the weights.
-        device: where the model will be.
+        model: the settings that name the back end.
+        dtype: dtype of the weights.
+        device: device that the model runs on.
         experts: whether the model has a mixture of experts.
 
     Raises:
-        UnsupportedError: it cannot run on this device, in this dtype, or is not installed.
+        UnsupportedError: the back end cannot run on this device or in this dtype, or is not installed.
     """
     if model.backend == "te":
         return _te_settings(dtype, device, experts)
     on_cuda = device.type == "cuda"
     if on_cuda and rope_utils.fused_apply_rotary_pos_emb is None:
-        # Where Transformer Engine's kernel would be if it were installed.
+        # mcore calls this name for Transformer Engine's kernel; megarl's takes its place where TE is not installed.
         rope_utils.fused_apply_rotary_pos_emb = rotate
-    # mcore's name for an activation that is a module of the layer's spec; those of its experts are not.
+    # The activation is a module of the layer's spec, which mcore enables by this flag; experts have none.
     return {"apply_rope_fusion": on_cuda, "use_te_activation_func": not experts}
 
 
@@ -49,19 +49,19 @@ def _te_settings(dtype: torch.dtype, device: torch.device, experts: bool) -> dic
             "model.backend is 'te', but Transformer Engine is not installed; install requirements/gpu-te.txt or use "
             "'local'"
         )
-    # Its calls ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever torch's
-    # own switches say; only this variable, read when CUDA's libraries start, overrules it.
+    # TE's GEMMs ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever
+    # torch's own switches say. Only this variable overrules it, and CUDA's libraries read it when they start.
     if dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
         raise UnsupportedError(
             "model.dtype is 'float32' with model.backend 'te': Transformer Engine multiplies float32 matrices in TF32, "
             "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
         )
-    # RoPE: TE's kernel in its "sbhd" form takes angles for each of the T packed tokens, as PackedGPTModel gives them.
+    # TE's RoPE kernel in its "sbhd" form takes one angle for each of the T packed tokens, as PackedGPTModel gives them.
     return {"apply_rope_fusion": True, "use_te_activation_func": not experts}
 
 
 def block_spec(model: ModelConfig) -> BlockSpec:
-    """The function that describes a transformer block of this back end."""
+    """Return the function that describes a transformer block of this back end."""
     if model.backend == "local":
         return local_block_spec
     from megarl.model.layers.te import te_block_spec

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer block that all back ends share, made of the layers of one of them."""
+"""Describe the transformer block that all back ends share, made of the layers of one of them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,14 +27,14 @@ from megarl.parallel import mcore
 
 @dataclass(frozen=True)
 class Parts:
-    """The layers of a back end, under mcore's interfaces.
+    """The layer classes of a back end, under mcore's interfaces.
 
     Attributes:
-        norm: of the hidden states, and of the heads where the model has such.
-        column, row: the linears of attention and of dense MLPs.
-        core_attention: over packed sequences.
-        activation: of dense MLPs.
-        fused_norm: ``column`` normalises its own input, and no other norm stands before it.
+        norm: norm of the hidden states, and of the attention heads where the model has such.
+        column, row: linears of attention and of dense MLPs.
+        core_attention: attention over packed sequences.
+        activation: activation of dense MLPs.
+        fused_norm: True if ``column`` normalises its own input, so that no norm module stands in front of it.
     """
 
     norm: Any
@@ -46,9 +46,9 @@ class Parts:
 
 
 def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The block that this rank builds of a virtual pipeline stage.
+    """Return the spec of the block that this rank builds for a virtual pipeline stage.
 
-    Mixtures of experts are those of ``megarl.model.layers.experts`` in every back end, behind a norm of their own.
+    Every back end takes its experts from ``megarl.model.layers.experts``, behind a norm module of their own.
     """
     attention = _attention(parts, config)
     linears = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=parts.activation)
@@ -63,7 +63,7 @@ def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> T
 
 
 def _before_column(parts: Parts) -> Any:
-    """The norm in front of a column-parallel linear."""
+    """The norm in front of a column-parallel linear; the identity where the linear normalises its input."""
     return IdentityOp if parts.fused_norm else parts.norm
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folder -> GPTModel chunks of this rank, with the weights loaded."""
+"""Build this rank's GPTModel chunks from a Hugging Face config. Weights are not loaded here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -24,10 +24,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def architecture(hf: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """``TransformerConfig``'s arguments that follow from a completed ``config.json`` alone.
+    """Return the ``TransformerConfig`` arguments that follow from a completed ``config.json`` alone.
 
     Raises:
-        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+        UnsupportedError: a setting changes the computation and has no tested counterpart here.
     """
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
@@ -55,10 +55,10 @@ def transformer_config(
     device: torch.device,
     recompute: dict[str, Any],
 ) -> TransformerConfig:
-    """mcore's config for a completed ``config.json``.
+    """Return mcore's config for a completed ``config.json``.
 
     Raises:
-        UnsupportedError: a setting that changes the computation and has no proven counterpart.
+        UnsupportedError: a setting changes the computation and has no tested counterpart here.
     """
     dtype = DTYPES[model.dtype]
     settings: dict[str, Any] = {
@@ -74,15 +74,15 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Micro-batches differ in length; mcore accepts that only together with this dispatcher, dense model or not.
+        # Micro-batches differ in length. mcore accepts that only together with this dispatcher, even in a dense model.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # The loss arrives normalised over the whole step: mcore must not divide it again.
+        # The loss arrives normalised over the whole step, so mcore must not divide it.
         "calculate_per_token_loss": True,
-        # Every weight is read from the checkpoint.
+        # Every weight is read from the model's files.
         "perform_initialization": False,
         "use_cpu_initialization": device.type == "cpu",
-        # mcore's own fusions need Apex, or compile on a CPU too; the back ends have theirs.
+        # mcore's fusions need Apex or compile on a CPU too; the back ends bring their own.
         "gradient_accumulation_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
@@ -96,15 +96,16 @@ def transformer_config(
     if "kv_lora_rank" not in settings:
         settings["num_query_groups"] *= copies
         return PackedConfig(**settings, windows=windows if any(windows) else (), kv_copies=copies)
-    # mcore's own flag would leave RoPE to each layer; LatentAttention takes the model's angles like every attention.
+    # mcore's flag would make each layer compute its own RoPE. LatentAttention takes the model's angles, as all
+    # attention does here.
     without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")
 
 
 def _stages(layers: int, parallel: ParallelConfig) -> dict[str, Any]:
-    """Where the layers do not divide among the stages: some stages get one more, the outermost last.
+    """Spread layers that do not divide evenly over the stages: some stages get one layer more than others.
 
-    The first stage has the embedding and the last one the loss.
+    Inner stages get one first; the first stage also holds the embedding, and the last one the loss.
     """
     stages = parallel.pipeline * parallel.virtual_pipeline
     each, more = divmod(layers, stages)
@@ -118,10 +119,10 @@ def _stages(layers: int, parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
-    """Settings of the interleaved schedule."""
+    """Return the settings of the interleaved schedule."""
     if parallel.virtual_pipeline == 1:
         return {}
-    # mcore wants its neighbours' sends and receives unbatched with two stages, where both neighbours are one rank.
+    # With two stages both neighbours are the same rank, and mcore then needs the sends and receives unbatched.
     return {
         "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
         "overlap_p2p_comm": True,
@@ -130,14 +131,16 @@ def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def padded_vocab(vocab: int, tensor: int) -> int:
-    """Smallest multiple of the tensor-parallel size that holds the vocabulary."""
+    """Return the smallest multiple of the tensor-parallel size that holds the vocabulary."""
     return -(-vocab // tensor) * tensor
 
 
 def build_chunks(
     hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups, train: TrainConfig
 ) -> list[PackedGPTModel]:
-    """Build this rank's model chunks with uninitialised, frozen weights; ``train`` tells what to recompute.
+    """Build this rank's model chunks with uninitialised, frozen weights.
+
+    ``train`` says which activations are recomputed.
 
     Returns:
         One chunk per virtual pipeline stage.
@@ -147,7 +150,7 @@ def build_chunks(
         ModelError, UnsupportedError: the family or a setting is wrong or not supported.
     """
     hf = full_config(hf)
-    # Again: what config.json leaves out is known only now.
+    # Check again: full_config has filled in the values that config.json leaves out.
     checks.check_layout_fits_model(parallel, hf)
     checks.check_backend(model, hf)
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))

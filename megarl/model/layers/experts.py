@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixture of experts of the ``local`` back end: mcore's router, dispatcher and one MLP per expert."""
+"""Mixture of experts of the ``local`` back end: mcore's router and dispatcher, and one MLP per expert."""
 
 from typing import Any
 
@@ -17,21 +17,21 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 
 class LocalRouter(TopKRouter):
-    """mcore's router; its own gating names a Transformer Engine function even where that is not installed."""
+    """mcore's router without Transformer Engine, which mcore's own gating names even where it is not installed."""
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., experts]`` in the dtype in which Hugging Face computes them: float32 or the model's."""
+        """Return logits ``[..., experts]`` in the dtype that Hugging Face computes them in: float32 or the model's."""
         if self.config.moe_router_dtype == "fp32":
             return F.linear(input.float(), self.weight.float())
         return F.linear(input, self.weight)
 
 
 class GroupLimitedRouter(LocalRouter):
-    """DeepSeek's routing: top-k within the best groups of experts.
+    """DeepSeek's routing: the top-k experts within the best groups of experts.
 
-    mcore (0.16.1) ranks a group by the sum of its best topk / group_topk scores; DeepSeek-V2 (softmax) ranks it by its
-    best score, V3 (sigmoid) by the sum of its best two, whatever the numbers. V3's bias on the choice is a frozen base
-    weight here: mcore's ``moe_router_enable_expert_bias`` would move it after every step.
+    mcore (0.16.1) scores a group by the sum of its best topk / group_topk scores. DeepSeek-V2 (softmax) scores it by
+    its best score, V3 (sigmoid) by the sum of its best two. V3's bias on the choice is a frozen base weight here;
+    mcore's ``moe_router_enable_expert_bias`` would change it after every step.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class GroupLimitedRouter(LocalRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float32 weights and bool choices ``[T, experts]``; ``padding_mask`` is not used."""
+        """Return float32 weights and bool choices, both ``[T, experts]``. ``padding_mask`` is not used."""
         logits = logits.view(-1, self.num_experts).float()
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
         chosen = self._in_best_groups(scores.detach()).topk(self.topk, dim=-1).indices
@@ -55,7 +55,7 @@ class GroupLimitedRouter(LocalRouter):
         return torch.zeros_like(scores).scatter(1, chosen, weights), choices
 
     def _in_best_groups(self, scores: torch.Tensor) -> torch.Tensor:
-        """What experts are chosen by, ``[T, experts]``; minus infinity outside the best groups."""
+        """Return the scores that experts are chosen by, ``[T, experts]``, minus infinity outside the best groups."""
         if self.sigmoid:
             scores = scores + self.expert_bias
         if not self.config.moe_router_num_groups:
@@ -63,12 +63,12 @@ class GroupLimitedRouter(LocalRouter):
         grouped = scores.unflatten(-1, (self.config.moe_router_num_groups, -1))
         ranks = grouped.topk(2 if self.sigmoid else 1, dim=-1).values.sum(dim=-1)
         best = ranks.topk(self.config.moe_router_group_topk, dim=-1).indices
-        left = torch.ones_like(ranks, dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(left[..., None], -torch.inf).flatten(-2)
+        excluded = torch.ones_like(ranks, dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
 
 
 class SharedExpertGate(torch.nn.Module):
-    """The linear that scales the shared experts' output, token by token; the same on all tensor-parallel ranks."""
+    """The linear that scales the shared experts' output per token. Every tensor-parallel rank holds the same weight."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -76,25 +76,25 @@ class SharedExpertGate(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """``[..., H] -> [..., 1]``, and no bias, as mcore's linears return them."""
+        """Map ``[..., H]`` to ``[..., 1]``. Returns (output, None), as mcore's linears return (output, bias)."""
         return F.linear(hidden, self.weight), None
 
 
 class SharedExperts(SharedExpertMLP):
-    """mcore's shared experts with the gate, if there is one, as a module that an adapter can wrap."""
+    """mcore's shared experts. The gate, where there is one, is a module, so that an adapter can wrap it."""
 
     def __init__(self, *args: Any, gate: bool, **kwargs: Any) -> None:
         super().__init__(*args, gate=False, **kwargs)
         self.gate = SharedExpertGate(self.config) if gate else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[T, 1, H]`` (T/TP tokens under sequence parallelism) to the same shape."""
+        """Map ``[T, 1, H]`` to the same shape; under sequence parallelism T/TP tokens."""
         output = super().forward(hidden)
         return output if self.gate is None else output * self.gate(hidden)[0].sigmoid()
 
 
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
-    """A mixture of experts in place of an MLP."""
+    """Return the spec of a mixture of experts that takes the place of an MLP."""
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
@@ -107,11 +107,11 @@ def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     )
 
 
-def let_go_of_graphs(model: torch.nn.Module) -> None:
-    """Let a model with experts be freed once it has run.
+def release_graphs(model: torch.nn.Module) -> None:
+    """Let a model with experts be freed after it has run.
 
-    mcore's dispatchers keep the routing's weights, and with them the graph that leads back to the model: through
-    autograd's nodes and DDP's hooks on them, where the garbage collector does not see the circle.
+    mcore's dispatchers keep the routing weights, and these keep the autograd graph, which leads back to the model
+    through DDP's hooks. The garbage collector does not see that cycle.
     """
 
     def forget(layer: MoELayer, inputs: Any, output: Any) -> None:
@@ -123,7 +123,7 @@ def let_go_of_graphs(model: torch.nn.Module) -> None:
 
 
 def sparse_layers(config: TransformerConfig) -> list[bool]:
-    """For each layer of the whole model, whether it has experts."""
+    """For each layer of the whole model: True if it has experts."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     pattern = config.moe_layer_freq
@@ -133,6 +133,6 @@ def sparse_layers(config: TransformerConfig) -> list[bool]:
 
 
 def stage_layers(config: TransformerConfig, vp_stage: int | None) -> list[bool]:
-    """For each layer that this rank builds of a virtual pipeline stage, whether it has experts."""
+    """For each layer that this rank builds for a virtual pipeline stage: True if it has experts."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     return sparse_layers(config)[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's GPTModel for packed token streams, and the layer specification of the ``local`` back end."""
+"""mcore's GPTModel for packed tokens, and the block specification of the ``local`` back end."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.layers.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.layers.block import Parts, block_of
-from megarl.model.layers.experts import let_go_of_graphs
+from megarl.model.layers.experts import release_graphs
 from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
 from megarl.parallel.mcore import without_remarks
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm. mcore's own torch norm asserts against SP."""
+    """Root mean square norm. mcore's own torch norm refuses sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer block of mcore's own linears, our norm and our packed attention."""
+    """Return the spec of a block made of mcore's linears, megarl's norm and megarl's packed attention."""
     parts = Parts(RMSNorm, ColumnParallelLinear, RowParallelLinear, PackedAttention, SwiGLU)
     return block_of(parts, config, vp_stage)
 
@@ -48,12 +48,12 @@ def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transfo
 class PackedGPTModel(GPTModel):
     """A GPTModel whose forward takes packed tokens and returns hidden states instead of logits.
 
-    ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final
-    hidden states ``[T, 1, hidden]`` on the last stage (``[T / TP, 1, hidden]`` under SP). Logits are the business of
-    ``megarl.loss.logprobs``, which never holds all of them. T are this rank's tokens under context parallelism.
+    ``forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=PackedSequences)`` returns the final hidden
+    states on the last stage: ``[T, 1, hidden]``, ``[T / TP, 1, hidden]`` under SP. Under context parallelism T counts
+    this rank's tokens. ``megarl.loss.logprobs`` computes the logits, and never holds all of them at once.
 
     Attributes:
-        rope_table: ``[longest, 1, 1, rotated]`` float32 radians per position, of the last forward pass; None without
+        rope_table: float32 radians per position of the last forward pass, ``[longest, 1, 1, rotated]``; None without
             RoPE.
     """
 
@@ -61,12 +61,12 @@ class PackedGPTModel(GPTModel):
         with without_remarks():
             super().__init__(*args, **kwargs)
         if hasattr(self, "rotary_pos_emb"):
-            # mcore would cut the table for one sequence over the CP ranks; _preprocess indexes the whole of it.
+            # mcore would split the table over CP ranks for one sequence; _preprocess needs the whole table.
             self.rotary_pos_emb.cp_group = None
-        let_go_of_graphs(self)
+        release_graphs(self)
 
     def _preprocess(self, *args: Any, **kwargs: Any) -> tuple:
-        """Replace mcore's RoPE table by the angles of each packed token, so that no layer loops over sequences."""
+        """Replace mcore's RoPE table by one angle per packed token, so that no layer loops over sequences."""
         outputs = super()._preprocess(*args, **kwargs)
         self.rope_table = outputs[1]
         if kwargs["packed_seq_params"].qkv_format != PACKED_FORMAT or outputs[1] is None:
@@ -75,11 +75,11 @@ class PackedGPTModel(GPTModel):
         return (outputs[0], angles, *outputs[2:])
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Skip the output layer."""
+        """Return the hidden states; the output layer is skipped."""
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output projection, ``[padded_vocab / TP, hidden]``."""
+        """Return this rank's rows of the output projection, ``[padded_vocab / TP, hidden]``."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -87,12 +87,12 @@ class PackedGPTModel(GPTModel):
     def output_deltas(
         self, hidden_states: torch.Tensor, positions: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What an adapter of the output layer adds to the logits at ``positions [R]``: ``([R, r], [V/TP, r])`` each."""
+        """Return the terms that adapters add to the logits at ``positions [R]``: factors ``([R, r], [V/TP, r])``."""
         deltas = getattr(self.output_layer, "deltas", None)
         return deltas(hidden_states, positions) if deltas else []
 
     def tokens_hidden(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states ``[T, hidden]`` of all tokens on every TP rank; their gradient is summed over TP ranks."""
+        """Return hidden states ``[T, hidden]`` of all tokens on every TP rank; backward sums their gradient over TP."""
         hidden = hidden_states.squeeze(1)
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -101,7 +101,7 @@ class PackedGPTModel(GPTModel):
 
 
 def inner_model(chunk: Any) -> PackedGPTModel:
-    """The model in a chunk that may be wrapped in DDP."""
+    """Return the model inside a chunk that may be wrapped in DDP."""
     while not isinstance(chunk, PackedGPTModel):
         chunk = chunk.module
     return chunk

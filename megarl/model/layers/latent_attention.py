@@ -20,16 +20,17 @@ from megatron.core.transformer import MegatronModule, MLATransformerConfig
 
 from megarl.model.layers.attention import PackedAttention, PackedSequences
 
-# Of the norms of the latents, whatever rms_norm_eps is: transformers gives them their class's own default.
+# Epsilon of the latents' norms, whatever rms_norm_eps is: transformers leaves these norms at their class's default.
 LATENT_EPS = 1e-6
 
 
 class LatentAttention(MegatronModule):
-    """An attention layer in the place of mcore's ``MLASelfAttention``, with its names for the linears.
+    """An attention layer that replaces mcore's ``MLASelfAttention`` and keeps its names for the linears.
 
-    mcore's own (0.16.1) leaves each tensor-parallel rank with the gradient of the shared rotary key from its own heads
-    only, so that the gradients of ``kv_a_proj_with_mqa`` and of all layers before it are silently wrong; it makes its
-    own RoPE angles, for one sequence from position 0; and it cannot be built where Transformer Engine is not installed.
+    mcore's layer (0.16.1) has three defects here. Each tensor-parallel rank gets the gradient of the shared rotary key
+    from its own heads only, so the gradients of ``kv_a_proj_with_mqa`` and of all layers before it are silently wrong.
+    It makes its own RoPE angles, for one sequence that starts at position 0. It cannot be built without Transformer
+    Engine.
     """
 
     def __init__(
@@ -91,12 +92,12 @@ class LatentAttention(MegatronModule):
         Args:
             hidden_states: ``[T, 1, hidden]``, under SP ``[T / TP, 1, hidden]``.
             attention_mask: not used.
-            rotary_pos_emb: ``[T, 1, 1, qk_rope_head_dim]``, radians.
-            packed_seq_params: the sequences' bounds.
-            kwargs: what else mcore's layer passes; not used.
+            rotary_pos_emb: angles in radians, ``[T, 1, 1, qk_rope_head_dim]``.
+            packed_seq_params: the bounds of the sequences.
+            kwargs: further arguments that mcore's layer passes; not used.
 
         Returns:
-            The output, shaped like ``hidden_states``, and its bias.
+            The output, shaped like ``hidden_states``, and its bias (None).
         """
         query = self._queries(hidden_states, rotary_pos_emb)
         key, value = self._keys_and_values(hidden_states, rotary_pos_emb)
@@ -111,52 +112,52 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(out)
 
     def _queries(self, hidden: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """``[T, 1, heads / TP, qk_head_dim]``; the rotary part comes last."""
+        """Return queries ``[T, 1, heads / TP, qk_head_dim + rotary]``; the rotary part comes last."""
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden)
         else:
-            latent = self._own_tokens(self._whole(self.linear_q_down_proj(hidden)[0]))
+            latent = self._local_tokens(self._gathered(self.linear_q_down_proj(hidden)[0]))
             query, _ = self.linear_q_up_proj(self.q_layernorm(latent))
         plain, rotary = self._split(query, self.config.qk_head_dim, self.config.qk_pos_emb_head_dim)
         return torch.cat([plain, self._rotated(rotary, angles)], dim=-1)
 
     def _keys_and_values(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``[T, 1, heads / TP, qk_head_dim]`` and ``[T, 1, heads / TP, v_head_dim]``."""
-        down = self._whole(self.linear_kv_down_proj(hidden)[0])
+        """Return keys ``[T, 1, heads / TP, qk_head_dim + rotary]`` and values ``[T, 1, heads / TP, v_head_dim]``."""
+        down = self._gathered(self.linear_kv_down_proj(hidden)[0])
         latent, rotary = down.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        up, _ = self.linear_kv_up_proj(self.kv_layernorm(self._own_tokens(latent)))
+        up, _ = self.linear_kv_up_proj(self.kv_layernorm(self._local_tokens(latent)))
         plain, value = self._split(up, self.config.qk_head_dim, self.config.v_head_dim)
-        # All heads share the rotary key: its gradient is the sum over the heads of all ranks.
+        # All heads share the rotary key, so its gradient is the sum over the heads of all TP ranks.
         rotary = copy_to_tensor_model_parallel_region(rotary, group=self.group)
         rotary = self._rotated(rotary.unsqueeze(-2), angles).expand(-1, -1, plain.shape[-2], -1)
         return torch.cat([plain, rotary], dim=-1), value
 
-    def _whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All features ``[T, 1, F]`` of a column-parallel output; every rank must return the whole gradient."""
+    def _gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather all features ``[T, 1, F]`` of a column-parallel output. Each rank must return the whole gradient."""
         return gather_from_tensor_model_parallel_region(part, group=self.group)
 
-    def _own_tokens(self, latent: torch.Tensor) -> torch.Tensor:
-        """Under SP this rank's tokens, which the next linear gathers again."""
+    def _local_tokens(self, latent: torch.Tensor) -> torch.Tensor:
+        """Under SP keep only this rank's tokens; the next linear gathers them again."""
         if not self.config.sequence_parallel:
             return latent
         return scatter_to_sequence_parallel_region(latent, group=self.group)
 
     @staticmethod
     def _split(tensor: torch.Tensor, *sizes: int) -> tuple[torch.Tensor, ...]:
-        """Parts of each head: ``[T, 1, heads * sum(sizes)]`` -> ``[T, 1, heads, size]`` each."""
+        """Split each head into parts: ``[T, 1, heads * sum(sizes)]`` -> ``[T, 1, heads, size]`` each."""
         return tensor.view(*tensor.shape[:-1], -1, sum(sizes)).split(sizes, dim=-1)
 
     def _rotated(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """RoPE on neighbouring features as pairs; the result has the pairs' first features, then their second.
+        """Apply RoPE to pairs of neighbouring features. The result holds the pairs' first features, then their second.
 
-        Queries and keys are reordered alike, which changes no product of the two.
+        Queries and keys are reordered alike, so their products do not change.
         """
         halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], dim=-1)
         return apply_rotary_pos_emb(halves, angles, config=self.config, cp_group=self.context)
 
 
 def softmax_scale(config: MLATransformerConfig) -> float:
-    """Factor of the attention logits: 1 / sqrt(head_dim), with YaRN times (0.1 * mscale_all_dim * ln(factor) + 1)^2."""
+    """Factor of the attention logits: 1 / sqrt(head_dim); with YaRN times (0.1 * mscale_all_dim * ln(factor) + 1)^2."""
     factor = max(config.rotary_scaling_factor, 1.0)
     mscale = 0.1 * config.mscale_all_dim * math.log(factor) + 1.0
     return mscale**2 * (config.qk_head_dim + config.qk_pos_emb_head_dim) ** -0.5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gated MLP of dense layers."""
+"""Gated MLP of dense layers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from megarl.model.layers.pointwise import wants_kernels
 
 
 class PackedMLP(MLP):
-    """mcore's layer; on CUDA in 16 bits, without biases its activation is one kernel."""
+    """mcore's MLP. On CUDA, in 16 bits and without biases, its activation is one Triton kernel."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         self.biased = isinstance(config, PackedConfig) and config.mlp_bias
@@ -21,7 +21,7 @@ class PackedMLP(MLP):
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``[T, 1, hidden] -> [T, 1, hidden]`` (T/TP under SP), and the bias to be added, if any."""
+        """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias that is still to be added, if any."""
         if self.biased or per_token_scale is not None or not wants_kernels(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         from megarl.model.layers.kernels.swiglu import swiglu

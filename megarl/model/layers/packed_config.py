@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What megarl's layers have to know beside mcore's ``TransformerConfig``."""
+"""mcore's ``TransformerConfig`` with the settings that megarl's layers need and mcore lacks."""
 
 import copy
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ from megatron.core.transformer import TransformerConfig
 
 @dataclass
 class PackedConfig(TransformerConfig):
-    """mcore's config of a model without multi-latent attention, and what mcore has no setting for.
+    """Config of a model without multi-latent attention: mcore's settings, and those that mcore does not have.
 
     Attributes:
-        attention_bias: a bias on the output projection of attention (``add_qkv_bias`` is mcore's, of the other three).
-        mlp_bias: a bias on the linears of dense MLPs.
-        windows: for each layer of the whole model how many tokens a token attends to, itself included; None for all
-            before it. Empty where no layer has a window.
-        kv_copies: tensor-parallel ranks that hold the same KV head, where there are more ranks than heads;
-            ``num_query_groups`` counts the copies. mcore's own way cuts q, k and v of a head anywhere over its ranks.
+        attention_bias: True if the output projection of attention has a bias (mcore's ``add_qkv_bias`` is for q, k and
+            v).
+        mlp_bias: True if the linears of dense MLPs have biases.
+        windows: for each layer of the whole model, how many tokens a token attends to, itself included; None for all
+            before it. Empty if no layer has a window.
+        kv_copies: number of tensor-parallel ranks that hold the same KV head, where there are more ranks than heads.
+            ``num_query_groups`` counts the copies. mcore's own method splits q, k and v of one head over its ranks.
     """
 
     attention_bias: bool = False
@@ -26,7 +27,7 @@ class PackedConfig(TransformerConfig):
     kv_copies: int = 1
 
     def with_bias(self, bias: bool) -> "PackedConfig":
-        """The config for a module whose every linear has a bias, or has none; mcore knows one switch for all."""
+        """A copy in which all linears of a module have a bias, or none has; mcore has one switch for all of them."""
         changed = copy.copy(self)
         changed.add_bias_linear = bias
         return changed

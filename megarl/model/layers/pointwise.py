@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise parts of a layer for the ``local`` back end, compiled into one kernel on CUDA where none is written.
+"""Pointwise parts of a layer for the ``local`` back end. On CUDA, torch.compile makes each one kernel.
 
-As separate torch operations they are most of a small model's time on a GPU: every one reads and writes a whole
-activation. On a CPU, in float32 and where torch.compile does not work they run as written.
+As separate torch operations they take most of a small model's time on a GPU, because each reads and writes a whole
+activation. On a CPU, in float32, and where torch.compile does not work, they run uncompiled. Those with a Triton kernel
+of megarl's own are in ``kernels``.
 """
 
 import functools
@@ -16,14 +17,14 @@ import torch.nn.functional as F
 from megarl.triton_support import has_triton
 
 
-def one_kernel(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compile a function of tensors when it first sees 16-bit ones on CUDA; its first dimension is that of tokens."""
+def compile_on_cuda(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compile a function when it first sees 16-bit tensors on CUDA. The tensors' first dimension is the tokens'."""
     compiled: Callable[..., torch.Tensor] | None = None
     broken = False
 
     @functools.wraps(function)
     def call(*args: Any) -> torch.Tensor:
-        """``function``, compiled where that is worth it; what the compiler raises is a warning, once."""
+        """Call ``function``, compiled where that is worth it. A compiler's exception becomes one warning."""
         nonlocal compiled, broken
         if broken or not wants_compilation(args[0]):
             return function(*args)
@@ -45,16 +46,16 @@ def one_kernel(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 
 def wants_compilation(tensor: torch.Tensor) -> bool:
-    """Whether a function of this tensor is worth compiling; float32 is for comparisons, not for speed."""
+    """Return True if compiling is worth it: 16-bit tensors on CUDA. Float32 is for comparisons, not for speed."""
     return tensor.is_cuda and tensor.element_size() == 2
 
 
 def wants_kernels(tensor: torch.Tensor) -> bool:
-    """Whether a function of this tensor is for a Triton kernel of our own."""
+    """Return True if a function of this tensor should use one of megarl's Triton kernels."""
     return wants_compilation(tensor) and has_triton()
 
 
-@one_kernel
+@compile_on_cuda
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv:1910.07467)."""
     return F.rms_norm(hidden, weight.shape, weight, eps)
@@ -66,7 +67,7 @@ def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-@one_kernel
+@compile_on_cuda
 def _rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     cos, sin = angles.cos(), angles.sin()
     turned, passed = states[..., : angles.shape[-1]].float(), states[..., angles.shape[-1] :]
@@ -76,12 +77,12 @@ def _rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 
 def rotate(states: torch.Tensor, angles: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotary position embedding (Su et al., arXiv:2104.09864), under the signature of mcore's fused one.
+    """Rotary position embedding (Su et al., arXiv:2104.09864), with the signature of mcore's fused function.
 
     Args:
         states: ``[T, 1, heads, head_dim]``.
         angles: ``[T, 1, 1, rotated]`` float32, ``rotated`` at most ``head_dim``.
-        interleaved: must be False; no supported family pairs neighbouring dimensions.
+        interleaved: must be False: no supported family reaches this function with neighbouring dimensions paired.
     """
     assert not interleaved
     return _rotate(states, angles)
@@ -98,5 +99,5 @@ class SwiGLU(torch.nn.Module):
         return swiglu(gate_and_up)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Empty; mcore's MLP asks all of its modules."""
+        """Return an empty dict: mcore's MLP asks every submodule for one."""
         return {}

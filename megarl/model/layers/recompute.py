@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activation recomputation: mcore's settings for ``train.recompute``, and what a frozen embedding needs under it."""
+"""Map ``train.recompute`` to mcore's settings, and let gradients pass a frozen embedding under full recomputation."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from megarl.config import TrainConfig
 
 
 def recompute_settings(config: TrainConfig) -> dict[str, Any]:
-    """TransformerConfig's recompute fields.
+    """Return the recompute fields of ``TransformerConfig``.
 
-    ``selective`` recomputes the core attention of every layer; ``full`` whole layers, each on its own: of every layer,
-    or of the first ``recompute_layers`` of each chunk.
+    ``selective`` recomputes the core attention of every layer. ``full`` recomputes whole layers one by one: all of
+    them, or the first ``recompute_layers`` of each chunk.
     """
     if config.recompute == "none":
         return {}
@@ -27,11 +27,12 @@ def recompute_settings(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def open_to_gradients(model: GPTModel) -> None:
-    """Make full recomputation train adapters on a frozen embedding.
+def require_input_gradients(model: GPTModel) -> None:
+    """Make full recomputation train adapters behind a frozen embedding.
 
-    A recomputed layer passes gradients on only if its input asks for one. The frozen embedding's output does not, and
-    all adapters behind it would get zero gradients without an error. Later pipeline stages receive inputs that do.
+    A recomputed layer passes gradients on only if its input requires one. A frozen embedding's output does not, so all
+    adapters behind it would get zero gradients without an error. Later pipeline stages receive inputs that do require
+    one.
     """
 
     def ask(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:

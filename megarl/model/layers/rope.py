@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding (Su et al., arXiv:2104.09864), scaled as transformers scales it: by its own functions."""
+"""Rotary position embedding (Su et al., arXiv:2104.09864), scaled by transformers' own functions."""
 
 import copy
 import math
@@ -22,14 +22,15 @@ SUPPORTED = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Rope:
-    """How one model rotates queries and keys.
+    """RoPE of one model.
 
     Attributes:
         base: rope_theta.
-        frequencies: ``[head_dim / 2]`` float32, radians per position; None where they follow from ``base`` alone.
-        attention_factor: multiplies rotated queries and keys (YaRN, Peng et al., arXiv:2309.00071).
-        longest: tokens of the longest sequence with these frequencies; longer ones have others, each length its own
-            (dynamic) or all the same (longrope). None where they do not depend on the length.
+        frequencies: radians per position, ``[head_dim / 2]`` float32; None where they follow from ``base`` alone.
+        attention_factor: factor of rotated queries and keys (YaRN, Peng et al., arXiv:2309.00071).
+        longest: longest sequence, in tokens, that these frequencies are right for. Longer sequences need other
+            frequencies: one set per length (dynamic) or one set for all (longrope). None where the length does not
+            matter.
     """
 
     base: float
@@ -37,46 +38,47 @@ class Rope:
     attention_factor: float = 1.0
     longest: int | None = None
 
-    def check_length(self, length: int, what: str) -> None:
-        """Refuse sequences whose frequencies would be others.
+    def check_length(self, length: int, source: str) -> None:
+        """Refuse sequences that would need other frequencies.
 
         Args:
-            length: tokens of the longest sequence.
-            what: where the length comes from, for the message.
+            length: length of the longest sequence in tokens.
+            source: names what has this length, for the message.
 
         Raises:
-            UnsupportedError: it exceeds ``longest``.
+            UnsupportedError: the length exceeds ``longest``.
         """
         if self.longest is not None and length > self.longest:
             raise UnsupportedError(
-                f"config.json: its dynamic or longrope RoPE changes beyond {self.longest} tokens, but {what} is "
+                f"config.json: its dynamic or longrope RoPE changes beyond {self.longest} tokens, but {source} is "
                 f"{length}; supported are sequences up to there"
             )
 
     def model_settings(self) -> dict[str, Any]:
-        """GPTModel's arguments."""
+        """Return the RoPE arguments of GPTModel."""
         return {"position_embedding_type": "rope", "rotary_base": self.base, "rotary_percent": 1.0}
 
     def attention_settings(self, head_dim: int) -> dict[str, Any]:
-        """``TransformerConfig``'s arguments: scaling q and k by f scales the attention logits by f squared."""
+        """Return ``TransformerConfig`` arguments: scaling q and k by f scales the attention logits by f squared."""
         if self.attention_factor == 1.0:
             return {}
         return {"softmax_scale": self.attention_factor**2 * head_dim**-0.5}
 
     def install(self, chunk: "GPTModel") -> None:
-        """Give a built model these frequencies."""
+        """Write the frequencies into a built model."""
         if self.frequencies is not None:
             chunk.rotary_pos_emb.inv_freq = self.frequencies.to(chunk.rotary_pos_emb.inv_freq.device)
 
 
 def rope_of(hf: Mapping[str, Any]) -> Rope:
-    """The RoPE of a parsed ``config.json``, in transformers 5's form (``rope_parameters``) or the older ones.
+    """Read RoPE from a parsed ``config.json``, in transformers 5's form (``rope_parameters``) or an older one.
 
     Raises:
-        UnsupportedError: a type that is not supported, one per kind of layer, or parameters that transformers rejects.
+        UnsupportedError: the type is not supported, RoPE differs between layers, or transformers rejects the
+            parameters.
     """
-    given = _given(hf)
-    # transformers takes a null for a type of its own, which is not the default.
+    given = _rope_parameters(hf)
+    # null is not "default": transformers takes it for a type of its own.
     kind = given.get("rope_type", given.get("type", "default"))
     if kind not in SUPPORTED:
         raise UnsupportedError(f"config.json: rope_type is {kind!r}; supported are {', '.join(SUPPORTED)}")
@@ -84,7 +86,7 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
         raise UnsupportedError(f"config.json: rope_parameters differ by layer ({nested[0]}); supported is one for all")
     partial = given.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
-        # No class of transformers of the families supported here has it: they ignore it; vLLM and mcore do not.
+        # transformers ignores the key in all families supported here; vLLM and mcore do not.
         raise UnsupportedError(f"config.json: partial_rotary_factor is {partial}; supported is 1.0")
     full = {key: value for key, value in copy.deepcopy(dict(full_config(hf))).items() if key != "model_type"}
     try:
@@ -98,14 +100,14 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
         frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
         if not (frequencies.isfinite().all() and 0.0 < factor < math.inf):
             raise ValueError("its frequencies are not finite")
-    except Exception as error:  # whatever a library raises that was given anything at all
+    except Exception as error:  # transformers' functions may raise anything on unexpected values
         raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
     longest = {"dynamic": full["max_position_embeddings"], "longrope": given.get("original_max_position_embeddings")}
     return Rope(base, frequencies.float(), float(factor), longest.get(kind))
 
 
-def _given(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters``, or what older releases called so."""
+def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``rope_parameters``, or ``rope_scaling``, its name in older releases."""
     given = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         raise ModelError(f"config.json: rope_parameters is {given!r}; it must be an object")

@@ -15,10 +15,10 @@ from megarl.model.weights.fusion import HeadLayout, head_layout, split_heads
 
 
 class PackedSelfAttention(SelfAttention):
-    """mcore's layer, whose forward pass is only what training on packed tokens needs of it.
+    """mcore's layer with a forward pass reduced to what training on packed tokens needs.
 
-    On CUDA in 16 bits everything between the projection and attention is one kernel, unless the norms of queries and
-    keys are trained.
+    On CUDA in 16 bits, one Triton kernel does everything between the projection and attention, unless the norms of
+    queries and keys are trained.
     """
 
     def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
@@ -33,7 +33,7 @@ class PackedSelfAttention(SelfAttention):
         packed_seq_params: PackedSequences,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As ``LatentAttention.forward``; ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
+        """Attend, as ``LatentAttention.forward`` does. ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
         fused, _ = self.linear_qkv(hidden_states)
         split = self._split_by_kernel if self._has_kernel(fused) else self._split
         query, key, value = split(fused, rotary_pos_emb)
@@ -47,7 +47,7 @@ class PackedSelfAttention(SelfAttention):
         return head_layout(self.config)
 
     def _norms(self) -> tuple[torch.Tensor, ...]:
-        """Weights of the norms of queries and keys, if the model has them."""
+        """Return the weights of the query and key norms, if the model has them."""
         weights = (getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm))
         return tuple(weight for weight in weights if weight is not None)
 
@@ -61,7 +61,7 @@ class PackedSelfAttention(SelfAttention):
         return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, self._heads)
 
     def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """``[T, 1, heads, head_dim]`` of queries, keys and values."""
+        """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""
         query, key, value = split_heads(fused, self._heads)
         if self._norms():
             query, key = self.q_layernorm(query), self.k_layernorm(key)

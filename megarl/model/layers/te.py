@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``te`` back end: Transformer Engine's linears with fused norms, its norms, activation and packed attention.
 
-Import this module only where Transformer Engine is installed (``backends`` sees to it): without it, mcore's classes for
-it are not classes.
+Import this module only where Transformer Engine is installed (``backends`` checks that). Elsewhere mcore's classes for
+it do not exist.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ from megarl.model.layers.block import Parts, block_of
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer block in which the norms of attention and of dense MLPs are part of the linear that follows them."""
+    """Return the spec of a block whose linears include the norms of attention and of dense MLPs."""
     parts = Parts(
         TENorm,
         TELayerNormColumnParallelLinear,
         TERowParallelLinear,
-        # Ours splits packed sequences over CP ranks as the model's RoPE and loss expect them.
+        # PackedAttention splits sequences over CP ranks in the way that the model's RoPE and loss expect.
         PackedTEAttention if config.context_parallel_size == 1 else PackedAttention,
         TEActivationOp,
         fused_norm=True,
@@ -38,11 +38,11 @@ def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> Transforme
 
 
 class PackedTEAttention(TEDotProductAttention):
-    """TE's variable-length ("thd") attention behind the interface of ``PackedAttention``."""
+    """TE's variable-length ("thd") attention with the interface of ``PackedAttention``."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        # TE has no fused kernel for float32, and its unfused one holds whole score matrices.
+        # TE has no fused kernel for float32; its unfused one would hold whole score matrices.
         self.exact = PackedAttention(config, *args, **kwargs)
 
     def forward(
@@ -56,14 +56,15 @@ class PackedTEAttention(TEDotProductAttention):
         packed_seq_params: PackedSequences,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Attend within each packed sequence; shapes as for ``PackedAttention``."""
-        # TE's own window would need another config for each layer.
+        """Attend within each packed sequence. Shapes are those of ``PackedAttention``."""
+        # TE takes the window from the config, so each layer would need a config of its own.
         if query.dtype == torch.float32 or self.exact.window is not None:
             return self.exact(query, key, value, None, packed_seq_params=packed_seq_params)
         out = super().forward(
             query.squeeze(1),
             key.squeeze(1),
-            # A view into the fused projection: TE would look for a layout of the three twice before it copied this one.
+            # The value is a view into the fused projection. TE would search for a layout of all three twice before
+            # copying it.
             value.squeeze(1).contiguous(),
             None,
             attn_mask_type,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a pack each context-parallel (CP) rank holds. Pure index arithmetic, the same on every rank.
+"""Partition packed sequences over context-parallel (CP) ranks. Pure index arithmetic, the same on every rank.
 
-Each sequence of a pack is padded to a multiple of 2 * CP tokens and cut into 2 * CP equal chunks; rank i holds chunk i
-and then chunk 2 * CP - 1 - i. A token of chunk c attends to c whole chunks and the part of its own before it, so every
-rank attends to 2 * CP + 1 chunks' worth of keys, less the same corner: the load is equal on all ranks, whatever the
-lengths. It is the partition of Transformer Engine's thd format (``thd_get_partitioned_indices``), also where a pack has
-several sequences: sequence after sequence, both chunks of each.
+Each sequence of a pack is padded to a multiple of 2 * CP tokens and cut into 2 * CP equal chunks. Rank i holds chunk i
+and then chunk 2 * CP - 1 - i. A token of chunk c attends to c whole chunks and to the part of its own chunk before it.
+Every rank therefore attends to the same number of keys, whatever the lengths: the load is equal. The partition is that
+of Transformer Engine's thd format (``thd_get_partitioned_indices``). A pack of several sequences lists both chunks of
+the first sequence, then of the second, and so on.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ import numpy as np
 
 
 class Run(NamedTuple):
-    """Consecutive tokens of one sequence on a rank, and the keys they attend to.
+    """A run: consecutive tokens of one sequence on a rank.
 
     Attributes:
-        start: where the sequence starts in the whole pack.
-        before: tokens of the sequence before the run.
-        length: tokens of the run.
+        start: first token of the sequence in the whole pack.
+        before: number of tokens of the sequence before the run.
+        length: number of tokens in the run.
     """
 
     start: int
@@ -29,18 +29,18 @@ class Run(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Keys that the run's last token attends to: the sequence up to and with the run."""
+        """Number of keys that the run's last token attends to: the sequence up to the run's end."""
         return self.before + self.length
 
 
 def padded_length(length: int, context: int) -> int:
-    """Tokens of a sequence with its padding: the next multiple of 2 * CP, or ``length`` itself without CP."""
+    """Return the padded length of a sequence: the next multiple of 2 * CP, or ``length`` itself without CP."""
     chunks = _chunks(context)
     return -(-length // chunks) * chunks
 
 
 def rank_runs(lengths: Sequence[int], context: int, rank: int) -> list[Run]:
-    """What a rank holds, in its order: two runs of every sequence, or the whole sequence without CP.
+    """Return the runs that a rank holds, in order: two per sequence, or the whole sequence without CP.
 
     Args:
         lengths: padded lengths of the pack's sequences.
@@ -58,15 +58,15 @@ def rank_runs(lengths: Sequence[int], context: int, rank: int) -> list[Run]:
 
 
 def rank_tokens(lengths: Sequence[int], context: int, rank: int) -> np.ndarray:
-    """``[sum(lengths) / CP]`` int64: indices into the whole pack of a rank's tokens, in its order."""
+    """Return a rank's tokens as indices into the whole pack, in the rank's order: int64 ``[sum(lengths) / CP]``."""
     runs = rank_runs(lengths, context, rank)
     return np.concatenate([np.arange(run.start + run.before, run.start + run.keys) for run in runs])
 
 
 def key_rows(lengths: Sequence[int], context: int, rank: int) -> np.ndarray:
-    """``[sum of the runs' keys]`` int64: where the keys of a rank's runs, run after run, lie in the gathered pack.
+    """Return the rows of the gathered pack that hold the keys of a rank's runs, run after run: int64.
 
-    The gathered pack is all ranks' tokens, rank after rank. No row occurs more than twice: once in each run of its
+    The gathered pack holds all ranks' tokens, rank after rank. A row occurs at most twice: once in each run of its
     sequence.
     """
     gathered = np.concatenate([rank_tokens(lengths, context, other) for other in range(context)])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapter's optimizer: Megatron-Core's, its shards by tensor name, the fused AdamW update."""
+"""Optimizer of an adapter: Megatron-Core's optimizer, its shards by tensor name, a fused AdamW update."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's optimizer over the adapter, with its state readable and writable by tensor name."""
+"""mcore's optimizer over an adapter. Its state is read and written by tensor name."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megarl.config import TrainConfig
 from megarl.errors import MegarlError, UnsupportedError
 from megarl.model.optimizer import optimizer_shards
-from megarl.model.optimizer.ddp import start_sums
+from megarl.model.optimizer.ddp import start_reductions
 from megarl.model.optimizer.fused_adamw import global_norm, update, use_fused_adamw
 from megarl.parallel.device import cuda_names
 
@@ -26,15 +26,15 @@ class GradientError(MegarlError, FloatingPointError):
 def make_optimizers(
     chunks: list[Any], parameters: Mapping[str, list[tuple[str, torch.nn.Parameter]]], config: TrainConfig
 ) -> dict[str, "AdapterOptimizer"]:
-    """One optimizer for each adapter, over its parameters alone: an update moves no other's weights or moments.
+    """Make one optimizer per adapter, over its parameters alone, so that an update changes no other adapter.
 
     Args:
-        chunks: wrapped by ``wrap_ddp`` with the same config.
-        parameters: adapter's name -> ``(PEFT name, parameter)`` of this rank.
+        chunks: model chunks, wrapped by ``wrap_ddp`` with the same config.
+        parameters: maps each adapter's name to this rank's ``(PEFT name, parameter)`` pairs.
         config: the ``train`` section.
 
     Raises:
-        UnsupportedError: several adapters, and a setting under which mcore's buffers allow one only.
+        UnsupportedError: there are several adapters, and a setting under which mcore's buffers allow only one.
     """
     for setting in ("distributed_optimizer", "overlap_grad_reduce"):
         if len(parameters) > 1 and getattr(config, setting):
@@ -45,7 +45,7 @@ def make_optimizers(
     every = [parameter for named in parameters.values() for _, parameter in named]
     made = {}
     for name, named in parameters.items():
-        # mcore takes what requires a gradient while the optimizer is made.
+        # mcore takes the parameters that require a gradient while the optimizer is made.
         for parameter in every:
             parameter.requires_grad_(False)
         for _, parameter in named:
@@ -60,12 +60,13 @@ class AdapterOptimizer:
     """AdamW on fp32 main weights, sharded by mcore.
 
     Attributes:
-        reduced: the buffers hold sums over ranks.
-        reducing: the backward passes of this step are over and their sums under way (set by the caller).
+        reduced: True if the gradient buffers hold sums over ranks.
+        reducing: True if the backward passes of this step are over and their reduction is under way. The caller sets
+            it.
 
-    What it gives and takes by name is whole and shaped like this rank's parameters, also where
-    ``train.distributed_optimizer`` leaves each data-parallel rank only a part; then the methods that say so are
-    collectives over the data-parallel ranks.
+    Tensors that go in and out by name are whole: they are shaped like this rank's parameters, even where
+    ``train.distributed_optimizer`` leaves each data-parallel rank only a part. Methods marked as collective then
+    communicate over the data-parallel ranks.
     """
 
     def __init__(
@@ -74,8 +75,8 @@ class AdapterOptimizer:
         """Build the optimizer.
 
         Args:
-            chunks: wrapped by ``wrap_ddp`` with the same config.
-            parameters: ``(PEFT name, parameter)`` of this rank.
+            chunks: model chunks, wrapped by ``wrap_ddp`` with the same config.
+            parameters: this rank's ``(PEFT name, parameter)`` pairs.
             config: the ``train`` section.
         """
         self.chunks = chunks
@@ -112,17 +113,17 @@ class AdapterOptimizer:
         self.reduced, self.reducing = False, False
 
     def reduce_gradients(self) -> None:
-        """Sum the buffers over DP, SP and tied ranks, once; a collective."""
+        """Sum the gradient buffers over DP, SP and tied ranks. Collective. Does nothing the second time in a step."""
         if not self.reduced:
             if not self.reducing:
-                start_sums(self.chunks)
+                start_reductions(self.chunks)
             finalize_model_grads(self.chunks, None)
             self.reduced = True
 
     def step(self, lr: float) -> float:
-        """Reduce gradients over ranks, clip, update, clear.
+        """Reduce the gradients over ranks, clip them, update the weights, clear the buffers.
 
-        The host waits for the device once, when it has nothing left to launch: for the norm.
+        The host waits for the device once, for the norm, after everything is launched.
 
         Args:
             lr: learning rate of this update.
@@ -131,7 +132,7 @@ class AdapterOptimizer:
             The gradient's global norm before clipping.
 
         Raises:
-            GradientError: the norm is not finite; nothing was updated, the gradient is cleared.
+            GradientError: the norm is not finite. Nothing was updated, and the gradient is cleared.
         """
         self.reduce_gradients()
         with cuda_names(), torch.no_grad():
@@ -147,24 +148,26 @@ class AdapterOptimizer:
         return value
 
     def finish_param_gather(self) -> None:
-        """Wait until the model holds the last update, where ``train.overlap_param_gather`` left that to the next
-        forward pass. Collective."""
+        """Wait until the model holds the last update. Collective.
+
+        With ``train.overlap_param_gather`` the update otherwise reaches the model only in the next forward pass.
+        """
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """PEFT name -> this rank's float32 gradient (summed over ranks by ``reduce_gradients``). Collective."""
+        """Map PEFT names to this rank's float32 gradients (summed over ranks by ``reduce_gradients``). Collective."""
         if self.distributed:
             optimizer_shards.gather_gradients(self.chunks)
         return {name: parameter.main_grad for name, parameter in self.parameters.items()}
 
     def main_weights(self) -> dict[str, torch.Tensor]:
-        """PEFT name -> this rank's float32 main weights. Collective."""
+        """Map PEFT names to this rank's float32 main weights. Collective."""
         return self._whole({parameter: shard.main.data for parameter, shard in self._shards.items()})
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """``exp_avg``/``exp_avg_sq`` -> PEFT name -> this rank's moment; zeros before the first step. Collective."""
+        """Map ``exp_avg``/``exp_avg_sq`` to {PEFT name: this rank's moment}; zeros at first. Collective."""
         return {
             moment: self._whole({parameter: shard.moment(moment) for parameter, shard in self._shards.items()})
             for moment in MOMENTS
@@ -176,16 +179,16 @@ class AdapterOptimizer:
         return {name: parts[parameter] for name, parameter in self.parameters.items()}
 
     def steps(self) -> int:
-        """Updates made so far."""
+        """Return the number of updates made."""
         return self._steps
 
     def restore(self, steps: int, main: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Set the whole state, and the model's parameters to the rounded main weights. Every rank takes its own part.
+        """Set the whole state, and round the main weights into the model. Every rank keeps its own part.
 
         Args:
-            steps: updates made so far.
-            main: as ``main_weights()`` returns them.
-            moments: as ``moments()`` returns them.
+            steps: number of updates made.
+            main: main weights, as ``main_weights()`` returns them.
+            moments: moments, as ``moments()`` returns them.
         """
         self._steps = steps
         for name, parameter in self.parameters.items():
@@ -195,7 +198,7 @@ class AdapterOptimizer:
                 shard.set_state(steps, {moment: shard.cut(moments[moment][name]).clone() for moment in MOMENTS})
 
     def start_anew(self) -> None:
-        """Take the model's parameters as main weights (after an adapter was loaded) and forget moments and steps."""
+        """Take the model's parameters as main weights (after an adapter was loaded); reset moments and steps."""
         weights = {name: parameter.data.float() for name, parameter in self.parameters.items()}
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))

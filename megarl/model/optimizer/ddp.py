@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's DistributedDataParallel around the chunks: gradient buffers, and communication that overlaps computation."""
+"""Wrap the chunks in mcore's DistributedDataParallel: gradient buffers, and communication that overlaps computation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,17 +10,18 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megarl.config import TrainConfig
 from megarl.parallel.device import cuda_names
 
-# Buckets per chunk when communication overlaps. mcore's default size (40 million elements) holds most whole adapters,
-# and one bucket overlaps with nothing.
+# Buckets per chunk when communication overlaps computation. mcore's default size (40 million elements) puts most
+# adapters into one bucket, and a single bucket overlaps with nothing.
 BUCKETS = 4
 
 
 def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataParallel]:
-    """Give each chunk mcore's gradient buffers (fp32) for its trainable parameters; DP ranks sum, not average.
+    """Give each chunk mcore's fp32 gradient buffers for its trainable parameters. DP ranks sum; they do not average.
 
     Args:
-        chunks: one, or one per virtual pipeline stage, sharing one ``TransformerConfig``.
-        config: ``distributed_optimizer``, ``overlap_grad_reduce`` and ``overlap_param_gather`` are used.
+        chunks: one chunk, or one per virtual pipeline stage. They share one ``TransformerConfig``.
+        config: the ``train`` section, for ``distributed_optimizer``, ``overlap_grad_reduce`` and
+            ``overlap_param_gather``.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -35,7 +36,7 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
             settings.bucket_size = max(1, trained // BUCKETS)
             wrapped.append(DistributedDataParallel(chunk.config, settings, chunk))
     if config.overlap_grad_reduce:
-        # Without it the schedule would start the reduction in the first micro-batch.
+        # Without no_sync_func the schedule would start the reduction in the first micro-batch.
         functions = [chunk.no_sync for chunk in wrapped]
         chunks[0].config.no_sync_func = functions if len(functions) > 1 else functions[0]
     return wrapped
@@ -43,9 +44,9 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
 
 @contextlib.contextmanager
 def without_reduction(chunks: list[Any]) -> Iterator[None]:
-    """Only add to the gradient buffers, though reduction overlaps: further batches of this step follow."""
+    """Accumulate into the gradient buffers without reducing them, because more batches of this step follow."""
     config = chunks[0].config
-    # The schedule would end mcore's no_sync before the last micro-batch.
+    # The schedule would leave mcore's no_sync before the last micro-batch.
     scheduled, config.no_sync_func = config.no_sync_func, None
     try:
         with contextlib.ExitStack() as stack:
@@ -56,10 +57,10 @@ def without_reduction(chunks: list[Any]) -> Iterator[None]:
         config.no_sync_func = scheduled
 
 
-def start_sums(chunks: list[Any]) -> None:
-    """Where reduction overlaps: start what no backward pass has started, for mcore only waits for it."""
+def start_reductions(chunks: list[Any]) -> None:
+    """With overlapped reduction, start the sums that no backward pass has started; mcore only waits for them."""
     for chunk in chunks:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
-            # In its first step mcore starts it, and would find it started.
+            # In its first step mcore starts this sum itself, and fails if it is already started.
             if chunk.ddp_config.overlap_grad_reduce and group.grad_reduce_handle is None and not group.is_first_batch:
                 group.start_grad_sync()

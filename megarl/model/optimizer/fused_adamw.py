@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One AdamW update (Loshchilov and Hutter, arXiv:1711.05101) that the host launches without waiting for the device.
+"""Update with AdamW (Loshchilov and Hutter, arXiv:1711.05101) without making the host wait for the device.
 
-mcore reads the gradient's norm before it clips, and only then begins to launch the update; the GPU idles for the 10 to
-20 ms that the host needs for hundreds of small matrices. Here the norm stays on the device: torch's fused AdamW divides
-by a clipping factor and leaves everything as it was where the norm is not finite, both read from device memory.
+mcore reads the gradient's norm before it clips, and only then launches the update. The GPU idles for the 10 to 20 ms
+that the host needs to launch hundreds of small matrices. Here the norm stays on the device. torch's fused AdamW reads
+two values from device memory: the clipping factor, and a flag that skips the update if the norm is not finite.
 """
 
 from typing import Any
@@ -14,21 +14,21 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 from megarl.parallel.mcore import gradients_for_norm
 
-# mcore's: keeps a zero gradient finite when it is clipped.
+# mcore's epsilon: keeps a zero gradient finite when it is clipped.
 CLIP_EPS = 1e-6
 
 
 def use_fused_adamw(parts: list[Any]) -> None:
-    """Give mcore's optimizers torch's fused AdamW in place of what mcore found (Transformer Engine's, Apex's, torch's).
+    """Replace the AdamW of mcore's optimizers (Transformer Engine's, Apex's or torch's) by torch's fused AdamW.
 
     Args:
-        parts: before their first update.
+        parts: mcore's optimizers, before their first update.
     """
     for part in parts:
         if part.optimizer is None:
             continue
         groups = part.optimizer.param_groups
-        # With placeholders: the constructor refuses float32 shards, which are views of parameters.
+        # With a placeholder, because the constructor refuses float32 shards, which are views of parameters.
         part.optimizer = torch.optim.AdamW([torch.zeros(1)], fused=True)
         for group in groups:
             group.update(fused=True, foreach=False)
@@ -38,11 +38,11 @@ def use_fused_adamw(parts: list[Any]) -> None:
 
 
 def global_norm(parts: list[Any], device: torch.device) -> torch.Tensor:
-    """Norm of the gradient over all ranks, a float32 scalar on the device; mcore's ``get_grad_norm``. Collective.
+    """Return the gradient's norm over all ranks (as mcore's ``get_grad_norm``), float32 on the device. Collective.
 
     Args:
-        parts: mcore's optimizers, their gradients prepared.
-        device: of the model, also where this rank trains nothing.
+        parts: mcore's optimizers, with prepared gradients.
+        device: device of the model; needed where this rank trains nothing.
     """
     by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for part in parts:
@@ -58,13 +58,13 @@ def global_norm(parts: list[Any], device: torch.device) -> torch.Tensor:
 
 
 def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
-    """Clip and update; does nothing to weights, moments and step counters if the norm is not finite.
+    """Clip and update. Leaves weights, moments and step counters as they are if the norm is not finite.
 
     Args:
-        part: one of mcore's optimizers, its gradients prepared.
+        part: one of mcore's optimizers, with prepared gradients.
         norm: from ``global_norm``.
         lr: learning rate.
-        max_norm: ``train.max_grad_norm``, 0 for none.
+        max_norm: ``train.max_grad_norm``; 0 for no clipping.
     """
     if part.optimizer is None:
         return
@@ -81,6 +81,6 @@ def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
 
 
 def _round(part: Any) -> None:
-    """The model's bf16 weights from the main weights, in few launches; mcore launches a copy for each."""
+    """Round the main weights into the model's bf16 weights in few launches; mcore launches one copy per weight."""
     for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
         torch._foreach_copy_(models, [main.data for main in mains])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the adapter this rank's optimizer holds, and how the whole is put together from all parts.
+"""Read and write the optimizer's state by parameter, and gather the shards of the distributed optimizer.
 
 mcore's plain optimizers hold whole parameters. Its DistributedOptimizer cuts every gradient bucket into equal flat
-ranges, one per rank of the bucket's own data-parallel group (data x context; expert-data for experts), wherever that
-falls within a parameter: a rank may hold all, a piece or nothing of one. mcore's own ``state_dict`` of it is not used:
-with torch's AdamW it fails on a fresh optimizer, and loading gives all parameters one step counter.
+ranges, one per rank of the bucket's data-parallel group (data x context; expert-data for experts). The cuts ignore the
+bounds of parameters, so a rank may hold all, a piece or nothing of one. mcore's own ``state_dict`` is not used: with
+torch's AdamW it fails on a fresh optimizer, and on loading it gives all parameters one step counter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,13 +18,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 @dataclass(frozen=True)
 class Shard:
-    """What this rank's optimizer holds of one parameter.
+    """The part of one parameter that this rank's optimizer holds.
 
     Attributes:
-        main: float32 main weight: of the whole parameter, or flat, of its elements from ``start`` on. A float32
-            parameter's is (a view of) the parameter itself.
-        owner: the torch optimizer that holds its moments.
-        start: first element of the flattened parameter, or None for the whole.
+        main: float32 main weight: the whole parameter's, or the flat range that begins at ``start``. For a float32
+            parameter it is (a view of) the parameter itself.
+        owner: torch optimizer that holds the moments.
+        start: first element of the flat range within the flattened parameter; None for the whole parameter.
     """
 
     main: torch.Tensor
@@ -32,41 +32,41 @@ class Shard:
     start: int | None = None
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This shard of a tensor shaped like the parameter."""
+        """Return this shard of a tensor shaped like the parameter."""
         if self.start is None:
             return whole
         return whole.reshape(-1)[self.start : self.start + self.main.numel()]
 
     def moment(self, name: str) -> torch.Tensor:
-        """The moment ``name``, shaped like ``main``; zeros before the first step."""
+        """Return the moment ``name``, shaped like ``main``; zeros before the first step."""
         state = self.owner.state[self.main]
         return state[name] if name in state else torch.zeros_like(self.main.data)
 
     def set_state(self, steps: int, moments: dict[str, torch.Tensor]) -> None:
         """Replace the moments and the number of updates."""
-        # One tensor per parameter: a shared one would count every parameter's step and bend Adam silently.
+        # One tensor per parameter. A shared one would be advanced once per parameter, and Adam would be silently wrong.
         step = torch.tensor(float(steps), device=self.main.device)
         self.owner.state[self.main] = {"step": step, **moments}
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """mcore's optimizers: one, or with experts one for the dense parameters and one for theirs."""
+    """Return mcore's optimizers: one, or with experts two (dense parameters and experts')."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def shards_of(optimizer: Any) -> dict[torch.nn.Parameter, Shard]:
-    """Model parameter -> what this rank holds of it; parameters of which it holds nothing are left out.
+    """Map each model parameter to this rank's shard. Parameters without a shard on this rank are left out.
 
     Args:
-        optimizer: from ``get_megatron_optimizer``; experts have their own within it.
+        optimizer: from ``get_megatron_optimizer``. With experts it holds two optimizers.
     """
-    found: dict[torch.nn.Parameter, Shard] = {}
+    shards: dict[torch.nn.Parameter, Shard] = {}
     for part in parts_of(optimizer):
         if part.optimizer is None:  # no trainable parameter on this rank
             continue
         pairs = _distributed_pairs(part) if isinstance(part, DistributedOptimizer) else _plain_pairs(part)
-        found |= {parameter: Shard(main, part.optimizer, start) for parameter, main, start in pairs}
-    return found
+        shards |= {parameter: Shard(main, part.optimizer, start) for parameter, main, start in pairs}
+    return shards
 
 
 def _plain_pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, None]]:
@@ -91,7 +91,7 @@ def _distributed_pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, tor
 
 
 def gather_gradients(chunks: list[Any]) -> None:
-    """Complete the gradient buffers, of which a reduce-scatter left each rank only its own range right. Collective."""
+    """Fill in the gradient buffers; a reduce-scatter left each rank only its own range correct. Collective."""
     for buffer, bucket in _buckets(chunks):
         _gather(bucket.grad_data, buffer.data_parallel_group)
 
@@ -99,15 +99,15 @@ def gather_gradients(chunks: list[Any]) -> None:
 def gather_parts(
     chunks: list[Any], held: Mapping[torch.nn.Parameter, Shard], parts: Mapping[torch.nn.Parameter, torch.Tensor]
 ) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Put one float32 quantity together from every rank's shards. Collective over each buffer's data-parallel group.
+    """Assemble one float32 quantity from every rank's shards. Collective over each buffer's data-parallel group.
 
     Args:
-        chunks: wrapped in DDP.
-        held: from ``shards_of``.
-        parts: this rank's shards of the quantity.
+        chunks: model chunks, wrapped in DDP.
+        held: this rank's shards, from ``shards_of``.
+        parts: this rank's part of the quantity, by parameter.
 
     Returns:
-        Parameter -> new tensor of its shape, for every trainable parameter.
+        A new tensor of the parameter's shape for every trainable parameter.
     """
     whole: dict[torch.nn.Parameter, torch.Tensor] = {}
     for buffer, bucket in _buckets(chunks):
@@ -130,6 +130,6 @@ def _buckets(chunks: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _gather(flat: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """In place: every rank contributes its equal range of ``flat``."""
+    """All-gather in place: every rank contributes its equal range of ``flat``."""
     if group.size() > 1:
         dist.all_gather_into_tensor(flat, flat.chunk(group.size())[group.rank()].clone(), group=group)

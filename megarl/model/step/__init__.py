@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step: pack samples, run the pipeline schedule, replay CUDA graphs."""
+"""Run one training step: pack samples, run the pipeline schedule, replay CUDA graphs."""

@@ -1,31 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences -> bins of bounded size that balance work. Pure arithmetic, in n log n: every rank plans for itself."""
+"""Plan micro-batches: bins of bounded size with balanced work. Pure arithmetic in n log n, the same on all ranks."""
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-# Bins looked at, cheapest first, before an item is taken not to fit where it would balance.
-LOOKED_AT = 64
+# Number of cheapest bins to try before an item counts as not fitting.
+TRIED = 64
 
 
 def plan_bins(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, *, groups: int = 1, at_least: int = 1
 ) -> list[list[int]]:
-    """Spread items over as few bins as best-fit-decreasing needs, or fewer, by cost as evenly as capacities allow.
+    """Spread items over at most as many bins as best-fit-decreasing needs, with the costs as even as possible.
 
-    The costliest items first, each into the bin that costs least (Graham's LPT rule), gives the best balance where it
-    fits. Where it does not, bins are nearly full, hence nearly alike in length, and best-fit-decreasing fills them.
+    Two methods are tried. Placing the costliest items first, each into the bin that costs least (Graham's LPT rule),
+    balances best, but may not fit. Where it does not, bins are nearly full and so nearly alike in length, and
+    best-fit-decreasing fills them.
 
     Args:
-        lengths: of the items, none above ``capacity``.
-        costs: of the items.
+        lengths: length of each item; none exceeds ``capacity``.
+        costs: cost of each item.
         capacity: largest sum of lengths in a bin.
-        groups: the number of bins is a multiple of it.
-        at_least: bins per group, where there are items enough.
+        groups: the number of bins is a multiple of this.
+        at_least: least number of bins per group, if there are enough items.
 
     Returns:
-        Item indices per bin; bins are empty where there are fewer items than bins.
+        Item indices per bin. Bins are empty where there are fewer items than bins.
     """
     wanted = min(groups * at_least, max(len(lengths), 1))
     full = best_fit(lengths, capacity)
@@ -38,12 +39,12 @@ def plan_bins(
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Best-fit-decreasing: the longest items first, each into the fullest bin that still has room for it.
+    """Pack by best-fit-decreasing: the longest items first, each into the fullest bin that still has room.
 
-    At most 11/9 of the fewest bins, and a bin (Johnson et al., SIAM J. Computing 3, 1974).
+    Needs at most 11/9 of the fewest bins, plus one (Johnson et al., SIAM J. Computing 3, 1974).
     """
     bins: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # sorted: room that is left, bin
+    rooms: list[tuple[int, int]] = []  # sorted pairs: free length, bin
     for item in _descending(lengths):
         at = bisect_left(rooms, (lengths[item], -1))
         if at == len(rooms):
@@ -57,15 +58,15 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def deal(bins: Sequence[list[int]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:
-    """Give every rank as many bins, the costliest first: those that run at the same time cost about the same.
+    """Give every rank the same number of bins, ordered so that bins that run at the same time cost about the same.
 
-    Ranks that meet in every micro-batch (expert parallelism) wait for the costliest of a row, those that do not for the
-    costliest sum: within a row the costliest bin goes to the rank that has least.
+    Ranks that meet in every micro-batch (expert parallelism) wait for the costliest bin of a row; other ranks wait for
+    the costliest sum. Within a row, the costliest bin goes to the rank with the smallest sum.
 
     Args:
-        bins: a multiple of ``ranks``.
-        costs: of the items.
-        ranks: data-parallel ranks.
+        bins: bins of item indices; their number is a multiple of ``ranks``.
+        costs: cost of each item.
+        ranks: number of data-parallel ranks.
     """
     totals = [sum(costs[item] for item in items) for items in bins]
     order = _descending(totals)
@@ -82,13 +83,13 @@ def deal(bins: Sequence[list[int]], costs: Sequence[float], ranks: int) -> list[
 def _cheapest_first(
     lengths: Sequence[int], costs: Sequence[float], capacity: int, count: int
 ) -> list[list[int]] | None:
-    """The costliest items first, each into the cheapest bin with room; None where one finds no such bin."""
+    """Place the costliest items first, each into the cheapest bin with room; None if an item fits into no tried bin."""
     bins: list[list[int]] = [[] for _ in range(count)]
     rooms = [capacity] * count
     heap = [(0.0, index) for index in range(count)]
     for item in _descending(costs):
         full: list[tuple[float, int]] = []
-        while heap and rooms[heap[0][1]] < lengths[item] and len(full) < LOOKED_AT:
+        while heap and rooms[heap[0][1]] < lengths[item] and len(full) < TRIED:
             full.append(heapq.heappop(heap))
         if not heap or rooms[heap[0][1]] < lengths[item]:
             return None
@@ -102,7 +103,7 @@ def _cheapest_first(
 
 
 def _descending(values: Sequence[float]) -> list[int]:
-    """Indices by falling value, equal ones in order: the same on every rank."""
+    """Indices sorted by falling value; ties keep their order, so that every rank sorts alike."""
     return sorted(range(len(values)), key=lambda index: (-values[index], index))
 
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs of a chunk's forward and backward pass: one launch each, where a small model spends its time launching.
+"""Capture a chunk's forward and backward pass as CUDA graphs, each replayed by one launch.
 
-A graph replays fixed kernels on fixed memory, so everything that changes between micro-batches is copied into its
-inputs, and shapes are rounded up to few sizes: T by ``packing`` (padding is a sequence of its own), the number of
-sequences by empty ones at the end, and the longest sequence, which attention takes as a number, to a power of two. In
-float32, where attention runs sequence by sequence, every packing is a shape of its own; that is for comparisons, not
-for speed.
+This pays for small models, which spend their time launching kernels. A graph replays fixed kernels on fixed memory, so
+everything that changes between micro-batches is copied into its inputs, and shapes are rounded up to a few sizes.
+``packing`` rounds T up (the padding is a sequence of its own). The number of sequences grows by empty ones at the end.
+The longest sequence, which attention takes as a number, is rounded up to a power of two. In float32 attention runs
+sequence by sequence, so every packing is a shape of its own; float32 is for comparisons, not for speed.
 
-The captured backward pass is of aliases of the trained parameters, and adds to mcore's gradient buffers itself: the
-nodes that accumulate the parameters' own gradients belong to the stream on which DDP was built, which a capture may not
-touch. Captured once more without gradients, the forward pass also serves logprobs.
+The captured backward pass differentiates with respect to aliases of the trained parameters and adds to mcore's gradient
+buffers itself. The nodes that accumulate the parameters' own gradients belong to the stream on which DDP was built, and
+a capture may not touch that stream. A second capture, without gradients, serves logprobs.
 """
 
 import contextlib
@@ -28,28 +28,28 @@ from megarl.model.layers.gpt import inner_model
 from megarl.model.step.packing import MicroBatch
 from megarl.model.step.schedule import RunChunk
 
-# Passes before a capture: libraries make their workspaces and compile their kernels in the first ones.
+# Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2
-# A pack has at least room for so many sequences.
+# Least number of sequences that a captured pack has room for.
 FEWEST_SEQUENCES = 16
-# Sizes that T may have within a token budget, and what fast kernels ask of it.
+# Number of sizes that T may have within a token budget, and the multiple that fast kernels want T to be.
 SIZES, ALIGNED = 8, 16
-# Elements of a gradient that is added together with others.
+# Gradients of up to this many elements are added together in few kernels.
 SMALL = 2**20
 
 
 @dataclass
 class Captured:
-    """A captured shape.
+    """One captured shape.
 
     Attributes:
-        tokens, positions: int64 ``[1, T]``, copied into before a replay.
-        bounds: int32 ``[sequences + 1]``, likewise.
+        tokens, positions: int64 ``[1, T]`` inputs; filled before a replay.
+        bounds: int32 ``[sequences + 1]`` input; filled before a replay.
         forward, backward: the graphs; ``backward`` is None without gradients.
-        hidden: ``[T, 1, hidden]``, what the forward pass gives.
-        by_hidden: its gradient, copied into before the backward pass.
-        where: addresses of the trained parameters, which the graphs read.
-        kept: other memory that the graphs use and their pool does not hold.
+        hidden: output of the forward pass, ``[T, 1, hidden]``.
+        by_hidden: gradient of ``hidden``; filled before the backward pass.
+        addresses: memory addresses of the trained parameters that the graphs read.
+        kept: further memory that the graphs use and their pool does not hold.
     """
 
     tokens: torch.Tensor
@@ -59,24 +59,24 @@ class Captured:
     backward: torch.cuda.CUDAGraph | None
     hidden: torch.Tensor
     by_hidden: torch.Tensor | None
-    where: tuple[int, ...]
+    addresses: tuple[int, ...]
     kept: list[torch.Tensor]
 
     def fill(self, item: MicroBatch) -> None:
-        """Copy a micro-batch into the inputs."""
+        """Copy a micro-batch into the graph's inputs."""
         self.tokens.copy_(item.tokens_T[None])
         self.positions.copy_(item.positions_T[None])
-        found = item.packed.cu_seqlens_q
-        assert found is not None
-        self.bounds[: len(found)] = found
-        self.bounds[len(found) :] = self.tokens.shape[1]
+        filled = item.packed.cu_seqlens_q
+        assert filled is not None
+        self.bounds[: len(filled)] = filled
+        self.bounds[len(filled) :] = self.tokens.shape[1]
 
 
 class GraphedChunk:
     """A model chunk, wrapped in mcore's DDP, that runs micro-batches by CUDA graphs.
 
-    One micro-batch at a time: what a forward pass returns is overwritten by the next one, so its backward pass must
-    have run by then. That is so without pipeline parallelism.
+    Runs one micro-batch at a time: the next forward pass overwrites the output, so the backward pass must have run by
+    then. That holds without pipeline parallelism.
     """
 
     def __init__(self, chunk: Any) -> None:
@@ -87,12 +87,12 @@ class GraphedChunk:
         self._pool: Any = None
 
     def __call__(self, item: MicroBatch) -> torch.Tensor:
-        """The chunk's output ``[T, 1, hidden]``, valid until the next call."""
+        """Return the chunk's output ``[T, 1, hidden]``, valid until the next call."""
         key = self._key(item)
         captured = self._captured.get(key)
-        where = tuple(parameter.data_ptr() for parameter in self._trained.values())
-        if captured is None or captured.where != where:
-            captured = self._captured[key] = self._capture(item, where)
+        addresses = tuple(parameter.data_ptr() for parameter in self._trained.values())
+        if captured is None or captured.addresses != addresses:
+            captured = self._captured[key] = self._capture(item, addresses)
         captured.fill(item)
         if captured.backward is None:
             captured.forward.replay()
@@ -104,16 +104,16 @@ class GraphedChunk:
         return self._model.config.params_dtype is torch.float32
 
     def _key(self, item: MicroBatch) -> Hashable:
-        """What a graph has fixed: shape, whether there are gradients, the adapter that each layer computes with."""
+        """Return all that a graph fixes: the shape, whether there are gradients, each layer's active adapter."""
         shape: Hashable = item.packed.lengths
         if not self._exact:
             shape = len(item.tokens_T), _sequences(item.packed), _longest(item.packed)
         return torch.is_grad_enabled(), tuple(module.active for module in self._adapted), shape
 
-    def _capture(self, item: MicroBatch, where: tuple[int, ...]) -> Captured:
+    def _capture(self, item: MicroBatch, addresses: tuple[int, ...]) -> Captured:
         packed = item.packed
         if not self._exact:
-            packed = packed.with_room(_sequences(packed), _longest(packed))
+            packed = packed.padded_to(_sequences(packed), _longest(packed))
         tokens, positions = item.tokens_T[None].clone(), item.positions_T[None].clone()
 
         def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -122,7 +122,7 @@ class GraphedChunk:
             return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
 
         by_hidden = self._warm_up(run)
-        # The graphs' pool cannot use what the warm-up leaves in torch's cache.
+        # The graphs' pool cannot use memory that the warm-up left in torch's cache.
         torch.cuda.empty_cache()
         forward, backward = torch.cuda.CUDAGraph(), None
         self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -136,14 +136,14 @@ class GraphedChunk:
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         kept = self._outside_the_pool()
-        return Captured(tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, where, kept)
+        return Captured(tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, addresses, kept)
 
     def _outside_the_pool(self) -> list[torch.Tensor]:
-        """What the warm-up left in mcore's caches, which let go of it when they grow: RoPE's table and buffers."""
+        """Return the RoPE table and mcore buffers that the graphs read; mcore drops them when they grow."""
         return [self._model.rope_table, *get_global_memory_buffer().buffer.values()]
 
     def _warm_up(self, run: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]) -> torch.Tensor | None:
-        """Run on a stream of its own, as captures do; zeros like the output where there are gradients."""
+        """Run on a side stream, as captures do. Returns zeros like the output if there are gradients."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         by_hidden = None
@@ -158,9 +158,10 @@ class GraphedChunk:
         return by_hidden
 
     def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """What mcore's hooks on the parameters do in a backward pass that is not captured.
+        """Add the gradients to mcore's buffers, as its hooks on the parameters do in an uncaptured backward pass.
 
-        The small ones in few kernels: those of an adapter are hundreds, and each takes longer to start than to run.
+        Small gradients are added in few kernels: an adapter has hundreds, and each kernel takes longer to start than to
+        run.
         """
         sums, small = [], []
         for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
@@ -194,7 +195,7 @@ class _Replay(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _without_randomness() -> Iterator[None]:
-    """mcore switches random states around what might draw numbers, which a capture cannot; nothing here draws any."""
+    """Disable mcore's switching of random states, which a capture cannot do. Nothing here draws random numbers."""
     kept = {name: getattr(random, name) for name in ("_get_cuda_rng_state", "_set_cuda_rng_state")}
     tracker = random.get_cuda_rng_tracker()
     states = tracker.get_states()
@@ -205,19 +206,19 @@ def _without_randomness() -> Iterator[None]:
     finally:
         for name, function in kept.items():
             setattr(random, name, function)
-        # Around each switch the tracker kept what it was given for the state: nothing.
+        # At each switch the tracker stored the result of the disabled getter, which is None.
         tracker.set_states(states)
 
 
 def graphed(chunks: list[Any], device: torch.device) -> RunChunk:
-    """``run_chunk`` by CUDA graphs.
+    """Return a ``run_chunk`` that uses CUDA graphs.
 
     Args:
-        chunks: wrapped by ``wrap_ddp``; with parameters that will be trained marked so.
-        device: theirs.
+        chunks: chunks wrapped by ``wrap_ddp``. Parameters to be trained must already require gradients.
+        device: device of the chunks.
 
     Raises:
-        UnsupportedError: no GPU.
+        UnsupportedError: the device is not a GPU.
     """
     if device.type != "cuda":
         raise UnsupportedError("train.cuda_graphs is true, which needs a GPU; use false on a CPU")
@@ -227,11 +228,11 @@ def graphed(chunks: list[Any], device: torch.device) -> RunChunk:
 
 
 def token_unit(budget: int, multiple: int) -> int:
-    """What T is padded to a multiple of, so that packs within a budget have at most ``SIZES`` sizes.
+    """Return the multiple to pad T to, so that packs within a budget have at most ``SIZES`` sizes.
 
     Args:
         budget: ``train.micro_batch_tokens``.
-        multiple: T must be a multiple of it anyway.
+        multiple: T must be a multiple of this in any case.
     """
     step = multiple * ALIGNED
     return -(-budget // (SIZES * step)) * step

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples -> packed micro-batches. The plan is pure and the same on every rank; only its own share becomes tensors.
+"""Pack samples into micro-batches. The plan is pure and the same on every rank; each rank makes tensors of its share.
 
-A sequence of L tokens is fed as its first L - 1 and predicts its last L - 1: the last token's own output is never used.
-Under context parallelism (CP) each sequence is padded at its end and spread over the CP ranks (see ``zigzag``); a
-response token, with its label and everything the loss needs of it, belongs to the rank that is fed the token before it.
+A sequence of L tokens feeds its first L - 1 tokens and predicts its last L - 1: the output at the last token is not
+used. Under context parallelism (CP) each sequence is padded at its end and spread over the CP ranks (see ``zigzag``). A
+response token, with its label and all that the loss needs of it, belongs to the rank that is fed the token before it.
+
 Shape letters: T packed input tokens of a micro-batch on this rank, S sequences, R response tokens on this rank.
 """
 
@@ -30,15 +31,16 @@ class MicroBatch:
     """This rank's part of one packed micro-batch, on the device.
 
     Attributes:
-        tokens_T: int64 inputs. Padding lies at the end of sequences (CP) and at the end of the pack as a sequence of
-            its own; no other token attends to it.
+        tokens_T: int64 inputs. Padding lies at the end of each sequence (CP), and at the end of the pack as a sequence
+            of its own. No other token attends to it.
         positions_T: int64, position of each token within its sequence.
         packed: the sequences' bounds, for attention.
-        response_R: int64, the packed positions whose next token the policy chose.
-        labels_R: int64, those tokens.
-        places_R: int64, where they lie in the vector over all of the batch's response tokens (see ``flat_offsets``).
-        loss_tokens: what the loss needs of them.
-        samples: index of each sequence of the whole pack in the batch; the pack's padding comes after them.
+        response_R: packed positions whose next token the policy chose, int64.
+        labels_R: those next tokens, int64.
+        places_R: positions of those tokens in the vector over all response tokens of the batch, int64 (see
+            ``flat_offsets``).
+        loss_tokens: per-token inputs of the loss.
+        samples: index in the batch of each sequence of the whole pack; the pack's padding comes after them.
     """
 
     tokens_T: torch.Tensor
@@ -53,15 +55,15 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A global batch: the samples, the weight of their tokens, and which micro-batch of which DP rank they are in.
+    """A global batch: its samples, the weight of their tokens, and the plan of micro-batches per DP rank.
 
     Attributes:
         samples: all samples of the batch, the same on every rank.
-        weights_S: float64, weight of each response token of sample s in the loss (see ``loss.aggregation``).
+        weights_S: weight in the loss of each response token of sample s, float64 (see ``loss.aggregation``).
         token_fraction: 1 / (response tokens of the whole step).
-        plan: ``plan[data_rank][micro_batch]`` lists sample indices; every rank has as many micro-batches.
-        multiple: T is padded to a multiple of it.
-        context: CP size that the plan is for.
+        plan: ``plan[data_rank][micro_batch]`` lists sample indices. Every rank has the same number of micro-batches.
+        multiple: T is padded to a multiple of this.
+        context: CP size that the plan is made for.
     """
 
     samples: tuple[Sample, ...]
@@ -73,11 +75,11 @@ class PackedBatch:
 
     @cached_property
     def response_tokens(self) -> np.ndarray:
-        """``[S]`` int64 response tokens of each sample."""
+        """Number of response tokens of each sample, int64 ``[S]``."""
         return np.array([int(sample.response_mask.sum()) for sample in self.samples])
 
     def with_logprobs(self, name: str, logprobs: Sequence[np.ndarray]) -> "PackedBatch":
-        """The same plan with one field of every sample replaced.
+        """Return the same plan with one field of every sample replaced.
 
         Args:
             name: ``"old_logprobs"`` or ``"reference_logprobs"``.
@@ -105,19 +107,19 @@ def pack(
 
     Args:
         samples: the batch.
-        weights_S: float64 weight of each sample's tokens, over the whole step; None for passes without a loss.
-        max_tokens: token budget of a micro-batch over all CP ranks, the padding of each sequence included.
-        data, pipeline: parallel sizes; every DP rank gets as many micro-batches, at least ``pipeline`` where there are
-            samples enough, so that the pipeline fills.
-        virtual_pipeline: above 1 the number of micro-batches is a multiple of ``pipeline``, as the interleaved schedule
-            needs it.
+        weights_S: float64 weight of each sample's tokens over the whole step; None for passes without a loss.
+        max_tokens: token budget of a micro-batch over all CP ranks, counting the padding of each sequence.
+        data, pipeline: parallel sizes. Every DP rank gets the same number of micro-batches; at least ``pipeline`` if
+            there are enough samples, so that the pipeline fills.
+        virtual_pipeline: above 1, the number of micro-batches is a multiple of ``pipeline``, which the interleaved
+            schedule requires.
         context: CP size.
-        multiple: pad T to it (the tensor-parallel size under SP).
-        step_tokens: response tokens of the whole step, where the batch is a part of it.
-        work: by what micro-batches and ranks are balanced; default: by tokens.
+        multiple: pad T to a multiple of this (the tensor-parallel size under SP).
+        step_tokens: response tokens of the whole step, if the batch is a part of it.
+        work: cost model by which micro-batches and ranks are balanced; default: the number of tokens.
 
     Raises:
-        DataError: no samples, a sample over the budget, or weights that do not match.
+        DataError: there are no samples, a sample exceeds the budget, or the weights do not match the samples.
     """
     if not samples:
         raise DataError("a batch needs at least one sample")
@@ -144,7 +146,7 @@ def pack(
 def micro_batches(
     batch: PackedBatch, data_rank: int, device: torch.device, *, context_rank: int = 0
 ) -> list[MicroBatch]:
-    """Tensors of one rank's part of its micro-batches, in order."""
+    """Return the tensors of one rank's part of its micro-batches, in order."""
     return [_assemble(batch, indices, context_rank, device) for indices in batch.plan[data_rank]]
 
 
@@ -159,7 +161,8 @@ def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, d
     held = rank_tokens(lengths, batch.context, context_rank)
     here = np.full(len(tokens), -1)
     here[held] = np.arange(len(held))
-    # Of the whole micro-batch's response tokens, in sample order: where they are on this rank, and which are.
+    # For all response tokens of the micro-batch, in sample order: their position on this rank (-1: elsewhere), and the
+    # indices of those that are here.
     response = here[_joined([s + np.flatnonzero(c.response_mask[1:]) for s, c in zip(starts, chosen, strict=False)])]
     kept = np.flatnonzero(response >= 0)
     offsets, counts = flat_offsets(batch), batch.response_tokens
@@ -178,10 +181,10 @@ def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, d
 
 
 def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]:
-    """Lengths of the whole pack's sequences; where T must grow, or there is no sequence, one of padding comes last."""
+    """Return the sequence lengths of the whole pack; a padding sequence comes last if T must grow or would be 0."""
     lengths = [padded_length(len(sample.tokens) - 1, batch.context) for sample in chosen]
     unit = batch.context * math.lcm(batch.multiple, 2 if batch.context > 1 else 1)
-    # An empty micro-batch still runs, so that every rank takes part in every collective.
+    # An empty micro-batch runs too, so that every rank takes part in every collective.
     padding = -sum(lengths) % unit if lengths else unit
     return (*lengths, padding) if padding else tuple(lengths)
 
@@ -227,6 +230,6 @@ def split_by_sample(flat: np.ndarray, batch: PackedBatch) -> list[np.ndarray]:
 
 
 def flat_offsets(batch: PackedBatch) -> np.ndarray:
-    """``[S]`` int64: where each sample's response tokens start in the vector over all of the batch's."""
+    """Return each sample's first position in the vector over all response tokens of the batch: int64 ``[S]``."""
     counts = batch.response_tokens
     return np.cumsum(counts) - counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward and backward passes of a packed batch on mcore's own pipeline schedules."""
+"""Run forward and backward passes of a packed batch on mcore's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
@@ -17,12 +17,12 @@ from megarl.model.layers.gpt import PackedGPTModel, inner_model
 from megarl.model.step.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
 from megarl.parallel.groups import Groups
 
-# (chunk, micro-batch) -> the chunk's output.
+# Maps (chunk, micro-batch) to the chunk's output.
 RunChunk = Callable[[Any, MicroBatch], torch.Tensor]
 
 
 def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
-    """A chunk's output for a micro-batch: hidden states ``[T, 1, hidden]`` on the last stage."""
+    """Return a chunk's output for a micro-batch: on the last stage, hidden states ``[T, 1, hidden]``."""
     return chunk(
         input_ids=item.tokens_T[None],
         position_ids=item.positions_T[None],
@@ -32,15 +32,17 @@ def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
 
 
 def set_training(chunks: list[Any], training: bool) -> None:
-    """Switch chunks between training and evaluation; only where they are not there yet, since it visits every module,
-    for milliseconds in which the device waits."""
+    """Switch chunks between training and evaluation.
+
+    Chunks that are already there are skipped: the switch visits every module, and the device waits for milliseconds.
+    """
     for chunk in chunks:
         if chunk.training is not training:
             chunk.train(training)
 
 
 class Metrics(Mapping[str, float]):
-    """Metrics by name. The first one read waits for the device; until then the host goes on giving it work."""
+    """Metrics by name. Reading the first one waits for the device; until then the host keeps launching work."""
 
     def __init__(self, names: list[str], values: torch.Tensor) -> None:
         self._names, self._values = names, values
@@ -72,34 +74,34 @@ class Stepper:
         run: RunChunk = run_chunk,
         keep_logits_gib: float = 0.0,
     ) -> None:
-        """Keep what every pass needs.
+        """Store what every pass needs.
 
         Args:
-            chunks: possibly wrapped in DDP.
-            groups: this rank's place.
-            vocab_size: without padding.
+            chunks: model chunks, wrapped in DDP or not.
+            groups: this rank's process groups.
+            vocab_size: vocabulary size without padding.
             temperature: the policy is softmax(logits / temperature).
-            run: runs one of the chunks, as ``run_chunk`` does.
-            keep_logits_gib: as ``train.keep_logits_gib``.
+            run: function that runs one chunk, as ``run_chunk`` does.
+            keep_logits_gib: memory for kept logits, ``train.keep_logits_gib``.
         """
         self.chunks, self.groups, self.run = chunks, groups, run
         self.vocab_size, self.temperature = vocab_size, temperature
-        # On a CPU a chunk that stays in its caches is worth more than a product saved.
+        # Not on a CPU: there, logits that stay in its caches are worth more than a saved matrix product.
         self.keep_bytes = int(keep_logits_gib * 2**30) if groups.device.type == "cuda" else 0
 
     def forward_backward(self, batch: PackedBatch, loss: Loss) -> Metrics:
-        """Add the gradient of the batch's loss to the gradient buffers; metrics over all ranks, on every rank."""
+        """Add the gradient of the batch's loss to the gradient buffers; return metrics over all ranks."""
         outputs = self._run(batch, partial(self._loss, loss=loss), forward_only=False)
         return self._reduce_metrics(outputs)
 
     @torch.no_grad()
     def evaluate(self, batch: PackedBatch, loss: Loss) -> Metrics:
-        """The metrics of ``forward_backward``, without a gradient."""
+        """Return the metrics of ``forward_backward`` without computing a gradient."""
         return self._reduce_metrics(self._run(batch, partial(self._loss, loss=loss), forward_only=True))
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> list[np.ndarray]:
-        """Logprobs ``[R]`` float32 of each sample, in the batch's order, on every rank."""
+        """Return the logprobs of each sample, float32 ``[R]``, in the batch's order, on every rank."""
         outputs = self._run(batch, self._collect, forward_only=True)
         flat = torch.zeros(int(batch.response_tokens.sum()), dtype=torch.float32, device=self.groups.device)
         for output in outputs:
@@ -117,7 +119,7 @@ class Stepper:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(items),
-            # With variable_seq_lengths the stages tell each other the real shapes.
+            # With variable_seq_lengths the stages exchange the real shapes.
             seq_length=1,
             micro_batch_size=1,
             forward_only=forward_only,
@@ -134,7 +136,7 @@ class Stepper:
     def _logprobs(
         self, model: PackedGPTModel, item: MicroBatch, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies ``[R]`` of the response tokens only: the output layer sees nothing else."""
+        """Compute logprobs and entropies ``[R]`` of the response tokens. The output layer runs on no other token."""
         hidden = model.tokens_hidden(hidden_states).index_select(0, item.response_R)
         weight = model.output_weight()
         return token_logprobs(
@@ -150,7 +152,7 @@ class Stepper:
         )
 
     def _loss(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch, *, loss: Loss) -> tuple:
-        # Filled on the device: a copy to it would wait for all that it has to do.
+        # Filled on the device: a copy from the host would wait for all queued work.
         count = torch.full((), len(item.labels_R), dtype=torch.int, device=hidden_states.device)
         if not len(item.labels_R):
             return hidden_states.sum() * 0.0, count, {}
@@ -165,17 +167,17 @@ class Stepper:
         return hidden_states.new_zeros(()), torch.zeros((), dtype=torch.int, device=hidden_states.device), record
 
     def _reduce_metrics(self, outputs: list[dict[str, torch.Tensor]]) -> Metrics:
-        """Combine metrics over micro-batches, DP and CP ranks, and tell every pipeline stage."""
+        """Combine metrics over micro-batches, DP and CP ranks, and broadcast them to every pipeline stage."""
         names = self._metric_names(outputs)
         if not names:
             return Metrics([], torch.zeros(0))
         highest = torch.tensor([name.endswith("_max") for name in names]).to(self.groups.device, non_blocking=True)
         neutral = torch.where(highest, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=highest.device))
-        found = [neutral]
+        per_batch = [neutral]
         for output in outputs:
             values = [output[name].double() if name in output else neutral[i] for i, name in enumerate(names)]
-            found.append(torch.stack(values))
-        rows = torch.stack(found)
+            per_batch.append(torch.stack(values))
+        rows = torch.stack(per_batch)
         totals, peaks = rows.sum(dim=0), rows.amax(dim=0)
         dist.all_reduce(totals, group=self.groups.data_context)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.groups.data_context)
@@ -184,7 +186,7 @@ class Stepper:
         return Metrics(names, reduced)
 
     def _metric_names(self, outputs: list[dict[str, torch.Tensor]]) -> list[str]:
-        """Names of all metrics of any rank; objects travel slowly, so only where there is anyone to tell."""
+        """Return the names of all metrics of any rank. Objects are slow to send, so a single rank sends none."""
         names: list[Any] = [sorted({name for output in outputs for name in output})]
         everyone, stages = self.groups.data_context, self.groups.pipeline
         if self.groups.last_stage and everyone.size() > 1:
@@ -203,6 +205,6 @@ def _forward_step(
     run: Callable[[Any, MicroBatch], torch.Tensor],
     loss_function: Callable,
 ) -> tuple:
-    """mcore's forward step: the chunk's output and what makes a loss of it."""
+    """mcore's forward step: returns the chunk's output and the function that computes its loss."""
     item = next(iterator)
     return run(model, item), partial(loss_function, model=inner_model(model), item=item)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much work a sequence is, from config.json alone: attention's grows with the square of its length."""
+"""Estimate the work of a sequence from config.json, to balance micro-batches. Attention's grows with length squared."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SequenceWork:
-    """Operations of a training step that a sequence costs, up to a factor that is the same for all.
+    """Operations of a training step that a sequence costs, up to a factor common to all sequences.
 
     Attributes:
-        per_token: of a fed token, in all linears.
-        per_response: of a response token, in the output layer.
-        per_pair: of a token and one that it attends to.
+        per_token: cost of one fed token in all linears.
+        per_response: cost of one response token in the output layer.
+        per_pair: cost of one pair of a token and a token that it attends to.
     """
 
     per_token: float = 1.0
@@ -21,7 +21,7 @@ class SequenceWork:
     per_pair: float = 0.0
 
     def of(self, tokens: int, responses: int) -> float:
-        """Work of a sequence that feeds ``tokens`` tokens and has ``responses`` response tokens."""
+        """Return the work of a sequence that feeds ``tokens`` tokens and has ``responses`` response tokens."""
         return self.per_token * tokens + self.per_response * responses + self.per_pair * tokens * (tokens + 1) / 2
 
 
@@ -29,11 +29,11 @@ BY_TOKENS = SequenceWork()
 
 
 def sequence_work(config: Mapping[str, Any]) -> SequenceWork:
-    """Count what one step with frozen weights does: forward pass and the gradients of activations.
+    """Count the operations of one step with frozen weights: forward pass and gradients of activations.
 
-    A product of [a, b] and [b, c] takes 2abc. A linear's backward pass is one product more, that of attention's two
-    products four more. Adapters, norms and routers are left out, and all layers are taken to be alike: this balances
-    work, it does not measure it.
+    A product of [a, b] and [b, c] takes 2abc. The backward pass of a linear is one more product; that of attention's
+    two products is four more. Adapters, norms and routers are left out, and all layers count as alike: the result
+    balances work, it does not measure it.
 
     Args:
         config: parsed config.json.
@@ -51,7 +51,7 @@ def sequence_work(config: Mapping[str, Any]) -> SequenceWork:
 
 
 def linear_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """``(outputs, inputs)`` of q, k, v, o, gate, up and down of a layer; in a mixture, of what one token passes."""
+    """``(outputs, inputs)`` of a layer's q, k, v, o, gate, up, down; in a mixture, of the experts one token uses."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     inner = config["intermediate_size"]
     if config.get("num_experts_per_tok"):
@@ -67,7 +67,7 @@ def linear_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _latent_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Of multi-latent attention's projections (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
+    """``(outputs, inputs)`` of multi-latent attention's projections (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
     hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotary, values = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     queries, rank = heads * (plain + rotary), config.get("q_lora_rank")
@@ -76,5 +76,5 @@ def _latent_shapes(config: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Size of an attention head."""
+    """Return the size of an attention head."""
     return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]

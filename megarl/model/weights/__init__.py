@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base weights: names by family, Hugging Face folders, and what each rank holds of a tensor."""
+"""Base weights: names by family, Hugging Face folders, and the part of each tensor that a rank holds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which Hugging Face tensors a built GPTModel chunk holds, as ``ShardedTensor`` records in both directions."""
+"""List the Hugging Face tensors of a built GPTModel chunk as ``ShardedTensor`` records, to load and to export."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,27 +29,27 @@ from megarl.parallel.groups import Axis, Groups, current_groups
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The base layer below an adapter, or the module itself."""
+    """Return the base layer below an adapter, or the module itself."""
     return getattr(module, "base_layer", module)
 
 
 def layers_of(chunk: GPTModel) -> Iterator[tuple[int, torch.nn.Module]]:
-    """``(global index from 0, layer)`` of the transformer layers in a chunk."""
+    """Yield ``(global index from 0, layer)`` for the transformer layers of a chunk."""
     for layer in chunk.decoder.layers:
         yield layer.layer_number - 1, layer
 
 
 def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: bool = False) -> list[ShardedTensor]:
-    """List every base tensor of one model chunk under its Hugging Face name, adapters excluded.
+    """List every base tensor of one model chunk under its Hugging Face name, without adapters.
 
     Args:
-        chunk: unwrapped (no DDP), with or without adapters.
-        names: of the model.
-        groups: this rank's place.
-        untied: list tied embeddings as two tensors.
+        chunk: model chunk, not wrapped in DDP, with or without adapters.
+        names: the model's tensor names.
+        groups: this rank's process groups.
+        untied: True lists tied embeddings as two tensors.
 
     Raises:
-        ModelError: a tensor that the mapping names is absent, or a parameter of the chunk is in no mapping.
+        ModelError: a tensor of the mapping is absent, or a parameter of the chunk is not in the mapping.
     """
     tensors = (
         []
@@ -74,16 +74,16 @@ def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: b
 def load_base(
     chunks: Sequence[GPTModel], path: str | Path, hf_config: Mapping[str, Any], groups: Groups | None = None
 ) -> None:
-    """Fill the base weights of any GPTModel from a Hugging Face folder; each rank reads only its slices.
+    """Fill the base weights of any GPTModel from a Hugging Face folder. Each rank reads only its slices.
 
     Args:
-        chunks: this rank's, unwrapped.
-        path: the folder.
+        chunks: this rank's chunks, not wrapped.
+        path: the Hugging Face folder.
         hf_config: its parsed ``config.json``.
-        groups: default: as mcore has them.
+        groups: process groups; default: mcore's current ones.
 
     Raises:
-        ModelError: a tensor is missing or has another shape, or the model has parameters that the folder does not fill.
+        ModelError: a tensor is missing or has another shape, or the folder does not fill all parameters of the model.
         UnsupportedError: the family is not supported.
     """
     groups = groups or current_groups()
@@ -92,7 +92,7 @@ def load_base(
     for chunk in chunks:
         tensors = base_tensors(chunk, names, groups)
         if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
-            # The last stage's own copy of tied embeddings: loaded here, but never exported.
+            # The last stage's copy of tied embeddings is loaded here and never exported.
             tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
         _check_all_used(folder, folder.load(tensors, groups), chunk)
         if chunk.share_embeddings_and_output_weights and chunk.pre_process:
@@ -100,17 +100,17 @@ def load_base(
 
 
 def _check_all_used(folder: WeightFolder, used: set[str], chunk: GPTModel) -> None:
-    """Every tensor that the folder has for the chunk's layers must have a place: a dropped one changes the model."""
+    """Refuse a folder with tensors of the chunk's layers that nothing uses: without them it is another model."""
     layers = tuple(HF_LAYER.format(index) for index, _ in layers_of(chunk))
-    unused = {name for name in folder.where if name.startswith(layers)} - used
-    # Old Llama folders hold the frequencies of RoPE, which follow from config.json.
+    unused = {name for name in folder.file_of if name.startswith(layers)} - used
+    # Old Llama folders store RoPE's frequencies, which follow from config.json.
     if lost := sorted(name for name in unused if not name.endswith(".rotary_emb.inv_freq")):
         raise ModelError(f"{folder.path} holds '{lost[0]}', which the model has no place for; check config.json")
 
 
 def _check_tied(folder: WeightFolder, embedding: ShardedTensor, groups: Groups) -> None:
-    """A stored copy of tied embeddings must be one: transformers does not tie two that differ."""
-    if OUTPUT[1] not in folder.where:
+    """Refuse tied embeddings of which the folder stores two different copies: transformers does not tie those."""
+    if OUTPUT[1] not in folder.file_of:
         return
     _, rank, size = groups.along(embedding.axis)
     table, output = folder.get_slice(embedding.name), folder.get_slice(OUTPUT[1])
@@ -130,15 +130,15 @@ def _vocabulary(
 
 
 def owner_of(linear: LinearMap, names: WeightMap, groups: Groups) -> int | None:
-    """The expert-parallel rank that holds a routed expert's linear; None where all hold it."""
+    """Return the expert-parallel rank that holds a routed expert's linear; None for a linear that all ranks hold."""
     return None if linear.expert is None else linear.expert // (names.num_experts // groups.topology.expert)
 
 
 def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> torch.nn.Module:
-    """The module of a linear; of an expert held elsewhere, this rank's at the same place: it has the same shape.
+    """Return the module of a linear. For another rank's expert: this rank's expert at the same place (same shape).
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: the layer has no such module.
     """
     path = linear.mcore
     if linear.expert is not None:
@@ -147,13 +147,13 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
     for depth, step in enumerate(path.split(".")):
         child = getattr(module, step, None)
         if child is None:
-            where, kind = ".".join(path.split(".")[:depth]), type(module).__name__
+            parent, kind = ".".join(path.split(".")[:depth]), type(module).__name__
             advice = "; build it with moe_grouped_gemm=False (SequentialMLP)" if "Grouped" in kind else ""
             if kind == "SharedExpertMLP":
                 advice = "; build it with megarl.model.layers.experts.SharedExperts"
             raise UnsupportedError(
                 f"layer {layer.layer_number - 1} has no {path}, which should hold {linear.hf[0].format('N')}: its "
-                f"{where or 'layer'} is mcore's {kind}{advice}"
+                f"{parent or 'layer'} is mcore's {kind}{advice}"
             )
         module = child
     return module
@@ -162,7 +162,7 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
 def _linear(
     linear: LinearMap, layer: torch.nn.Module, hf_prefix: str, names: WeightMap, groups: Groups
 ) -> list[ShardedTensor]:
-    """Weight and bias of each part of one linear."""
+    """Return weight and bias of each part of one linear."""
     module = unwrap(find_linear(layer, linear, names, groups))
     if is_parametrized(module):
         raise UnsupportedError(
@@ -203,7 +203,7 @@ def _vector(vector: VectorMap, root: torch.nn.Module, hf_prefix: str) -> Sharded
 
 
 def _check_complete(chunk: GPTModel, tensors: list[ShardedTensor]) -> None:
-    """Every frozen element must be covered: a parameter in no mapping would silently keep its random value."""
+    """Check that the mapping covers every frozen element; any other would silently keep its random value."""
     covered = sum(tensor.read().numel() for tensor in tensors)
     copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
     held = sum(p.numel() for n, p in chunk.named_parameters() if "lora_" not in n)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``config.json`` completed with transformers' own defaults; a key that would change the model unread is refused."""
+"""Complete ``config.json`` with transformers' defaults, and refuse keys that would change the model unread."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from megarl.errors import ModelError, UnsupportedError
 from megarl.families import WeightMap, family_of
 from megarl.families.base import COUNTS, NULLABLE, SIZES, Family
 
-# Change no logits: bookkeeping, generation, what only pre-training uses, heads that no causal model has.
+# Keys that change no logits: bookkeeping, generation, settings of pre-training, heads that no causal model has.
 HARMLESS = frozenset(GenerationConfig().to_dict()) | {
     "architectures", "auto_map", "aux_loss_alpha", "chunk_size_feed_forward", "classifier_dropout", "dtype", "ep_size",
     "finetuning_task", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_llama_config",
@@ -22,7 +22,7 @@ HARMLESS = frozenset(GenerationConfig().to_dict()) | {
     "transformers_version", "unk_token_id", "use_bfloat16", "use_cache",
 }  # fmt: skip
 HARMLESS_PREFIXES = ("_", "unsloth_")
-# Keys that transformers' class of a family may not know, with the value at which they mean nothing.
+# Keys that transformers' class of a family may not know, each with the value at which it has no effect.
 NEUTRAL = {
     "add_cross_attention": False,
     "attention_bias": False,
@@ -42,20 +42,20 @@ NEUTRAL = {
     "use_qk_norm": False,
     "use_sliding_window": False,
 }
-# Where the reason is not plain from the key.
+# Advice for keys whose name does not say it.
 REASONS = {
     "attention_dropout": "set it to 0 to train without it",
     "quantization_config": "write the model out in bfloat16, dequantised, and take that folder",
 }
-# Keys of rope_parameters that transformers' functions read, for any type of RoPE.
+# Keys of rope_parameters that transformers' functions read, over all types of RoPE.
 ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
     "beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor",
     "long_factor", "partial_rotary_factor",
 }  # fmt: skip
-# transformers' classes make a list of them, so that a damaged number would fill the memory.
+# transformers' classes build a list of this length, so a damaged number would fill the memory.
 MOST_LAYERS = 10_000
-# Above all models' sizes (contexts of 10 million tokens are the longest), below what nobody's memory holds.
+# Above the sizes of all models (the longest contexts are 10 million tokens), and small enough not to fill the memory.
 LARGEST = 2**24
 
 
@@ -64,20 +64,20 @@ class FullConfig(dict[str, Any]):
 
 
 def full_config(hf_config: Mapping[str, Any]) -> FullConfig:
-    """A parsed ``config.json`` with transformers' defaults for what it leaves out; see ``complete``.
+    """Return a parsed ``config.json`` with transformers' defaults for the keys it leaves out; see ``complete``.
 
     Raises:
-        ModelError: a value that transformers rejects, or that is no size.
-        UnsupportedError: a ``model_type`` that is not registered, or a key that no part of megarl reads.
+        ModelError: transformers rejects a value, or a size is not a possible size.
+        UnsupportedError: the ``model_type`` is not registered, or megarl reads a key nowhere.
     """
     return complete(hf_config, family_of(hf_config))
 
 
 def names_of(hf_config: Mapping[str, Any]) -> WeightMap:
-    """The names of the model of a parsed ``config.json``.
+    """Return the tensor names of the model of a parsed ``config.json``.
 
     Raises:
-        ModelError, UnsupportedError: as ``full_config``.
+        ModelError, UnsupportedError: as for ``full_config``.
     """
     return WeightMap(family_of(hf_config), full_config(hf_config))
 
@@ -86,12 +86,12 @@ def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
     """Fill in the defaults of transformers' config class, and check all values.
 
     Args:
-        raw: parsed ``config.json``; left as it is.
-        family: of its ``model_type``.
+        raw: parsed ``config.json``; not changed.
+        family: family of its ``model_type``.
 
     Raises:
-        ModelError: a value that transformers rejects, or that is no size.
-        UnsupportedError: a key that no part of megarl reads, with a value other than transformers' default.
+        ModelError: transformers rejects a value, or a size is not a possible size.
+        UnsupportedError: megarl reads a key nowhere, and its value is not transformers' default.
     """
     if isinstance(raw, FullConfig):
         return raw
@@ -106,7 +106,7 @@ def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
         raise ModelError(f"config.json: num_hidden_layers is {layers}; it must be at most {MOST_LAYERS}")
     try:
         full = config_class(**read).to_dict()
-    except Exception as error:  # whatever a library raises that was given anything at all
+    except Exception as error:  # transformers may raise anything on unexpected values
         reason = " ".join(str(error).split())
         raise ModelError(f"config.json: transformers rejects it: {reason or type(error).__name__}") from error
     for key, value in raw.items():
@@ -142,13 +142,13 @@ def _check_rope_keys(raw: Mapping[str, Any]) -> None:
 
 
 def _check_values(full: Mapping[str, Any]) -> None:
-    """What transformers' class lets pass and no model can have."""
+    """Refuse values that transformers' class accepts and no model can have."""
     for key in SIZES:
         value = full.get(key)
         if value is None and (key not in full or key in NULLABLE):
             continue
         if key == "sliding_window" and value == 0 and full.get("use_sliding_window") is False:
-            continue  # transformers' own way to switch it off in a qwen2_moe
+            continue  # transformers' way to switch the window off in a qwen2_moe
         if type(value) is not int or not 1 <= value <= LARGEST:
             raise ModelError(f"config.json: {key} is {value!r}; it must be a whole number from 1 to {LARGEST}")
     for key in COUNTS:
@@ -158,7 +158,7 @@ def _check_values(full: Mapping[str, Any]) -> None:
     if full["hidden_act"] != "silu":
         raise UnsupportedError(f"config.json: hidden_act is '{full['hidden_act']}'; supported is 'silu'")
     padding, vocab = full.get("pad_token_id"), full["vocab_size"]
-    if isinstance(padding, int) and not -vocab <= padding < vocab:  # as torch's Embedding, hence transformers, has it
+    if isinstance(padding, int) and not -vocab <= padding < vocab:  # as torch's Embedding has it
         raise ModelError(f"config.json: pad_token_id is {padding}, but vocab_size is {vocab}; set it to null")
     eps = full["rms_norm_eps"]
     if not 0.0 < eps < math.inf:

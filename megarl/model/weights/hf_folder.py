@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face folder: its config and its safetensors, read lazily, tensor by tensor, slice by slice."""
+"""Read a Hugging Face folder: its config, and its safetensors, tensor by tensor and slice by slice."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,44 +17,44 @@ from megarl.parallel.groups import Groups
 
 
 def read_config(path: str | Path) -> FullConfig:
-    """``config.json``, completed with transformers' defaults.
+    """Read ``config.json``, completed with transformers' defaults.
 
     Raises:
-        ModelError: missing, not JSON, or with a value that transformers rejects.
-        UnsupportedError: a family or a key that is not supported.
+        ModelError: the file is missing or is not JSON, or transformers rejects a value.
+        UnsupportedError: the family or a key is not supported.
     """
     return full_config(parse_json(Path(path).expanduser() / "config.json"))
 
 
 def parse_json(file: Path) -> dict[str, Any]:
-    """The object in a file of a model's folder, as it stands there.
+    """Return the JSON object of one of the folder's files, unchanged.
 
     Raises:
-        ModelError: missing, not JSON, or no object.
+        ModelError: the file is missing, is not JSON, or holds no object.
     """
     return read_json(file, "Hugging Face folder", ModelError)
 
 
-# Which file holds which tensor, where there are several.
+# The file that maps tensors to files, in a folder with several.
 INDEX = "model.safetensors.index.json"
 
 
-# safetensors' names of the dtypes that a model is trained from.
+# safetensors' names of the dtypes that base weights may have.
 FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 class WeightFolder:
-    """The safetensors of a folder, opened on first use."""
+    """The safetensors files of a folder, each opened on first use."""
 
     def __init__(self, path: str | Path) -> None:
-        """Index the folder.
+        """Index the folder's tensors.
 
         Raises:
-            ModelError: no safetensors, or an index that names a missing file or one outside the folder.
+            ModelError: there are no safetensors, or the index names a file that is missing or outside the folder.
         """
         self.path = Path(path).expanduser()
         self._files: dict[Path, Any] = {}
-        self.where = self._index()
+        self.file_of = self._index()
 
     def _index(self) -> dict[str, Path]:
         index = self.path / INDEX
@@ -83,29 +83,29 @@ class WeightFolder:
         return self._files[file]
 
     def get_slice(self, name: str) -> Any:
-        """A tensor of the folder, unread; see ``sharding.Sliceable``.
+        """Return a tensor of the folder without reading it; see ``sharded_tensor.Sliceable``.
 
         Raises:
-            ModelError: it is absent.
+            ModelError: the folder lacks it.
         """
-        if name not in self.where:
-            raise ModelError(f"{self.path} lacks the tensor '{name}'{nearest(name, self.where)}")
+        if name not in self.file_of:
+            raise ModelError(f"{self.path} lacks the tensor '{name}'{nearest(name, self.file_of)}")
         try:
-            return self._open(self.where[name]).get_slice(name)
+            return self._open(self.file_of[name]).get_slice(name)
         except SafetensorError as error:
-            raise ModelError(f"{INDEX} places '{name}' in {self.where[name]}, which lacks it: {error}") from error
+            raise ModelError(f"{INDEX} places '{name}' in {self.file_of[name]}, which lacks it: {error}") from error
 
     def check_names(self, names: WeightMap) -> None:
-        """Compare the folder's tensors with those that a model has; reads no values.
+        """Compare the folder's tensors with those that the model has. Reads no values.
 
         Raises:
-            ModelError: one is missing, is no floating-point tensor, or has no place in the model: it would be dropped,
-                and the rest be another model.
+            ModelError: a tensor is missing, is not floating-point, or has no place in the model. Dropping it would make
+                another model.
         """
-        wanted, optional = names.tensor_names(), names.optional_names(self.where)
-        if lost := sorted(wanted - self.where.keys()):
-            raise ModelError(f"{self.path} lacks the tensor '{lost[0]}'{nearest(lost[0], self.where)}")
-        if unused := sorted(self.where.keys() - wanted - optional):
+        wanted, optional = names.tensor_names(), names.optional_names(self.file_of)
+        if lost := sorted(wanted - self.file_of.keys()):
+            raise ModelError(f"{self.path} lacks the tensor '{lost[0]}'{nearest(lost[0], self.file_of)}")
+        if unused := sorted(self.file_of.keys() - wanted - optional):
             raise ModelError(
                 f"{self.path} holds '{unused[0]}', which the model of its config.json has no place for "
                 f"({len(unused)} such tensors); check config.json"
@@ -114,7 +114,7 @@ class WeightFolder:
             check_dtype(name, self.get_slice(name), self.path)
 
     def load(self, tensors: Iterable[ShardedTensor], groups: Groups) -> set[str]:
-        """Fill the tensors, each rank reading only its own slices; returns the names used.
+        """Fill the tensors, each rank reading only its own slices. Returns the names used.
 
         Raises:
             ModelError: a tensor is absent, has another shape or dtype, or holds a number that is not finite.
@@ -134,7 +134,7 @@ class WeightFolder:
 
 
 def check_dtype(name: str, source: Any, folder: Path) -> None:
-    """Refuse integers (a quantised model's): they would be read as if they were weights."""
+    """Refuse integer tensors (of a quantised model), which would be read as if they were weights."""
     if source.get_dtype() not in FLOATS:
         raise ModelError(
             f"'{name}' in {folder} is of dtype {source.get_dtype()}; supported are {', '.join(FLOATS)}: take the model "
@@ -143,7 +143,7 @@ def check_dtype(name: str, source: Any, folder: Path) -> None:
 
 
 class _Finite:
-    """A tensor of a file whose every part that is read is checked."""
+    """A tensor of a file that refuses to return numbers that are not finite."""
 
     def __init__(self, name: str, source: Any, folder: Path) -> None:
         self.name, self.source, self.folder = name, source, folder
@@ -153,7 +153,7 @@ class _Finite:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = self.source[index]
-        # Much faster than isfinite; either bound is NaN where any element is.
+        # Much faster than isfinite: if any element is NaN, both bounds are NaN.
         if part.numel() and not all(bound.isfinite() for bound in torch.aminmax(part)):
             raise ModelError(
                 f"'{self.name}' in {self.folder} holds a number that is not finite; the file is damaged, or the model "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor, split over ranks: read and write this rank's part, load it from a file."""
+"""One tensor split over ranks: read and write this rank's part, load it from a file."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from megarl.parallel.groups import Axis, Groups
 
 
 class Sliceable(Protocol):
-    """What ``safetensors.safe_open(...).get_slice(name)`` returns."""
+    """Interface of ``safetensors.safe_open(...).get_slice(name)``."""
 
     def get_shape(self) -> list[int]: ...
 
@@ -25,17 +25,18 @@ class ShardedTensor:
     """A Hugging Face or PEFT tensor of which this rank holds all or a part.
 
     Attributes:
-        name: in the file.
-        shape: of the whole tensor, as in the file.
-        dtype: on this rank.
-        dim: the dimension split over the ranks of ``axis``, or None if each of them holds all of it.
+        name: name in the file.
+        shape: shape of the whole tensor in the file.
+        dtype: dtype on this rank.
+        dim: dimension that is split over the ranks of ``axis``; None if each of them holds all of it.
         read: returns this rank's part in the file's layout, contiguous or not.
-        write: copies this rank's part in the file's layout into place.
+        write: copies a tensor in the file's layout into this rank's part.
         padded: size of ``dim`` after padding, where it exceeds ``shape[dim]`` (vocabularies); else None.
-        axis: ``expert_tensor`` for the tensors of routed experts.
-        owner: the expert-parallel rank that holds it, or None if all do. The others list it too, so that collectives
-            meet, but must not read or write it.
-        copies: neighbouring ranks of ``axis`` that hold the same part (KV heads, where there are more ranks).
+        axis: parallel axis of the split; ``expert_tensor`` for routed experts.
+        owner: expert-parallel rank that holds the tensor; None if all do. The other ranks list it too, so that
+            collectives match, but must not read or write it.
+        copies: number of neighbouring ranks of ``axis`` that hold the same part (KV heads, where there are more ranks
+            than heads).
     """
 
     name: str
@@ -50,11 +51,11 @@ class ShardedTensor:
     copies: int = 1
 
     def held(self, groups: Groups) -> bool:
-        """Whether this rank has (a part of) it."""
+        """Return True if this rank holds (a part of) the tensor."""
         return self.owner is None or self.owner == groups.expert_rank
 
     def local_slice(self, rank: int, size: int) -> tuple[slice, ...]:
-        """Index of this rank's part within the file's tensor (padding excluded)."""
+        """Return the index of this rank's part within the file's tensor, without padding."""
         index = [slice(None)] * len(self.shape)
         rank, size = rank // self.copies, size // self.copies
         if self.dim is not None:
@@ -64,7 +65,7 @@ class ShardedTensor:
         return tuple(index)
 
     def load(self, source: Sliceable, groups: Groups) -> None:
-        """Read only this rank's part of ``source`` and write it into place; padding rows become zero."""
+        """Read this rank's part of ``source`` and write it into place. Padding rows become zero."""
         if not self.held(groups):
             return
         _, rank, size = groups.along(self.axis)
@@ -78,12 +79,12 @@ class ShardedTensor:
 
 
 def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: int | None) -> ShardedTensor:
-    """A ``ShardedTensor`` over a (view of a) parameter whose flattened rows are the file's.
+    """Return a ``ShardedTensor`` over a (view of a) parameter whose flattened rows are the file's rows.
 
     Args:
-        name: in the file.
+        name: name in the file.
         view: this rank's part, possibly strided.
-        shape: of the whole tensor in the file.
+        shape: shape of the whole tensor in the file.
         dim: as in ``ShardedTensor``.
     """
     tail = shape[1:] if dim != 1 else (view.shape[-1],)
@@ -99,7 +100,7 @@ def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: i
 
 
 def placed(tensor: ShardedTensor, axis: Axis, owner: int | None, groups: Groups) -> ShardedTensor:
-    """The tensor with an axis and an owner; where it lies elsewhere, reading or writing it here raises."""
+    """Return the tensor with an axis and an owner. On ranks that do not hold it, reading or writing it raises."""
     tensor = dataclasses.replace(tensor, axis=axis, owner=owner)
     if tensor.held(groups):
         return tensor
@@ -111,6 +112,6 @@ def placed(tensor: ShardedTensor, axis: Axis, owner: int | None, groups: Groups)
 
 
 def collect(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Consume a stream of ``stream_full`` on every rank; copies on the CPU on global rank 0, nothing elsewhere."""
+    """Consume a stream of ``stream_full`` on every rank; global rank 0 returns CPU copies, the others an empty dict."""
     keep = dist.get_rank() == 0
     return {name: tensor.to("cpu", copy=True) for name, tensor in stream if keep}

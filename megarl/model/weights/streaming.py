@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors from all ranks, bucket by bucket: a mixture of experts has tens of thousands of small ones."""
+"""Gather whole tensors from all ranks in buckets, because a mixture of experts has tens of thousands of small ones."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ import torch.distributed as dist
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Axis, Groups
 
-# Whole tensors that travel together; a larger one travels alone.
+# Size of whole tensors that travel together. A larger tensor travels alone.
 BUCKET_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Record:
-    """What every pipeline stage must know of a tensor to receive it."""
+    """Facts that every pipeline stage needs to receive a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,18 +34,18 @@ def stream_full(tensors: Iterable[ShardedTensor], groups: Groups) -> Iterator[tu
     """Yield every tensor of every pipeline stage, whole, on every rank, stage after stage.
 
     A collective over the tensor-, expert- and pipeline-parallel groups: every rank must consume it to the end. About
-    ``BUCKET_BYTES`` are alive at a time unless the caller keeps what it got.
+    ``BUCKET_BYTES`` are alive at a time, plus what the caller keeps.
 
     Args:
-        tensors: this rank's; ranks of one stage list the same names in the same order.
-        groups: this rank's place.
+        tensors: this rank's tensors. Ranks of one stage list the same names in the same order.
+        groups: this rank's process groups.
     """
-    own = list(tensors)
-    for stage, records in enumerate(_records_of_stages(own, groups)):
+    local = list(tensors)
+    for stage, records in enumerate(_records_of_stages(local, groups)):
         mine = stage == groups.pipeline_rank
         source = dist.get_global_rank(groups.pipeline, stage)
         for bucket in _buckets(records):
-            wholes = whole_tensors([own[index] for index in bucket], groups) if mine else None
+            wholes = whole_tensors([local[index] for index in bucket], groups) if mine else None
             chosen = [records[index] for index in bucket]
             if groups.topology.pipeline > 1:
                 wholes = _from_stage(wholes, chosen, source, groups)
@@ -55,35 +55,35 @@ def stream_full(tensors: Iterable[ShardedTensor], groups: Groups) -> Iterator[tu
 
 
 def whole_tensors(tensors: list[ShardedTensor], groups: Groups) -> list[torch.Tensor]:
-    """The tensors, whole, on every rank of the pipeline stage: one collective over their axis, one over EP.
+    """Gather tensors on every rank of the pipeline stage: one collective over their axis, one over EP.
 
     Args:
-        tensors: all of one dtype and axis.
-        groups: this rank's place.
+        tensors: tensors of one dtype and one axis.
+        groups: this rank's process groups.
     """
-    found: dict[int, torch.Tensor] = {}
+    whole: dict[int, torch.Tensor] = {}
     here = [index for index, tensor in enumerate(tensors) if tensor.held(groups)]
     parts = {index: tensors[index].read().detach() for index in here}
     split = [index for index in here if tensors[index].dim is not None]
     group, _, size = groups.along(tensors[0].axis)
     gathered = _all_gather(_flat([parts[index] for index in split]), [None] * size, group) if split else []
     for index in here:
-        found[index] = parts[index].contiguous()
+        whole[index] = parts[index].contiguous()
     cuts = [parts[index].numel() for index in split]
     columns = [flat.split(cuts) for flat in gathered]
     for place, index in enumerate(split):
         pieces = [column[place].view(parts[index].shape) for column in columns[:: tensors[index].copies]]
-        found[index] = _unpadded(torch.cat(pieces, dim=tensors[index].dim), tensors[index])
+        whole[index] = _unpadded(torch.cat(pieces, dim=tensors[index].dim), tensors[index])
     if any(tensor.owner is not None for tensor in tensors) and groups.topology.expert > 1:
-        found |= _from_owners(found, tensors, groups)
-    return [found[index] for index in range(len(tensors))]
+        whole |= _from_owners(whole, tensors, groups)
+    return [whole[index] for index in range(len(tensors))]
 
 
-def _from_owners(found: dict[int, torch.Tensor], tensors: list[ShardedTensor], groups: Groups) -> dict[int, Any]:
-    """Exchange what each expert-parallel rank owns."""
+def _from_owners(whole: dict[int, torch.Tensor], tensors: list[ShardedTensor], groups: Groups) -> dict[int, Any]:
+    """Exchange the tensors that each expert-parallel rank owns."""
     owned = [[i for i, tensor in enumerate(tensors) if tensor.owner == rank] for rank in range(groups.topology.expert)]
     sizes = [sum(torch.Size(tensors[i].shape).numel() for i in indices) for indices in owned]
-    mine = _flat([found[i] for i in owned[groups.expert_rank]], like=tensors[0], device=groups.device)
+    mine = _flat([whole[i] for i in owned[groups.expert_rank]], like=tensors[0], device=groups.device)
     flats = _all_gather(mine, list(sizes), groups.expert)
     received: dict[int, Any] = {}
     for indices, flat in zip(owned, flats, strict=True):
@@ -96,7 +96,7 @@ def _from_owners(found: dict[int, torch.Tensor], tensors: list[ShardedTensor], g
 def _from_stage(
     wholes: list[torch.Tensor] | None, records: list[_Record], source: int, groups: Groups
 ) -> list[torch.Tensor]:
-    """Broadcast a bucket from one pipeline stage to all."""
+    """Broadcast a bucket from one pipeline stage to all stages."""
     if wholes is None:
         total = sum(record.numel for record in records)
         flat = torch.empty(total, dtype=records[0].dtype, device=groups.device)
@@ -108,7 +108,7 @@ def _from_stage(
 
 
 def _flat(tensors: list[torch.Tensor], like: ShardedTensor | None = None, device: Any = None) -> torch.Tensor:
-    """One vector of all elements; of ``like``'s dtype where there are none."""
+    """Concatenate all elements into one vector; without tensors, return an empty one of ``like``'s dtype."""
     if not tensors:
         assert like is not None
         return torch.empty(0, dtype=like.dtype, device=device)
@@ -116,7 +116,7 @@ def _flat(tensors: list[torch.Tensor], like: ShardedTensor | None = None, device
 
 
 def _all_gather(flat: torch.Tensor, sizes: list[int | None], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The vectors of all ranks of a group; ``sizes`` are their lengths, None where all are alike."""
+    """All-gather the vectors of a group's ranks. ``sizes`` are their lengths; None where all are equal."""
     if len(sizes) == 1:
         return [flat]
     lengths = [flat.numel() if size is None else size for size in sizes]
@@ -135,7 +135,7 @@ def _unpadded(whole: torch.Tensor, tensor: ShardedTensor) -> torch.Tensor:
 
 
 def _buckets(records: list[_Record]) -> Iterator[list[int]]:
-    """Runs of neighbours of one dtype and axis that add up to at most ``BUCKET_BYTES``."""
+    """Yield runs of neighbours of one dtype and axis that add up to at most ``BUCKET_BYTES``."""
     kinds = itertools.groupby(range(len(records)), key=lambda index: (records[index].dtype, records[index].axis))
     for _, run in kinds:
         bucket: list[int] = []
@@ -150,9 +150,9 @@ def _buckets(records: list[_Record]) -> Iterator[list[int]]:
         yield bucket
 
 
-def _records_of_stages(own: list[ShardedTensor], groups: Groups) -> list[list[_Record]]:
-    """What each pipeline stage lists."""
-    records = [_Record(tensor.name, tensor.shape, tensor.dtype, tensor.axis) for tensor in own]
+def _records_of_stages(local: list[ShardedTensor], groups: Groups) -> list[list[_Record]]:
+    """Return the records that each pipeline stage lists."""
+    records = [_Record(tensor.name, tensor.shape, tensor.dtype, tensor.axis) for tensor in local]
     if groups.topology.pipeline == 1:
         return [records]
     stages: list[Any] = [None] * groups.topology.pipeline

@@ -67,7 +67,7 @@ def _write(
         tensor = torch.empty(shape)
         if name.endswith(BASE_WEIGHT):  # PEFT adds those of an adapted embedding and lm_head
             weight = f"{name.removeprefix(PREFIX).removesuffix(BASE_WEIGHT)}.weight"
-            tensors[name] = source.get_slice(weight if weight in source.where else EMBEDDING[1])[:].clone()
+            tensors[name] = source.get_slice(weight if weight in source.file_of else EMBEDDING[1])[:].clone()
         elif "_A" in name:
             tensors[name] = tensor.uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=generator)
         else:

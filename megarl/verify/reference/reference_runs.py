@@ -79,7 +79,7 @@ def choose(case: Case) -> tuple[str, torch.device]:
     """
     source = WeightFolder(case.model)
     elements = 0
-    for name in source.where:
+    for name in source.file_of:
         count = 1
         for size in source.get_slice(name).get_shape():
             count *= size
@@ -224,10 +224,10 @@ def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, 
     targets = resolve_targets(config, names)
     with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
         matrices = AdapterFile(source, targets, names)
-        for name in after.where:
+        for name in after.file_of:
             tensor = after.get_slice(name)[:]
             # The base that is merged into is the one that was trained on, rounded to the model's dtype.
-            base = name if name in before.where else EMBEDDING[1]  # tied, and parted by the merge
+            base = name if name in before.file_of else EMBEDDING[1]  # tied, and parted by the merge
             exact = before.get_slice(base)[:].to(tensor.dtype).double()
             module = name.removesuffix(".weight")
             if module in targets:

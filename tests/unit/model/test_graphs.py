@@ -21,10 +21,10 @@ def test_packs_within_a_budget_have_few_sizes(budget, multiple):
 def test_room_is_made_by_empty_sequences():
     packed = PackedSequences.from_lengths((3, 5, 2), torch.device("cpu"))
     assert packed.thd.qkv_format == "thd"
-    roomy = packed.with_room(6, 8)
-    assert roomy.query_bounds.tolist() == [0, 3, 8, 10, 10, 10, 10]
-    assert (roomy.longest_query, roomy.longest_key, roomy.thd.max_seqlen_q) == (8, 8, 8)
-    assert roomy.thd.cu_seqlens_kv is roomy.query_bounds
+    padded = packed.padded_to(6, 8)
+    assert padded.query_bounds.tolist() == [0, 3, 8, 10, 10, 10, 10]
+    assert (padded.longest_query, padded.longest_key, padded.thd.max_seqlen_q) == (8, 8, 8)
+    assert padded.thd.cu_seqlens_kv is padded.query_bounds
     assert packed.query_bounds.tolist() == [0, 3, 8, 10]
     assert packed.longest_query == 5
 

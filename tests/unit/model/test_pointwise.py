@@ -43,7 +43,7 @@ def test_a_compiled_function_computes_the_same(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(pointwise, "wants_compilation", lambda tensor: True)
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager", fullgraph=True))
-    function = pointwise.one_kernel(pointwise.swiglu)
+    function = pointwise.compile_on_cuda(pointwise.swiglu)
     for tokens in (3, 5):
         leaf, twin = (draw(tokens, 12).requires_grad_() for _ in range(2))
         function(leaf).pow(2).sum().backward()
@@ -58,7 +58,7 @@ def test_where_compilation_fails_the_function_runs_as_written(monkeypatch: pytes
     monkeypatch.setattr(pointwise, "wants_compilation", lambda tensor: True)
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend=broken))
-    function = pointwise.one_kernel(pointwise.swiglu)
+    function = pointwise.compile_on_cuda(pointwise.swiglu)
     both = draw(TOKENS, 12)
     with pytest.warns(UserWarning, match="torch.compile of swiglu failed"):
         first = function(both)

@@ -63,7 +63,7 @@ def test_features_survive_and_the_model_loads(tmp_path, name):
     assert bool(names_of(small).num_experts) == bool(names_of(real).num_experts)
     assert [names_of(small).sparse(layer) for layer in range(4)] == ([False] + [True] * 3 if "30b" in name else
         [bool(names_of(real).num_experts)] * 4)  # fmt: skip
-    files = WeightFolder(tmp_path / "model").where
+    files = WeightFolder(tmp_path / "model").file_of
     assert {f"{linear}.weight" for linear in names_of(small).linear_names()} <= files.keys()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() < 300_000
 

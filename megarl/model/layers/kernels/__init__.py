@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels of the model; imported only where they run."""
+"""Triton kernels of the model. Import them only where they run: on CUDA, with Triton installed."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Triton kernel each way between the fused q, k and v projection and what attention takes.
+"""Turn the fused q, k and v projection into attention's inputs: one Triton kernel forward, one backward.
 
-As separate operations, the split, the norms of queries and keys, RoPE and the copies around them are an eighth of a
-small model's time on a GPU, all of it reading and writing the same activations. Here each is read once and written once
-in either direction, and computed in float32 in between. The norms' weights are frozen under LoRA and get no gradient,
-which is what makes their own backward pass slow.
+As separate operations, the split, the norms of queries and keys, RoPE and the copies around them take an eighth of a
+small model's time on a GPU, all of it reading and writing the same activations. These kernels read and write each
+activation once per direction and compute in float32 in between. Under LoRA the norms' weights are frozen and get no
+gradient; that gradient is what makes a norm's backward pass slow.
 
 Shape letters: T tokens, G groups (KV heads), N query heads of a group, D head_dim.
 """
@@ -27,17 +27,17 @@ def prepare_heads(
     eps: float,
     heads: HeadLayout,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split, normalise (Zhang and Sennrich, arXiv:1910.07467) and rotate (Su et al., arXiv:2104.09864).
+    """Split the heads, normalise (Zhang and Sennrich, arXiv:1910.07467) and rotate (Su et al., arXiv:2104.09864).
 
     Args:
-        fused: ``[T, 1, G * (N + 2) * D]``, 16-bit; a group's queries, its key and its value lie together.
+        fused: ``[T, 1, G * (N + 2) * D]``, 16-bit. A group's queries, its key and its value lie together.
         angles: ``[T, 1, 1, D]`` float32, radians; the second half repeats the first.
-        weights: of the norms of queries and of keys, ``[D]`` each; None for no norm. They get no gradient.
-        eps: the norms'.
-        heads: of this rank.
+        weights: weights of the norms of queries and keys, ``[D]`` each; None for no norm. They get no gradient.
+        eps: epsilon of the norms.
+        heads: this rank's heads.
 
     Returns:
-        ``[T, 1, G * N, D]``, ``[T, 1, G, D]`` and ``[T, 1, G, D]``, contiguous.
+        Queries ``[T, 1, G * N, D]``, keys ``[T, 1, G, D]`` and values ``[T, 1, G, D]``, contiguous.
     """
     return _SplitHeads.apply(fused, angles, weights, eps, heads)
 
@@ -47,7 +47,7 @@ class _SplitHeads(torch.autograd.Function):
     def forward(
         ctx: Any, fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As ``prepare_heads``."""
+        """Run the forward kernel; see ``prepare_heads``."""
         fused, angles = fused.contiguous(), angles.contiguous()
         tokens = fused.shape[0]
         counts = (heads.groups * heads.queries, heads.groups, heads.groups)
@@ -95,7 +95,7 @@ def _heads_forward(
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot, column, inside, is_query, is_value, place = _where(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+    slot, column, inside, is_query, is_value, place = _locate(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -127,7 +127,7 @@ def _heads_backward(
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot, column, inside, is_query, is_value, place = _where(by_fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+    slot, column, inside, is_query, is_value, place = _locate(by_fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
     group, within = slot // (QUERIES + 2), slot % (QUERIES + 2)
     at_query = _rows(by_query, token, GROUPS * QUERIES, group * QUERIES + within, column, HALF)
     at_key = _rows(by_key, token, GROUPS, group, column, HALF)
@@ -139,7 +139,7 @@ def _heads_backward(
     back_first = first * cos + second * sin
     back_second = second * cos - first * sin
     if NORM:
-        _, _, _, _, _, source = _where(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+        _, _, _, _, _, source = _locate(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
         was_first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         was_second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         scale = _inverse_rms(was_first, was_second, eps, HALF)
@@ -155,11 +155,11 @@ def _heads_backward(
 
 
 @triton.jit
-def _where(
+def _locate(
     fused, token, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """This program's heads, and where the first halves of their features lie in the fused tensor."""
+    """Locate this program's heads, and the first halves of their features in the fused tensor."""
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     column = tl.arange(0, BLOCK)
     inside = (slot < GROUPS * (QUERIES + 2))[:, None] & (column < HALF)[None, :]
@@ -188,7 +188,7 @@ def _weight(query_weight, key_weight, column, is_query, is_value, HALF: tl.const
 
 @triton.jit
 def _turn(angles, token, column, is_value, HALF: tl.constexpr):
-    """Cosine and sine for each head and feature; values are not turned."""
+    """Return cosine and sine for each head and feature; 1 and 0 for values, which are not rotated."""
     angle = tl.load(angles + token * 2 * HALF + column, mask=column < HALF, other=0.0)[None, :]
     still = is_value[:, None]
     return tl.where(still, 1.0, tl.cos(angle)), tl.where(still, 0.0, tl.sin(angle))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) with a frozen weight, one Triton kernel each way.
+"""RMSNorm (Zhang and Sennrich, arXiv:1910.07467) with a frozen weight: one Triton kernel forward, one backward.
 
 Shape letters: T tokens, H hidden size.
 """
@@ -16,7 +16,7 @@ FEATURES_OF_A_WARP = 512
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm over the last dimension, computed in float32 and rounded once.
+    """Normalise the last dimension, in float32, rounded once.
 
     Args:
         hidden: ``[..., H]``, 16-bit.
@@ -80,5 +80,5 @@ def _norm_backward(
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     slope = tl.load(by_out + token * out_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
     along = tl.sum(slope * normed, 0) / WIDTH
-    found = root * (slope - normed * along)
-    tl.store(by_hidden + token * WIDTH + column, found.to(by_hidden.dtype.element_ty), mask=inside)
+    by_value = root * (slope - normed * along)
+    tl.store(by_hidden + token * WIDTH + column, by_value.to(by_hidden.dtype.element_ty), mask=inside)

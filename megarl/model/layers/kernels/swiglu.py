@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU as one Triton kernel each way.
+"""SwiGLU as one Triton kernel forward and one backward.
 
 Shape letters: T tokens, I features of the gate on this rank.
 """
@@ -12,12 +12,12 @@ import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
 
-# Of one program: few, so that its registers leave room for enough others to hide the memory's latency.
+# Tile of one program: small, so that its registers leave room for other programs, which hide the memory's latency.
 ROWS, COLUMNS, WARPS = 32, 128, 8
 
 
 def swiglu(fused: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` (Shazeer, arXiv:2002.05202), computed in float32 and rounded once.
+    """Compute ``silu(gate) * up`` (Shazeer, arXiv:2002.05202) in float32, rounded once.
 
     Args:
         fused: ``[..., 2 I]``, 16-bit: gate, then up.
@@ -76,7 +76,7 @@ def _swiglu_backward(
 
 @triton.jit
 def _gate_and_up(fused, tokens, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's rows and columns, and both halves there in float32."""
+    """Return this program's rows and columns, and its tile of gate and of up in float32."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
