@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 
-from megarl.lora import LoraAdapter, adapters_of, load_optimizer, own_adam_states
+from megarl.lora import LoraAdapter, adapters_of, complete_adam_states, load_optimizer
 from megarl.parallel.device import cuda_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -37,7 +37,9 @@ def unwrap_model(model: list) -> torch.nn.Module:
 def generate_state_dict(model: list, optimizer: Any, *, is_loading: bool = False) -> dict[str, Any]:
     """What a checkpoint holds of the model and the optimizer."""
     metadata = sharding_metadata()
-    own_adam_states(optimizer)  # megarl: what mcore leaves out where torch's AdamW stands in for Transformer Engine's
+    complete_adam_states(
+        optimizer
+    )  # megarl: what mcore leaves out where torch's AdamW stands in for Transformer Engine's
     with cuda_names():  # adapters_of is megarl's
         state: dict[str, Any] = {"model": adapters_of(unwrap_model(model).sharded_state_dict(metadata=metadata))}
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
@@ -73,6 +75,6 @@ def load_checkpoint(folder: str, model: list, optimizer: Any, scheduler: Any) ->
 
 def load_base_checkpoint(folder: str, model: torch.nn.Module, adapter: LoraAdapter) -> None:
     """``--pretrained-checkpoint``: the base's weights from a checkpoint made without adapters. Collective."""
-    with adapter.left_out():  # megarl: a checkpoint without adapters cannot be asked for them
+    with adapter.without_adapters():  # megarl: a checkpoint without adapters cannot be asked for them
         state = {"model": model.sharded_state_dict(metadata=sharding_metadata())}
         model.load_state_dict(dist_checkpointing.load(state, folder)["model"])

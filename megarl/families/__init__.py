@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model families by ``model_type``: all that megarl knows of one is in its module. Imports no torch.
+"""Registry of model families by ``model_type``. Each family's module holds all that megarl knows of it. No torch here.
 
-A new family is one module and one line here.
+A new family is one module and one line in ``_FAMILIES``.
 """
 
 from collections.abc import Mapping
@@ -30,6 +30,6 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     """Return the family of a parsed ``config.json``.
 
     Raises:
-        UnsupportedError: its ``model_type`` is not registered.
+        UnsupportedError: the ``model_type`` is not registered.
     """
     return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)

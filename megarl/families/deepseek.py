@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2 and V3: multi-latent attention (MLA), and shared beside routed experts from some layer on.
+"""DeepSeek-V2 and V3: multi-latent attention (MLA), and from some layer on shared and routed experts.
 
-DeepSeek-V2 (arXiv:2405.04434) routes by softmax, with groups ranked by their best expert; V3 (arXiv:2412.19437) by
-sigmoid, with a bias that only the choice of experts sees and groups ranked by their best two. Moonlight is published
-under V3's ``model_type``. Multi-token-prediction layers beyond ``num_hidden_layers`` are neither loaded nor exported,
-as in transformers.
+DeepSeek-V2 (arXiv:2405.04434) routes by softmax and ranks groups by their best expert. V3 (arXiv:2412.19437) routes by
+sigmoid, ranks groups by their best two experts, and has a bias that affects only the choice of experts. Moonlight is
+published under V3's ``model_type``. Multi-token-prediction layers beyond ``num_hidden_layers`` are neither loaded nor
+exported, as in transformers.
 
-Adapters of the shared experts and of the MLP of layers without experts are ``target_parameters``: among PEFT's
-``target_modules`` ``gate_proj``, ``up_proj`` and ``down_proj`` mean the routed experts' (``WeightMap.shadowed_names``).
+Adapters of the shared experts, and of the MLP in layers without experts, must be named in ``target_parameters``: in
+``target_modules`` PEFT takes ``gate_proj``, ``up_proj`` and ``down_proj`` for the routed experts'
+(``WeightMap.shadowed_names``).
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,7 @@ MOE = MoeMap(
 
 
 def _splits(hf: Mapping[str, Any]) -> dict[str, int | None]:
-    """Sizes of latent attention and of the shared experts; a product is known once both factors are."""
+    """Return the sizes of latent attention and of the shared experts; a product only if both factors are given."""
     sizes = {"q_lora_rank": hf.get("q_lora_rank")}
     latent, rotated = hf.get("kv_lora_rank"), hf.get("qk_rope_head_dim")
     shared, inner = hf.get("n_shared_experts"), hf.get("moe_intermediate_size")
@@ -62,7 +63,7 @@ def _splits(hf: Mapping[str, Any]) -> dict[str, int | None]:
     }
 
 
-# Heads of 24, 16 without and 8 with RoPE, but values of 12.
+# Query and key heads of 24 (16 without RoPE, 8 with), value heads of 12.
 TINY_LATENT = TINY_EXPERTS | {
     "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24,
@@ -93,13 +94,13 @@ def _attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logit_scale(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """YaRN's part in the scale of the attention logits; its frequencies are ``megarl.model.layers.rope``'s."""
+    """Return YaRN's factor of the attention logits. ``megarl.model.layers.rope`` has its frequencies."""
     rope = hf["rope_parameters"]
     if rope["rope_type"] != "yarn":
         return {}
     mscale, of_logits = rope.get("mscale"), rope.get("mscale_all_dim")
     if not mscale or mscale != of_logits or rope.get("attention_factor") not in (None, 1.0):
-        # What is left would scale the rotary part of queries and keys alone.
+        # Any other combination would scale only the rotary part of queries and keys.
         raise UnsupportedError(
             f"config.json: yarn has mscale {mscale}, mscale_all_dim {of_logits} and attention_factor "
             f"{rope.get('attention_factor')}; supported with multi-latent attention are equal mscale and mscale_all_dim"
@@ -122,7 +123,7 @@ def _moe_settings(hf: Mapping[str, Any], *, renormalise: bool, groups: bool) -> 
 
 
 def _check_groups(hf: Mapping[str, Any]) -> None:
-    """Groups divide the experts, and the best of them hold as many experts as a token takes."""
+    """Check that groups divide the experts, and that the best groups hold enough experts for a token."""
     groups, best, experts_of = hf["n_group"] or 1, hf["topk_group"] or 1, hf["n_routed_experts"]
     chosen = hf["num_experts_per_tok"]
     if experts_of % groups or best > groups or chosen > best * (experts_of // groups):
@@ -143,17 +144,17 @@ def _settings_v2(hf: Mapping[str, Any]) -> dict[str, Any]:
             f"config.json: topk_method is '{method}'; supported of deepseek_v2 are greedy and group_limited_greedy"
         )
     if method == "greedy" and (hf["n_group"] or 1) > 1:
-        # transformers ignores the groups then, vLLM does not.
+        # transformers ignores the groups in this case; vLLM does not.
         raise UnsupportedError(f"config.json: n_group is {hf['n_group']} with topk_method 'greedy'; supported is 1")
     if hf["norm_topk_prob"]:
-        # transformers ignores it in this family, the model's own code does not.
+        # transformers ignores the key in this family; the model's own code does not.
         raise UnsupportedError("config.json: norm_topk_prob is true; supported of deepseek_v2 is false")
     return _attention_settings(hf) | _moe_settings(hf, renormalise=False, groups=method == "group_limited_greedy")
 
 
 def _settings_v3(hf: Mapping[str, Any]) -> dict[str, Any]:
     for field, supported in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
-        # transformers reads neither, vLLM both.
+        # transformers reads neither key; vLLM reads both.
         if hf.get(field, supported) != supported:
             raise UnsupportedError(f"config.json: {field} is '{hf[field]}'; supported of deepseek_v3 is '{supported}'")
     if not hf["norm_topk_prob"]:

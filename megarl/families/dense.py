@@ -32,7 +32,7 @@ MLP = (
 
 
 def attention_biases(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """``PackedConfig`` arguments of attention whose four projections all have a bias or none."""
+    """Return ``PackedConfig`` arguments of attention in which all four projections have a bias, or none has."""
     return {"add_qkv_bias": hf["attention_bias"], "attention_bias": hf["attention_bias"]}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Llama 2 and 3 (and models published under its architecture, such as SmolLM2)."""
+"""Llama 2 and 3, and models published under its architecture, such as SmolLM2."""
 
 from collections.abc import Mapping
 from typing import Any

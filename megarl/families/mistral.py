@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mistral dense (7B, Nemo, Small): Llama's layer, in some releases with a sliding window."""
+"""Mistral dense (7B, Nemo, Small): Llama's layer; some releases have a sliding window."""
 
 from collections.abc import Mapping
 from typing import Any

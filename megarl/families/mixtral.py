@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtral: Llama's attention, and in every layer a mixture of experts in place of the MLP."""
+"""Mixtral: Llama's attention, with a mixture of experts instead of the MLP in every layer."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the mixture-of-experts families share: mcore's names of router and experts, and its settings."""
+"""Parts shared by the mixture-of-experts families: mcore's names of router and experts, and mcore's settings."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,12 +11,12 @@ TINY_EXPERTS = TINY | {"moe_intermediate_size": 24, "num_experts": 4, "num_local
 
 
 def router(hf: str) -> LinearMap:
-    """The router, by its Hugging Face path below the layer."""
+    """Map the router; ``hf`` is its Hugging Face path below the layer."""
     return LinearMap(ROUTER, (hf,), "replicated")
 
 
 def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
-    """Templates of one expert's linears, by their Hugging Face paths below the layer."""
+    """Templates of one expert's linears; the arguments are their Hugging Face paths below the layer."""
     return (
         LinearMap("mlp.experts.local_experts.{}.linear_fc1", (gate, up), "column", "gated"),
         LinearMap("mlp.experts.local_experts.{}.linear_fc2", (down,), "row"),
@@ -24,7 +24,7 @@ def experts(gate: str, up: str, down: str) -> tuple[LinearMap, LinearMap]:
 
 
 def shared_experts(hf: str) -> tuple[LinearMap, LinearMap]:
-    """The experts that every token passes, one MLP in all, by its Hugging Face path below the layer."""
+    """Map the shared experts, which every token passes and which form one MLP; ``hf`` is their path below the layer."""
     return (
         LinearMap("mlp.shared_experts.linear_fc1", (f"{hf}.gate_proj", f"{hf}.up_proj"), "column", "gated"),
         LinearMap("mlp.shared_experts.linear_fc2", (f"{hf}.down_proj",), "row"),
@@ -32,33 +32,34 @@ def shared_experts(hf: str) -> tuple[LinearMap, LinearMap]:
 
 
 def sparse_by_step(hf: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer has experts in Qwen's families: every ``decoder_sparse_step``-th but ``mlp_only_layers``."""
+    """Test for experts in Qwen's families: every ``decoder_sparse_step``-th layer, except ``mlp_only_layers``."""
     return layer not in (hf["mlp_only_layers"] or ()) and (layer + 1) % hf["decoder_sparse_step"] == 0
 
 
 def says_dense(raw: Mapping[str, Any]) -> bool:
-    """Whether config.json says of some layers of Qwen's families that they have no experts; it need not be complete."""
+    """Test whether a config.json of Qwen's families, complete or not, gives some layers no experts."""
     return bool(raw.get("mlp_only_layers")) or (raw.get("decoder_sparse_step") or 1) > 1
 
 
 def expert_settings(hf: Mapping[str, Any], moe: MoeMap, *, renormalise: bool) -> dict[str, Any]:
-    """``TransformerConfig`` arguments of a softmax top-k mixture without auxiliary losses or token dropping.
+    """Return ``TransformerConfig`` arguments of a softmax top-k mixture without auxiliary losses and token dropping.
 
     Args:
         hf: parsed config.json.
-        moe: the family's.
-        renormalise: whether the chosen experts' probabilities are scaled to add up to 1, which equals the softmax over
-            the chosen logits alone.
+        moe: the family's mixture.
+        renormalise: True if the chosen experts' probabilities are scaled to add up to 1, which equals a softmax over
+            the chosen logits.
 
     Raises:
-        ModelError: a token takes more experts than there are.
-        UnsupportedError: it takes one, whose weight is always 1.
+        ModelError: a token uses more experts than there are.
+        UnsupportedError: a token uses one expert and weights are renormalised, so that its weight is always 1.
     """
     count, chosen = moe.count(hf), hf["num_experts_per_tok"]
     if chosen > count:
         raise ModelError(f"config.json: num_experts_per_tok ({chosen}) exceeds the {count} experts of a layer")
     if chosen == 1 and renormalise:
-        # Scaled to add up to 1, the weight of one expert is 1 whatever the router says; mcore has no such mixture.
+        # Scaled to add up to 1, the weight of a single expert is 1 whatever the router computes; mcore has no such
+        # mixture.
         raise UnsupportedError(
             "config.json: num_experts_per_tok is 1 where weights are scaled to add up to 1 (norm_topk_prob); supported "
             "are 2 or more, or weights that are not scaled"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2 and Qwen2.5 (whose ``model_type`` is qwen2 too): Llama's layer with a bias on q, k and v."""
+"""Qwen2 and Qwen2.5 (also ``model_type`` qwen2): Llama's layer with a bias on q, k and v."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +15,10 @@ def _settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_window(hf: Mapping[str, Any], layer: int) -> int | None:
-    """The window of a layer that ``layer_types`` says has one.
+    """Return the window of a layer that ``layer_types`` gives one.
 
     Raises:
-        ModelError: ``layer_types`` is not one of two kinds for each layer, or there is no window.
+        ModelError: ``layer_types`` does not name one of the two kinds for each layer, or there is no window.
     """
     kinds = hf["layer_types"]
     if len(kinds) != hf["num_hidden_layers"] or not {"full_attention", "sliding_attention"}.issuperset(kinds):
@@ -34,7 +34,7 @@ def layer_window(hf: Mapping[str, Any], layer: int) -> int | None:
 
 
 def raw_window(raw: Mapping[str, Any]) -> int | None:
-    """The window that a config.json of Qwen's families switches on; it need not be complete."""
+    """Return the window that a config.json of Qwen's families, complete or not, switches on."""
     return raw.get("sliding_window") if raw.get("use_sliding_window") else None
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention; experts in all layers but those that config.json lists.
+"""Qwen2-MoE (Qwen1.5-MoE, Qwen2-57B-A14B): Qwen2's attention; experts in all layers except those in config.json.
 
-Beside the routed experts stands a shared one, whose output a gate of one number per token scales by its sigmoid. PEFT
-(0.21) leaves this family's names as they are, unlike those of other mixtures: ``gate_proj`` among ``target_modules``
-means the shared expert's (``all-linear`` too, which has ``shared_expert_gate`` besides); routed experts and routers are
-``target_parameters`` only.
+Besides the routed experts each of these layers has a shared expert. A gate, one number per token, scales its output by
+the gate's sigmoid. PEFT (0.21) does not translate names in this family, as it does in other mixtures. In
+``target_modules``, ``gate_proj`` therefore means the shared expert's; so does ``all-linear``, which also includes
+``shared_expert_gate``. Routed experts and routers can be named in ``target_parameters`` only.
 """
 
 from collections.abc import Mapping

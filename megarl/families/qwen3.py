@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3 dense: Llama's layer with an RMSNorm on each query and key head."""
+"""Qwen3 dense: Llama's layer with an RMSNorm on each query head and each key head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ QK_NORMS = (
 
 
 def attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """``PackedConfig`` arguments of Qwen3's attention."""
+    """Return the ``PackedConfig`` arguments of Qwen3's attention."""
     return {"qk_layernorm": True, **attention_biases(hf)}
 
 
 def _refused(raw: Mapping[str, Any]) -> str | None:
-    # vLLM's class has it on q, k and v alone.
+    # vLLM's class gives q, k and v a bias, but not the output projection.
     return "attention_bias true" if raw.get("attention_bias") else None
 
 

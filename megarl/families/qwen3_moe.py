@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3-MoE: Qwen3's attention, and experts in place of the MLP in all layers but those that config.json lists."""
+"""Qwen3-MoE: Qwen3's attention, and experts instead of the MLP in all layers except those in config.json."""
 
 from collections.abc import Mapping
 from typing import Any

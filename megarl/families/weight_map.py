@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A family applied to one model: which linears each of its layers has."""
+"""Apply a family to one model: list the names of its linears and tensors, layer by layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +19,13 @@ from megarl.families.base import (
 
 
 class WeightMap:
-    """The names of one model, from its family and its ``config.json``.
+    """The tensor names of one model, from its family and its ``config.json``.
 
     Attributes:
-        family: the mapping.
+        family: the family.
         hf_config: parsed ``config.json``.
-        num_layers: transformer layers.
-        num_experts: routed experts of a sparse layer; 0 for dense models.
+        num_layers: number of transformer layers.
+        num_experts: number of routed experts in a sparse layer; 0 for dense models.
     """
 
     def __init__(self, family: Family, hf_config: Mapping[str, Any]) -> None:
@@ -34,15 +34,15 @@ class WeightMap:
         self.num_experts = family.moe.count(hf_config) if family.moe else 0
 
     def vectors(self, layer: int) -> tuple[VectorMap, ...]:
-        """Replicated tensors of a layer (index from 0)."""
+        """Return the replicated tensors of a layer (index from 0)."""
         return tuple(vector for vector in self.family.vectors if vector.where(self.hf_config, layer))
 
     def sparse(self, layer: int) -> bool:
-        """Whether a layer (index from 0) has experts."""
+        """Return True if a layer (index from 0) has experts."""
         return self.family.moe is not None and self.family.moe.sparse(self.hf_config, layer)
 
     def linears(self, layer: int) -> tuple[LinearMap, ...]:
-        """Every linear of a layer (index from 0), the experts of all ranks one by one, in one order on every rank."""
+        """Return every linear of a layer (index from 0), including all ranks' experts, in one order on every rank."""
         moe = self.family.moe
         attention = tuple(linear for linear in self.family.attention if linear.where(self.hf_config, layer))
         if moe is None or not self.sparse(layer):
@@ -55,7 +55,7 @@ class WeightMap:
         return attention + moe.linears + experts
 
     def linear_names(self) -> list[str]:
-        """Hugging Face names of every linear of the model, over all layers and ranks."""
+        """Return the Hugging Face names of every linear of the model, over all layers and ranks."""
         return [
             f"{HF_LAYER.format(layer)}{hf}"
             for layer in range(self.num_layers)
@@ -64,7 +64,7 @@ class WeightMap:
         ]
 
     def tensor_names(self) -> set[str]:
-        """Hugging Face names of every tensor of the model, over all layers and ranks."""
+        """Return the Hugging Face names of every tensor of the model, over all layers and ranks."""
         names = {EMBEDDING[1], FINAL_NORM.hf}
         if not self.hf_config["tie_word_embeddings"]:
             names.add(OUTPUT[1])
@@ -78,10 +78,10 @@ class WeightMap:
         return names
 
     def optional_names(self, names: Iterable[str]) -> set[str]:
-        """Those of a folder's tensor names that are not the model's and may be dropped.
+        """Return those of a folder's tensor names that do not belong to the model and may be ignored.
 
-        They are a copy of tied embeddings (whoever reads values sees to it that it is one), the frequencies of RoPE
-        that old folders hold, and the layers after the last that predict further tokens (DeepSeek-V3).
+        They are a copy of tied embeddings (a reader of values must check that it is one), RoPE's frequencies in old
+        folders, and DeepSeek-V3's layers that predict further tokens.
         """
         names = set(names)
         extra = {
@@ -93,10 +93,10 @@ class WeightMap:
         return copies | {name for name in names if name.endswith(".rotary_emb.inv_freq") or name.startswith(predicting)}
 
     def parameter_names(self) -> dict[str, list[str]]:
-        """transformers 5's name of every weight matrix of the layers -> those of ``linear_names`` that lie in it.
+        """Map transformers 5's name of each of the layers' weight matrices to the ``linear_names`` that it holds.
 
-        The experts of a layer are stacked in two: gate and up of every expert, one expert after the other, and down.
-        Within a layer that is their order.
+        A layer's experts are stacked in two matrices: one with gate and up of every expert, expert by expert, and one
+        with down. The linears are listed in that order.
         """
         found: dict[str, list[str]] = {}
         for layer in range(self.num_layers):
@@ -112,24 +112,24 @@ class WeightMap:
         return found
 
     def router_names(self) -> set[str]:
-        """Those of ``linear_names`` that are routers."""
+        """Return those of ``linear_names`` that are routers."""
         return self._named(lambda linear: linear.is_router)
 
     def expert_names(self) -> set[str]:
-        """Those of ``linear_names`` that belong to routed experts."""
+        """Return those of ``linear_names`` that belong to routed experts."""
         return self._named(lambda linear: linear.expert is not None)
 
     @property
     def experts_by_module(self) -> bool:
-        """Whether the model has experts that ``target_modules`` can name; see ``MoeMap.by_module``."""
+        """True if the model has experts that ``target_modules`` can name; see ``MoeMap.by_module``."""
         return self.family.moe is not None and self.family.moe.by_module
 
     def shadowed_names(self) -> set[str]:
-        """Those of ``linear_names`` that share their last component with a routed expert's linear but are none.
+        """Return names outside the routed experts whose last component is that of a routed expert's linear.
 
-        They belong to shared experts and to the MLP of layers without experts. In a model whose experts transformers 5
-        stacks, PEFT (0.21) takes ``gate_proj`` among ``target_modules``, with or without a path before it, for the
-        routed experts' alone; it adapts the others by ``target_parameters``.
+        They belong to shared experts and to the MLP of layers without experts. Where transformers 5 stacks the experts,
+        PEFT (0.21) takes ``gate_proj`` in ``target_modules``, with or without a path, for the routed experts' only. The
+        linears listed here can be adapted by ``target_parameters``.
         """
         if not self.experts_by_module:
             return set()
@@ -138,7 +138,7 @@ class WeightMap:
         return {name for name in self.linear_names() if name.rpartition(".")[2] in shared} - experts
 
     def target_names(self) -> list[str]:
-        """Those of ``linear_names`` that ``target_modules`` can name."""
+        """Return those of ``linear_names`` that ``target_modules`` can name."""
         hidden = self.shadowed_names() if self.experts_by_module else self.expert_names() | self.router_names()
         return [name for name in self.linear_names() if name not in hidden]
 

@@ -10,7 +10,7 @@ from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
 from megarl.lora.build_model import attach, build_model
 from megarl.lora.files.peft_folder import load_peft_config
-from megarl.lora.optimizer import load_optimizer, own_adam_states
+from megarl.lora.optimizer import complete_adam_states, load_optimizer
 from megarl.lora.state import adapters_of
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "build_model",
     "load_optimizer",
     "load_peft_config",
-    "own_adam_states",
+    "complete_adam_states",
 ]

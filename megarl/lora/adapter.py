@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter that has been put on a model: names, switch, save, load, export."""
+"""A LoRA adapter on a model: its tensors by name, switching it on and off, saving, loading, exporting."""
 
 import contextlib
 import copy
@@ -15,8 +15,8 @@ from peft import LoraConfig
 from megarl.families import WeightMap
 from megarl.lora.files import peft_folder
 from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
-from megarl.lora.files.load import Holder, load_matrices
-from megarl.lora.files.stacked_experts import Place, pack, places_of
+from megarl.lora.files.load import LoadTarget, load_matrices
+from megarl.lora.files.stacked_experts import Place, locate_matrices, pack
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
@@ -30,33 +30,33 @@ from megarl.peft.names import matrix_name
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """One adapted part of a layer on this pipeline stage.
+    """One adapted part of a linear on this pipeline stage.
 
     Attributes:
-        part: what is adapted.
-        kind: the class of its layer.
-        layer: the wrapped linear; None where another expert-parallel rank has it.
-        own: the adapter's matrices there; None likewise.
+        part: plan of the part: name, rank, sizes.
+        kind: class of the adapter layer.
+        layer: the wrapped linear; None if another expert-parallel rank holds it.
+        adapter: the adapter's matrices in that layer; None likewise.
     """
 
     part: PartPlan
     kind: type[ParallelLoraLinear]
     layer: ParallelLoraLinear | None
-    own: AdapterMatrices | None
+    adapter: AdapterMatrices | None
 
     def matrices(self) -> dict[str, torch.nn.Parameter]:
-        """PEFT name -> this rank's matrix; empty where another rank has it."""
-        if self.own is None:
+        """Map PEFT names to this rank's matrices; empty if another rank holds them."""
+        if self.adapter is None:
             return {}
-        held = {"A": self.own.lora_A, "B": self.own.lora_B}
+        held = {"A": self.adapter.lora_A, "B": self.adapter.lora_B}
         return {self.name(side): held[side][self.part.key] for side in self.part.sides}
 
     def name(self, side: str) -> str:
-        """PEFT's name of A or B in the weights file."""
+        """Return PEFT's name of A or B in the weights file."""
         return matrix_name(self.part.name, side)
 
     def shapes(self) -> dict[str, tuple[tuple[int, int], int | None]]:
-        """PEFT name -> (shape in the file, dimension split over the kind's axis)."""
+        """Map PEFT names to (shape in the file, dimension that is split over the kind's axis)."""
         part = self.part
         shapes = {
             "A": ((part.rank, part.in_features), self.kind.split_of(part, "A")),
@@ -66,15 +66,15 @@ class Slot:
 
 
 class LoraAdapter:
-    """Handle returned by ``apply_lora``.
+    """A LoRA adapter on a model, as ``apply_lora`` returns it.
 
     Attributes:
-        name: by which the model's adapters are told apart; it is in no file.
-        trainable: False for a frozen one.
-        slots: the adapted parts of this rank's pipeline stage, those of experts on other ranks included.
-        config: the PEFT config it was made from.
-        names: the model's names.
-        groups: this rank's place.
+        name: tells the model's adapters apart; no file contains it.
+        trainable: False if the adapter is frozen.
+        slots: adapted parts of this rank's pipeline stage, including those of experts on other ranks.
+        config: the PEFT config that the adapter was made from.
+        names: tensor names of the base model.
+        groups: this rank's process groups.
     """
 
     def __init__(
@@ -99,40 +99,40 @@ class LoraAdapter:
 
     @property
     def dropout(self) -> float:
-        """Probability with which an input of the adapter is dropped while training."""
+        """Probability of dropping an input of the adapter during training."""
         return self.config.lora_dropout
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the matrices: as they were made, or as the model was cast since."""
+        """Dtype of the matrices, as they were made or as the model was cast later."""
         return next((matrix.dtype for _, matrix in self.parameters()), self._dtype)
 
     def activate(self) -> None:
-        """Compute with this adapter and no other from now on, as PEFT's ``set_adapter``. Nothing is copied."""
+        """Compute with this adapter and no other from now on, as PEFT's ``set_adapter`` does. Copies nothing."""
         for layer in wrapped_layers(self._models):
             layer.active = self.name if self.name in layer.adapters else None
 
     @contextlib.contextmanager
     def activated(self) -> Iterator[None]:
-        """Compute with this adapter within the block."""
+        """Compute with this adapter inside the ``with`` block."""
         with _restored(self._models):
             self.activate()
             yield
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """Compute with the base model alone within the block; nothing is merged or copied."""
+        """Compute with the base model alone inside the ``with`` block. Nothing is merged or copied."""
         with _restored(self._models) as layers:
             for layer in layers:
                 layer.active = None
             yield
 
     @contextlib.contextmanager
-    def left_out(self) -> Iterator[None]:
-        """Leave every adapter out of the model's state dicts, plain and sharded, within the block.
+    def without_adapters(self) -> Iterator[None]:
+        """Exclude all adapters from the model's state dicts, plain and sharded, inside the ``with`` block.
 
-        For distributed checkpoints of the base that were made without adapters: a sharded state dict with them asks the
-        checkpoint for them.
+        Use it to load a distributed checkpoint of the base that was made without adapters: a sharded state dict that
+        holds adapters would request them from the checkpoint.
         """
         layers = wrapped_layers(self._models)
         for layer in layers:
@@ -144,22 +144,23 @@ class LoraAdapter:
                 layer.states_adapters = True
 
     def wait(self) -> None:
-        """Wait until every matrix here holds the last update; see ``AdapterMatrices.wait``."""
-        for own in {id(slot.own): slot.own for slot in self.slots if slot.own is not None}.values():
-            own.wait()
+        """Wait until all of this rank's matrices hold the last update; see ``AdapterMatrices.wait``."""
+        for adapter in {id(slot.adapter): slot.adapter for slot in self.slots if slot.adapter is not None}.values():
+            adapter.wait()
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
+        """Return ``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
         return [named for slot in self.slots for named in slot.matrices().items()]
 
     def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]:
-        """The stage's matrices as sharded tensors, those held elsewhere included.
+        """Return the stage's matrices as sharded tensors, including those that other ranks hold.
 
-        Their names are those of PEFT's file, but where PEFT stacks experts each has its own; see ``in_file``.
+        The names are those of PEFT's file, except that each expert's matrix has its own name even where PEFT stacks
+        them; see ``in_file``.
 
         Args:
-            values: PEFT name -> tensor shaped like the parameter, to be handled in its place (optimizer moments, fp32
-                main weights, gradients).
+            values: maps PEFT names to tensors shaped like the parameters, to be used instead of these (optimizer
+                moments, fp32 main weights, gradients).
         """
         dtype = self.dtype if values is None else torch.float32
         if values is None:
@@ -179,51 +180,51 @@ class LoraAdapter:
         return tensors
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream the tensors of PEFT's file, whole, on every rank. Collective over TP, EP and PP."""
+        """Stream the whole tensors of PEFT's file on every rank. Collective over TP, EP and PP."""
         return self.in_file(stream_full(self.tensors(), self.groups))
 
     def in_file(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """A stream of whole tensors under the names of ``tensors()`` -> under those of PEFT's file."""
+        """Convert a stream of whole tensors named as by ``tensors()`` into the tensors of PEFT's file."""
         return pack(stream, self._places)
 
     @functools.cached_property
     def _places(self) -> dict[str, Place]:
-        """Where the file has each matrix; once, since a mixture of experts has tens of thousands."""
-        return places_of(resolve_targets(self.config, self.names), self.names)
+        """Place of each matrix in the file. Computed once, since a mixture of experts has tens of thousands."""
+        return locate_matrices(resolve_targets(self.config, self.names), self.names)
 
     @functools.cached_property
     def _file_config(self) -> dict[str, Any]:
         return peft_folder.config_dict(self.config, self.names)
 
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
-        """Base tensors with this adapter added when they are read: in fp32, rounded once, out of place.
+        """Return base tensors that add this adapter's update when read: in fp32, rounded once, out of place.
 
         Args:
             tensors: this rank's base tensors under Hugging Face names.
         """
         self.wait()
-        updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.own is not None}
+        updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.adapter is not None}
         return [_with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
 
     @property
     def unties(self) -> bool:
-        """Whether ``merged`` needs lm_head's own tensor though the model ties it to the embedding."""
+        """True if ``merged`` needs a separate tensor for lm_head although the model ties it to the embedding."""
         return unties(self.names.hf_config, resolve_targets(self.config, self.names))
 
     def adapter_config(self) -> dict[str, Any]:
-        """The contents of ``adapter_config.json``."""
+        """Return the contents of ``adapter_config.json``."""
         return copy.deepcopy(self._file_config)
 
     def save(self, path: str | Path, experts: str = AS_TRAINED) -> None:
-        """Write a PEFT directory. Collective; rank 0 writes, atomically.
+        """Write a PEFT directory. Collective. Rank 0 writes it atomically.
 
         Args:
-            path: replaced if it exists.
+            path: the directory; replaced if it exists.
             experts: ``lora.save_experts``: ``as_trained``, ``stacked`` or ``per_expert``.
 
         Raises:
             AdapterError: the directory cannot be written.
-            UnsupportedError: the experts cannot be saved that way; see ``arrange_config``.
+            UnsupportedError: the experts cannot be saved in that form; see ``arrange_config``.
         """
         write = self.snapshot(experts)
         on_rank_zero(lambda: write(Path(path)))
@@ -235,7 +236,7 @@ class LoraAdapter:
             experts: as for ``save``.
 
         Returns:
-            For rank 0: writes the copy as a PEFT directory, on any thread and however training went on.
+            A function for rank 0 that writes the copy as a PEFT directory, on any thread, even after further training.
         """
         config, names = self.config, self.names
         arrange_config(config, names, experts)  # before anything is copied
@@ -248,18 +249,18 @@ class LoraAdapter:
         return write
 
     def load(self, path: str | Path, optimizer: Any | None = None) -> None:
-        """Read a PEFT directory made at any layout, or by PEFT; each rank reads only its slices.
+        """Read a PEFT directory made at any layout, or by PEFT. Each rank reads only its slices.
 
         Args:
             path: the directory.
-            optimizer: mcore's that trains this adapter (from ``get_megatron_optimizer``), if there is one already: its
-                fp32 copies are renewed. Its moments stay.
+            optimizer: mcore's optimizer that trains this adapter (from ``get_megatron_optimizer``), if it exists
+                already. Its fp32 copies are renewed; its moments stay.
 
         Raises:
-            AdapterError: truncated file, missing or unexpected tensor, wrong shape, or other targets, rank or alpha
-                than this adapter's; or mcore's optimizer has copies of the matrices and is not given. Nothing is
-                changed then.
-            UnsupportedError: an optimizer whose copies cannot be renewed.
+            AdapterError: the file is truncated; a tensor is missing, unexpected or of a wrong shape; targets, rank or
+                alpha are not this adapter's; or mcore's optimizer has copies of the matrices and was not given. Nothing
+                is changed then.
+            UnsupportedError: the optimizer's copies cannot be renewed.
         """
         check_copies(self.parameters(), optimizer)
         self.read(path)
@@ -267,19 +268,19 @@ class LoraAdapter:
             renew_copies(optimizer)
 
     def read(self, path: str | Path) -> None:
-        """As ``load``, for a caller that sets the optimizer's copies itself."""
+        """Load like ``load``, for a caller that renews the optimizer's copies itself."""
         layers = {slot.part.name: slot.layer for slot in self.slots if slot.layer}
-        load_matrices(path, Holder(self.config, self.names, self.tensors(), layers, self.groups))
+        load_matrices(path, LoadTarget(self.config, self.names, self.tensors(), layers, self.groups))
 
 
 def wrapped_layers(models: Iterable[torch.nn.Module]) -> list[ParallelLoraLinear]:
-    """Every layer of a model that has an adapter on this rank."""
+    """Return every layer of a model that has an adapter on this rank."""
     return [module for model in models for module in model.modules() if isinstance(module, ParallelLoraLinear)]
 
 
 @contextlib.contextmanager
 def _restored(models: Iterable[torch.nn.Module]) -> Iterator[list[ParallelLoraLinear]]:
-    """Yield the wrapped layers and give each its active adapter back afterwards."""
+    """Yield the wrapped layers, and restore each one's active adapter afterwards."""
     layers = wrapped_layers(models)
     before = [layer.active for layer in layers]
     try:
@@ -290,10 +291,10 @@ def _restored(models: Iterable[torch.nn.Module]) -> Iterator[list[ParallelLoraLi
 
 
 def _with_update(base: ShardedTensor, slot: Slot) -> ShardedTensor:
-    """``base`` whose ``read`` adds ``scaling * B @ A``; for this rank's slice."""
+    """Return ``base`` with a ``read`` that adds ``scaling * B @ A`` for this rank's slice."""
 
     def read() -> torch.Tensor:
-        assert slot.layer is not None and slot.own is not None  # the caller leaves out what is elsewhere
-        return merge_weight(base.read(), *slot.layer.factors(slot.own, slot.part), slot.part.scaling)
+        assert slot.layer is not None and slot.adapter is not None  # the caller leaves out matrices of other ranks
+        return merge_weight(base.read(), *slot.layer.factors(slot.adapter, slot.part), slot.part.scaling)
 
     return dataclasses.replace(base, read=read)

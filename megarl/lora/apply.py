@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put LoRA on the linears of any GPTModel: plan, check, then change."""
+"""Put LoRA on the linears of any GPTModel: plan all changes, check them, then apply them."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from megarl.lora.layers.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.layers.vocabulary import plan_vocabulary
 from megarl.lora.state import accept_base_alone
 from megarl.lora.targets.model_match import check_match
-from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.layers.experts import SharedExpertGate
 from megarl.model.layers.recompute import require_input_gradients
@@ -33,7 +33,7 @@ from megarl.model.weights.fusion import head_layout, part_copies, part_rows
 from megarl.parallel.groups import Groups, current_groups
 from megarl.peft.rules import check_supported, rank_and_scaling
 
-# The class that each kind of linear must be; outside experts it may also be one of TE_BASES.
+# The mcore class that each kind of adapter layer wraps. Outside experts it may also be one of TE_BASES.
 BASES = {
     ColumnParallelLora: ColumnParallelLinear,
     ExpertColumnLora: ColumnParallelLinear,
@@ -43,7 +43,7 @@ BASES = {
     GateLora: SharedExpertGate,
 }
 
-# Dtypes of weights that are computed with as they are.
+# Dtypes of weights that are used for computing without conversion.
 COMPUTE = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -59,26 +59,28 @@ def apply_lora(
 ) -> LoraAdapter:
     """Freeze a model and add a LoRA adapter to it, in place.
 
-    Works on every ``GPTModel``, built by megarl or by a user's own script, before it is wrapped in DDP. A and B start
-    as PEFT's (Kaiming uniform and zero), drawn per module from ``seed`` and its name: the same at every layout.
+    Works on every ``GPTModel`` that is not yet wrapped in DDP, built by megarl or by a user's own script. A and B are
+    initialised as in PEFT (Kaiming uniform and zero). They are drawn per module from ``seed`` and the module's name, so
+    they are the same at every layout.
 
-    Call it again with another ``name`` for a further adapter of the same model. The first one is active; see
-    ``LoraAdapter.activate``. Only an active adapter computes and gets gradients.
+    Call it again with another ``name`` to add a further adapter to the same model. The first adapter is active; see
+    ``LoraAdapter.activate``. Only the active adapter computes and gets gradients.
 
     Args:
         chunks: this rank's model chunks (one, or one per virtual pipeline stage).
-        config: PEFT's own; ``target_modules`` in Hugging Face names or ``"all-linear"``. Experts among them have a pair
-            of matrices for each linear; among ``target_parameters`` gate and up share A, as in PEFT.
+        config: PEFT's config, with ``target_modules`` in Hugging Face names or ``"all-linear"``. Experts in
+            ``target_modules`` get a pair of matrices for each linear. In ``target_parameters`` gate and up share A, as
+            in PEFT.
         hf_config: parsed ``config.json`` of the Hugging Face model; names the family.
-        name: of the adapter, within the model.
-        trainable: False leaves it frozen (a reference policy); such a one may be added at any time.
-        seed: of the initialisation.
-        groups: default: as mcore has them.
+        name: name of the adapter within the model.
+        trainable: False freezes the adapter (a reference policy). A frozen adapter may be added at any time.
+        seed: seed of the initialisation.
+        groups: process groups; default: mcore's current ones.
 
     Raises:
-        AdapterError: a target that the model lacks, or a name that is taken or cannot be one.
-        UnsupportedError: a PEFT setting, a family or a layer class that is not supported; or a model that is not the
-            one that ``hf_config`` describes.
+        AdapterError: the model lacks a target; or the adapter's name is taken or invalid.
+        UnsupportedError: a PEFT setting, the family or a layer class is not supported; or ``hf_config`` does not
+            describe the model.
     """
     check_supported(config)
     if config.init_lora_weights is not True:
@@ -89,7 +91,7 @@ def apply_lora(
         _check_attention(model)
     check_match(models, hf_config, groups)
     names = names_of(hf_config)
-    config = as_read(config, names)
+    config = as_peft_reads(config, names)
     chosen = resolve_targets(config, names)
     existing = wrapped_layers(models)
     _check_name(name, trainable, models)
@@ -108,17 +110,17 @@ def apply_lora(
         accept_base_alone(model)
     slots: list[Slot] = []
     for layer, linear, parts in plans:
-        wrapped, own = None, None
+        wrapped, matrices = None, None
         if owner_of(linear, names, groups) in (None, groups.expert_rank):
             wrapped = _wrap(layer, linear, names, groups)
-            own = _matrices(wrapped, parts, config.lora_dropout, seed, dtype, groups)
-            wrapped.adapters[name] = own.requires_grad_(trainable)
-        slots += [Slot(part, kind_of(linear), wrapped, own) for part in parts if part]
+            matrices = _matrices(wrapped, parts, config.lora_dropout, seed, dtype, groups)
+            wrapped.adapters[name] = matrices.requires_grad_(trainable)
+        slots += [Slot(part, kind_of(linear), wrapped, matrices) for part in parts if part]
     for part, wrap in vocabulary:
         wrapped = wrap()
-        own = _matrices(wrapped, (part,), config.lora_dropout, seed, dtype, groups)
-        wrapped.adapters[name] = own.requires_grad_(trainable)
-        slots.append(Slot(part, type(wrapped), wrapped, own))
+        matrices = _matrices(wrapped, (part,), config.lora_dropout, seed, dtype, groups)
+        wrapped.adapters[name] = matrices.requires_grad_(trainable)
+        slots.append(Slot(part, type(wrapped), wrapped, matrices))
     adapter = LoraAdapter(name, models, slots, config, names, dtype, groups, trainable=trainable)
     if not existing:
         adapter.activate()
@@ -126,7 +128,7 @@ def apply_lora(
 
 
 def _dtype_of(models: Sequence[GPTModel]) -> torch.dtype:
-    """What most weights are in: a model may have been cast since it was built."""
+    """Return the dtype of most weights: the model may have been cast after it was built."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in (parameter for model in models for parameter in model.parameters()):
         if parameter.dtype in COMPUTE:
@@ -135,7 +137,7 @@ def _dtype_of(models: Sequence[GPTModel]) -> torch.dtype:
 
 
 def _check_name(name: str, trainable: bool, models: Sequence[GPTModel]) -> None:
-    """Refuse a name that is taken or is no module's, and a trained adapter that would never be updated."""
+    """Refuse a name that is taken or invalid, and a trainable adapter that would never be updated."""
     if not name.isidentifier() or hasattr(torch.nn.ModuleDict, name):
         raise AdapterError(f"adapter name '{name}' cannot be used; take letters, digits and underscores")
     if any(name in layer.adapters for layer in wrapped_layers(models)):
@@ -148,7 +150,7 @@ def _check_name(name: str, trainable: bool, models: Sequence[GPTModel]) -> None:
 
 
 def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
-    """The adapter layer for a linear."""
+    """Return the adapter layer's class for a linear."""
     if linear.split == "replicated":
         return RouterLora if linear.is_router else GateLora
     if linear.split == "column":
@@ -157,7 +159,7 @@ def kind_of(linear: LinearMap) -> type[ParallelLoraLinear]:
 
 
 def find_gpt(module: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside wrappers such as DDP and Float16Module."""
+    """Return the GPTModel inside wrappers such as DDP and Float16Module."""
     while not isinstance(module, GPTModel):
         if not hasattr(module, "module"):
             raise UnsupportedError(f"LoRA needs mcore's GPTModel, got {type(module).__name__}")
@@ -184,7 +186,7 @@ def _plan(
     names: WeightMap,
     groups: Groups,
 ) -> tuple[PartPlan | None, ...]:
-    """What to add to one linear; all None where nothing is."""
+    """Plan the adapted parts of one linear; None for each part that is not adapted."""
     targets = [f"{prefix}{hf}" for hf in linear.hf]
     if chosen.keys().isdisjoint(targets):
         return (None,) * len(targets)
@@ -211,7 +213,7 @@ def _plan(
             plans.append(None)
             continue
         rank, scaling = rank_and_scaling(config, chosen[name])
-        # Of one parameter in PEFT: one A.
+        # PEFT has one A per parameter, so parts of the same parameter share it.
         shares = next((part.key for part in plans if part and chosen[part.name] == chosen[name]), None)
         in_features = local_in * (size if linear.split == "row" else 1)
         out_features = rows * (size // copies if linear.split == "column" else 1)
@@ -222,7 +224,7 @@ def _plan(
 
 
 def _wrap(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: Groups) -> ParallelLoraLinear:
-    """The wrapper in the linear's place, a new one if there is none."""
+    """Return the wrapper in the linear's place; make it if there is none."""
     base = find_linear(layer, linear, names, groups)
     if isinstance(base, ParallelLoraLinear):
         return base
@@ -242,12 +244,12 @@ def _matrices(
     dtype: torch.dtype,
     groups: Groups,
 ) -> AdapterMatrices:
-    """Initialised A and B: each rank draws the whole matrices and keeps its slices."""
+    """Initialise A and B: each rank draws the whole matrices and keeps its slices."""
     _, rank, size = groups.along(wrapped.axis)
-    own = AdapterMatrices(parts, dropout)
+    adapter = AdapterMatrices(parts, dropout)
     for part in filter(None, parts):
         whole = wrapped.initial(part, seed)
-        for side, matrices in (("A", own.lora_A), ("B", own.lora_B)):
+        for side, matrices in (("A", adapter.lora_A), ("B", adapter.lora_B)):
             if side not in part.sides:
                 continue
             split = wrapped.split_of(part, side)
@@ -255,6 +257,6 @@ def _matrices(
             parameter = torch.nn.Parameter(mine.to(dtype=dtype, device=groups.device).contiguous())
             wrapped.mark(parameter, split)
             if side == "B" and part.copies > 1:
-                parameter.sequence_parallel = False  # the backward pass sums its gradient
+                parameter.sequence_parallel = False  # its backward pass sums the gradient
             matrices[part.key] = parameter
-    return own
+    return adapter

@@ -28,11 +28,11 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 def attach(config: PeftConfig, *, seed: int = 0) -> Attach:
-    """What ``MegatronModel`` calls to get one adapter.
+    """Return the function by which ``MegatronModel`` adds one adapter.
 
     Args:
-        config: PEFT's.
-        seed: of the initialisation.
+        config: PEFT's config.
+        seed: seed of the initialisation.
     """
 
     def apply(chunks: list[Any], hf_config: Mapping[str, Any], groups: Groups) -> LoraAdapter:
@@ -51,17 +51,18 @@ def build_model(
 ) -> MegatronModel:
     """Build a frozen base model with a trainable adapter on this rank.
 
-    A collective over the ranks that torchrun started; without torchrun, one process is a group of one.
+    A collective over the ranks that torchrun started. Without torchrun, the process is a group of one.
 
     Args:
         model: a Hugging Face folder, or the ``model`` section.
-        lora: the ``lora`` section; with ``init_from`` the adapter's weights are loaded too.
+        lora: the ``lora`` section. With ``init_from`` the adapter's weights are loaded too.
         parallel: the ``parallel`` section; default: one rank.
-        train: the ``train`` section; ``device``, ``seed``, ``micro_batch_tokens`` and the optimizer's settings count.
+        train: the ``train`` section, of which ``device``, ``seed``, ``micro_batch_tokens`` and the optimizer's settings
+            are used.
         temperature: the policy is ``softmax(logits / temperature)``.
 
     Raises:
-        ConfigError: a wrong setting, or another number of processes than the layout's.
+        ConfigError: a setting is wrong, or the number of processes is not the layout's.
         AdapterError, ModelError, UnsupportedError: see ``MegatronModel`` and ``apply_lora``.
     """
     folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}

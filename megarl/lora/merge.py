@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base weight plus adapter: always out of place, in fp32, rounded once."""
+"""Merge an adapter into base weights: out of place, in fp32, rounded once."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from megarl.families.base import EMBEDDING, OUTPUT
 from megarl.files import write_directory
 from megarl.lora.files.peft_folder import WEIGHTS, load_peft_config
 from megarl.lora.files.stacked_experts import AdapterFile
-from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets, unties
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import INDEX, WeightFolder, parse_json, read_config
@@ -27,7 +27,7 @@ SHARD_BYTES = 4 << 30
 
 
 def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``base + scaling * B @ A`` as a new tensor of base's dtype.
+    """Return ``base + scaling * B @ A`` as a new tensor of base's dtype.
 
     Args:
         base: ``[out, in]``, or this rank's slice of it.
@@ -40,20 +40,21 @@ def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Ten
 
 
 def merge_folder(model: Path, adapter: Path, out: Path) -> int:
-    """Write a Hugging Face folder whose weights have the adapter merged; one source file in memory at a time.
+    """Write a Hugging Face folder with the adapter merged, holding one source file in memory at a time.
 
-    Where the embedding or lm_head is adapted and the base ties them, the written model has them apart, as PEFT's merge.
+    If the embedding or lm_head is adapted and the base ties them, the written model does not tie them, as after PEFT's
+    merge.
 
     Args:
-        model: the base model's folder, left untouched.
+        model: the base model's folder; not changed.
         adapter: a PEFT directory.
-        out: must not exist; appears complete or not at all.
+        out: the folder to write; must not exist. It appears complete or not at all.
 
     Returns:
-        Number of merged tensors.
+        The number of merged tensors.
 
     Raises:
-        AdapterError: a damaged adapter, or one that does not fit the model.
+        AdapterError: the adapter is damaged or does not fit the model.
         ModelError: the base folder is incomplete, or ``out`` exists.
     """
     if out.exists():
@@ -61,7 +62,7 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     hf_config = read_config(model)
     config = load_peft_config(adapter)
     names = names_of(hf_config)
-    config = as_read(config, names)
+    config = as_peft_reads(config, names)
     targets = resolve_targets(config, names)
     folder = WeightFolder(model)
     untie = unties(hf_config, targets)
@@ -95,25 +96,25 @@ def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: P
 
     Args:
         stream: from ``MegatronModel.export_merged``.
-        model: the base model's folder; everything but its weights is copied.
-        out: appears complete or not at all; an old folder there is replaced.
+        model: the base model's folder. Everything but its weights is copied.
+        out: the folder to write. It appears complete or not at all, and replaces an old one.
     """
     if dist.get_rank() != 0:
         for _ in stream:
             pass
         return
     with write_directory(out) as partial:
-        where: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for index, shard in enumerate(_shards(stream)):
             file = f"model-{index + 1:05d}.safetensors"
             save_file(shard, str(partial / file), metadata={"format": "pt"})
-            where |= dict.fromkeys(shard, file)
+            weight_map |= dict.fromkeys(shard, file)
             dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
-        (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}, indent=1))
+        (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}, indent=1))
         _copy_others(model, partial)
         config = parse_json(model / "config.json")
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-        if OUTPUT[1] in where:  # of tied embeddings only where the merge made them differ
+        if OUTPUT[1] in weight_map:  # tied embeddings appear here only if the merge made them differ
             config["tie_word_embeddings"] = False
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -132,14 +133,14 @@ def _shards(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, to
 
 
 def _copy_others(model: Path, out: Path) -> None:
-    """Config, tokenizer and whatever else is in the folder; not the weights and not their index."""
+    """Copy everything in the folder except the weights and their index."""
     for file in model.iterdir():
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
             shutil.copy2(file, out / file.name)
 
 
 def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of one safetensors file; with ``untie`` the embedding also as lm_head."""
+    """Yield the tensors of one safetensors file; with ``untie`` the embedding also as lm_head."""
     with safe_open(str(file), framework="pt", device="cpu") as source:
         for name in source.keys():  # noqa: SIM118
             if untie and name == OUTPUT[1]:
@@ -153,7 +154,7 @@ def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]
 def _merged(
     name: str, tensor: torch.Tensor, adapter: AdapterFile, targets: Mapping[str, str], config: LoraConfig
 ) -> torch.Tensor:
-    """One tensor, with the adapter added where it is a target."""
+    """Return one tensor, with the adapter added if the tensor is a target."""
     module = name.removesuffix(".weight")
     if module not in targets:
         return tensor
@@ -169,7 +170,7 @@ def _merged(
 
 
 def _note_untied(folder: Path) -> None:
-    """Say in config.json, and in the index if there is one, that lm_head has a weight of its own."""
+    """Record in config.json, and in the index if there is one, that lm_head has a weight of its own."""
     config = parse_json(folder / "config.json") | {"tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     index = folder / INDEX

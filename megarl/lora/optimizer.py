@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's own optimizers over an adapter: their fp32 copies after a load, and their state for distributed checkpoints.
+"""Keep mcore's optimizers consistent with an adapter: fp32 copies after a load, state for distributed checkpoints.
 
-mcore keeps an fp32 copy of every bf16 parameter, whole or, in its DistributedOptimizer, this rank's range of it. The
-next update starts from that copy: a matrix that was loaded without it would come back as it was.
+mcore keeps an fp32 copy of every bf16 parameter: the whole parameter or, in its DistributedOptimizer, this rank's range
+of it. The next update starts from that copy. If a matrix is loaded and its copy is not, the update brings the old
+matrix back.
 """
 
 from collections.abc import Iterable
@@ -17,17 +18,17 @@ from megarl.model.optimizer.optimizer_shards import parts_of, shards_of
 
 
 def check_copies(parameters: Iterable[tuple[str, torch.nn.Parameter]], optimizer: Any | None) -> None:
-    """Refuse to load matrices that an optimizer has copies of, unless it is given and they can be renewed.
+    """Refuse to load matrices that an optimizer has copies of, unless it is given and the copies can be renewed.
 
     Args:
-        parameters: ``(name, parameter)`` of this rank.
+        parameters: this rank's ``(name, parameter)`` pairs.
         optimizer: from ``get_megatron_optimizer``, or None.
 
     Raises:
-        AdapterError: no optimizer, or one that does not train this adapter.
-        UnsupportedError: the optimizer's copies are where nothing here can reach them.
+        AdapterError: the optimizer is missing, or does not train this adapter.
+        UnsupportedError: the optimizer's copies cannot be reached.
     """
-    # A float32 parameter is updated in place.
+    # A float32 parameter has no copy; it is updated in place.
     copied = [
         (name, parameter)
         for name, parameter in parameters
@@ -51,25 +52,26 @@ def check_copies(parameters: Iterable[tuple[str, torch.nn.Parameter]], optimizer
     inner = [part.optimizer for part in parts_of(optimizer) if part.optimizer is not None]
     held = {id(main) for adam in inner for group in adam.param_groups for main in group["params"]}
     for name, parameter in copied:
-        # A DistributedOptimizer may hold nothing of a parameter on this rank.
+        # A DistributedOptimizer may hold no part of a parameter on this rank.
         if parameter.main_param is not None and id(parameter.main_param) not in held:
             raise AdapterError(f"the optimizer that was given does not train '{name}'; give the one that does")
 
 
 def renew_copies(optimizer: Any) -> None:
-    """Take the model's parameters for mcore's fp32 copies, whole or this rank's ranges."""
+    """Overwrite mcore's fp32 copies (whole, or this rank's ranges) with the model's parameters."""
     with torch.no_grad():
         for parameter, shard in shards_of(optimizer).items():
             if shard.main is not parameter:
                 shard.main.copy_(shard.cut(parameter.detach()))
 
 
-def own_adam_states(optimizer: Any) -> None:
-    """Complete torch's AdamW inside mcore's optimizers: every parameter gets zero moments if it has none, and a step
-    counter of its own. Call it before the optimizer's ``sharded_state_dict``, and load with ``load_optimizer``.
+def complete_adam_states(optimizer: Any) -> None:
+    """Complete the state of torch's AdamW inside mcore's optimizers, for ``sharded_state_dict``.
 
-    Without Transformer Engine and Apex mcore takes torch's AdamW, and then (0.16 to 0.19) cannot save an optimizer that
-    has made no update. Nothing happens to other optimizers.
+    Every parameter without moments gets zero moments, and every parameter gets its own step counter. Call this before
+    the optimizer's ``sharded_state_dict``, and load with ``load_optimizer``. Without Transformer Engine and Apex mcore
+    uses torch's AdamW, and then (0.16 to 0.19) cannot save an optimizer that has made no update. Other optimizers are
+    left unchanged.
     """
     for part in _with_torchs_adam(optimizer):
         adam = part.optimizer
@@ -85,14 +87,14 @@ def own_adam_states(optimizer: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """mcore's ``load_state_dict`` of a distributed checkpoint, right with torch's AdamW too.
+    """Call mcore's ``load_state_dict`` of a distributed checkpoint, corrected for torch's AdamW.
 
-    With that, mcore (0.16 to 0.19) looks for the step counter among the moments, which do not have it, and gives all
-    parameters one counter, which then counts every parameter's update.
+    With torch's AdamW, mcore (0.16 to 0.19) looks for the step counter among the moments, which do not have it, and
+    gives all parameters one counter, which then counts every parameter's update.
 
     Args:
         optimizer: from ``get_megatron_optimizer``.
-        state: what ``dist_checkpointing.load`` made of its ``sharded_state_dict``.
+        state: result of ``dist_checkpointing.load`` for its ``sharded_state_dict``.
     """
     distributed = [part for part in _with_torchs_adam(optimizer) if isinstance(part, DistributedOptimizer)]
     for part in distributed:
@@ -102,7 +104,7 @@ def load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     finally:
         for part in distributed:
             del part._set_main_param_and_optimizer_states
-    own_adam_states(optimizer)
+    complete_adam_states(optimizer)
 
 
 def _set_beside_step(part: Any, parameter: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of adapted models: the base under the names it had before, adapters beside it.
+"""State dicts of adapted models: the base under its original names, the adapters beside it.
 
-A checkpoint of the base, plain or distributed, fits the model with and without adapters. An adapter's matrix lies
-below the linear that it adapts: ``...linear_qkv.adapters.default.lora_A.q_proj`` in a state dict. In a distributed
-checkpoint its key ends in PEFT's name of the matrix: mcore stacks equal layers in one tensor, but adapters may differ
-by layer.
+A checkpoint of the base, plain or distributed, fits the model with and without adapters. In a state dict an adapter's
+matrix is below the linear that it adapts: ``...linear_qkv.adapters.default.lora_A.q_proj``. In a distributed checkpoint
+its key ends in PEFT's name of the matrix. mcore stacks equal layers in one tensor there, but adapters may differ by
+layer.
 """
 
 import logging
@@ -18,17 +18,17 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from megarl.lora.layers.matrices import AdapterMatrices
 from megarl.peft.names import matrix_name
 
-# The children of a wrapped linear.
+# Names of a wrapped linear's children.
 BASE, ADAPTERS = "base_layer.", "adapters."
 
 logger = logging.getLogger(__name__)
 
 
 class WithBaseNames(torch.nn.Module):
-    """A module with the children ``base_layer`` and ``adapters``, whose state dict gives the former its own names.
+    """A module with children ``base_layer`` and ``adapters``. Its state dict gives the base layer its original names.
 
     Attributes:
-        states_adapters: state dicts hold the adapters too.
+        states_adapters: True if state dicts include the adapters.
     """
 
     states_adapters = True
@@ -38,7 +38,7 @@ class WithBaseNames(torch.nn.Module):
         self.register_load_state_dict_pre_hook(_below_base)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """torch's, without ``base_layer.`` in names."""
+        """Return torch's state dict, without ``base_layer.`` in the names."""
         found = self.base_layer.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         if self.states_adapters:
             self.adapters.state_dict(destination=found, prefix=f"{prefix}{ADAPTERS}", keep_vars=keep_vars)
@@ -47,25 +47,25 @@ class WithBaseNames(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """mcore's, of a distributed checkpoint; saves and loads at different layouts fit each other."""
+        """Return mcore's state dict for a distributed checkpoint. It may be loaded at another layout."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         found = dict(self.base_layer.sharded_state_dict(prefix, sharded_offsets, metadata))
-        for name, own in self.adapters.items() if self.states_adapters else ():
-            found |= self._sharded(f"{prefix}{ADAPTERS}{name}.", own, metadata["dp_cp_group"])
+        for name, adapter in self.adapters.items() if self.states_adapters else ():
+            found |= self._sharded(f"{prefix}{ADAPTERS}{name}.", adapter, metadata["dp_cp_group"])
         return found
 
-    def _sharded(self, prefix: str, own: AdapterMatrices, replicas: Any) -> dict[str, Any]:
-        """One adapter's part; ``replicas`` are the data-parallel ranks (mcore corrects it for experts)."""
+    def _sharded(self, prefix: str, adapter: AdapterMatrices, replicas: Any) -> dict[str, Any]:
+        """Return one adapter's part. ``replicas`` are the data-parallel ranks (mcore corrects them for experts)."""
         found = {}
-        for part in filter(None, own.parts):
+        for part in filter(None, adapter.parts):
             for side in part.sides:
-                split, matrices = self.split_of(part, side), own.lora_A if side == "A" else own.lora_B
+                split, matrices = self.split_of(part, side), adapter.lora_A if side == "A" else adapter.lora_B
                 key, matrix = f"{prefix}{matrix_name(part.name, side)}", matrices[part.key]
                 groups = {"tp_group": self.group, "dp_cp_group": replicas}
                 if split is None:
                     sharded = make_sharded_tensor_for_checkpoint(matrix, key, **groups)
                 else:
-                    # Another layout may pad the vocabulary to another size.
+                    # Another layout may pad the vocabulary differently.
                     padded = part.padded is not None
                     sharded = make_tp_sharded_tensor_for_checkpoint(
                         matrix, key, split, allow_shape_mismatch=padded, **groups
@@ -75,7 +75,7 @@ class WithBaseNames(torch.nn.Module):
 
 
 def _below_base(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Before loading: what belongs to no adapter is the base layer's."""
+    """Before loading, move all names that belong to no adapter below ``base_layer.``."""
     for name in [key for key in state_dict if key.startswith(prefix)]:
         rest = name.removeprefix(prefix)
         if not rest.startswith((ADAPTERS, BASE)):
@@ -83,21 +83,21 @@ def _below_base(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def of_adapter(name: str) -> bool:
-    """Whether a name in a model's state dict is an adapter matrix's."""
+    """Return True if a name in a model's state dict belongs to an adapter's matrix."""
     *_, owner, _, side, _ = ("", "", "", *name.split("."))
     return owner == ADAPTERS.rstrip(".") and side in ("lora_A", "lora_B")
 
 
 def adapters_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a model's state dict, plain or sharded, that are adapters': for checkpoints without the base.
+    """Return the adapters' entries of a model's state dict, plain or sharded, for checkpoints without the base.
 
-    Load what they hold with ``strict=False``.
+    Load such a checkpoint with ``strict=False``.
     """
     return {name: value for name, value in state_dict.items() if of_adapter(name)}
 
 
 def accept_base_alone(model: torch.nn.Module) -> None:
-    """Let a model load a state dict that has no adapter at all; one that lacks a part of them is still an error."""
+    """Let a model load a state dict without any adapter. A state dict with only a part of the adapters still raises."""
     model.register_load_state_dict_post_hook(_accept_base_alone)
 
 

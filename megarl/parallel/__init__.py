@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks, process groups and devices. The only package that reads mcore's ``parallel_state``."""
+"""Ranks, process groups and devices. Only this package reads mcore's ``parallel_state``."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes mcore run where there is no CUDA. On a CUDA host every function here does nothing but pick the device.
+"""Run mcore without CUDA. On a CUDA host the functions here only pick the device.
 
-mcore asks ``torch.cuda`` for the current device, its random state and its streams, whatever the tensors' device. On a
-CPU host those few functions are answered for the CPU. Its optimizers moreover name ``"cuda"`` literally and compare
-``Tensor.type()`` with CUDA type names; ``cuda_names()`` translates both, and is entered only around optimizer calls
+Whatever the tensors' device, mcore asks ``torch.cuda`` for the current device, the random state and the streams. On a
+CPU host those few functions are replaced by CPU versions. mcore's optimizers also name ``"cuda"`` literally and compare
+``Tensor.type()`` with CUDA type names. ``cuda_names()`` translates both. It is entered only around optimizer calls,
 because a ``TorchFunctionMode`` costs about 15% of a training step.
 """
 
@@ -28,11 +28,12 @@ def pick_device(requested: str, local_rank: int | None = None) -> torch.device:
 
     Args:
         requested: ``"auto"``, ``"cpu"`` or ``"cuda"``.
-        local_rank: index of the GPU among those this process sees; default: LOCAL_RANK, as torchrun sets it, else 0.
+        local_rank: index of the GPU among those that this process sees; default: LOCAL_RANK, as torchrun sets it, else
+            0.
 
     Raises:
-        ConfigError: CUDA was asked for and torch sees none, or CPU was asked for on a CUDA host whose torch mcore
-            would use anyway.
+        ConfigError: CUDA was requested and torch sees none; or CPU was requested on a CUDA host, where mcore would use
+            CUDA.
     """
     available = torch.cuda.is_available()
     if requested == "cuda" and not available:
@@ -45,17 +46,17 @@ def pick_device(requested: str, local_rank: int | None = None) -> torch.device:
         index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
-    _answer_for_cpu()
+    _redirect_cuda_to_cpu()
     return CPU
 
 
 def backend(device: torch.device) -> str:
-    """The ``torch.distributed`` backend for a device: NCCL, or our gloo, which is registered."""
+    """Return the ``torch.distributed`` backend for a device: NCCL, or megarl's gloo, which is registered here."""
     return "nccl" if device.type == "cuda" else register_gloo()
 
 
 class _Stream:
-    """Stands in for ``torch.cuda.Stream``: work on a CPU is synchronous, so every wait is over at once."""
+    """CPU version of ``torch.cuda.Stream``. Work on a CPU is synchronous, so waits return at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -76,7 +77,7 @@ class _Stream:
 
 
 class _Event:
-    """Stands in for ``torch.cuda.Event``."""
+    """CPU version of ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -91,7 +92,7 @@ class _Event:
 
 
 class _CpuTorch:
-    """Stands in for ``torch`` inside one mcore module whose hot path names ``device="cuda"`` when it makes tensors."""
+    """Replaces ``torch`` inside one mcore module whose hot path creates tensors with ``device="cuda"``."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -104,8 +105,8 @@ class _CpuTorch:
         return on_cpu
 
 
-def _answer_for_cpu() -> None:
-    """Point the ``torch.cuda`` functions that mcore calls at the CPU. Idempotent."""
+def _redirect_cuda_to_cpu() -> None:
+    """Replace the ``torch.cuda`` functions that mcore calls by CPU versions. Idempotent."""
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as mcore_random
@@ -138,14 +139,14 @@ def _answer_for_cpu() -> None:
     schedules.torch = _CpuTorch()
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
     uneven.install(mappings)
-    # On a CPU the "GPU" state that mcore forks is the CPU's own: that it changes is no news.
+    # On a CPU the "GPU" state that mcore forks is the CPU's, so mcore's warning that it changed says nothing.
     logging.getLogger(mcore_random.__name__).setLevel(logging.ERROR)
     mcore_random._get_cuda_rng_state = get_state
     mcore_random._set_cuda_rng_state = set_state
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """mcore converts only what lies on a GPU, but goes on with arrays."""
+    """Convert to numpy where asked: mcore converts only GPU tensors, but then expects arrays."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
@@ -165,5 +166,5 @@ class _CudaNames(TorchFunctionMode):
 
 
 def cuda_names() -> contextlib.AbstractContextManager:
-    """Context in which mcore code that names ``"cuda"`` literally runs on a CPU host; nothing on a CUDA host."""
+    """Return a context in which mcore code that names ``"cuda"`` runs on a CPU host; on a CUDA host it does nothing."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _CudaNames()

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """gloo with one worker per group, as a backend of ``torch.distributed``.
 
-torch gives a group two workers. Each notes the name of the collective that it finished in a string of the group's,
-without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``; seen in 2.13). Two that finish at once
-free the same memory where a name is longer than 15 characters (those of coalesced collectives, which mcore's
-overlapped gathers are), and the process dies in a later ``malloc``. One worker does the collectives in the order of
-their calls, as NCCL does.
+torch gives a group two workers. Each stores the name of the collective that it finished in a string of the group,
+without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``; seen in 2.13). If two workers finish at once
+and a name is longer than 15 characters, both free the same memory, and the process dies in a later ``malloc``.
+Coalesced collectives, which mcore's overlapped gathers use, have such names. A single worker runs the collectives in
+the order of their calls, as NCCL does.
 """
 
 import os
@@ -19,7 +19,7 @@ NAME = "megarl_gloo"
 
 
 def register_gloo() -> str:
-    """Make the backend known; returns its name, for ``init_process_group``."""
+    """Register the backend and return its name for ``init_process_group``."""
     dist.Backend.register_backend(NAME, _create, devices=["cpu"])
     return NAME
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups: the only reader of mcore's ``parallel_state``."""
+"""Process groups. Only this module reads mcore's ``parallel_state``."""
 
 import datetime
 import os
@@ -17,22 +17,22 @@ from megarl.errors import ConfigError
 from megarl.parallel.device import backend
 from megarl.parallel.topology import Topology
 
-# The axes that split weights.
+# Parallel axes that split weights.
 Axis = Literal["tensor", "expert_tensor"]
 
 
 @dataclass(frozen=True)
 class Groups:
-    """This rank's place and its process groups.
+    """This rank's coordinates in the layout and its process groups.
 
     Attributes:
         topology: the layout.
         rank: global rank.
         tensor_rank, context_rank, data_rank, pipeline_rank: coordinates.
         expert_rank, expert_tensor_rank: coordinates in the experts' layout.
-        tensor, context, data, pipeline, expert, expert_tensor: groups along one axis.
-        data_context: the ranks along data and context together.
-        device: where tensors live.
+        tensor, context, data, pipeline, expert, expert_tensor: process groups along one axis.
+        data_context: process group of the ranks along data and context together.
+        device: device that tensors are on.
     """
 
     topology: Topology
@@ -54,22 +54,22 @@ class Groups:
 
     @property
     def first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
+        """True if this rank holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def last_stage(self) -> bool:
-        """Whether this rank computes logprobs."""
+        """True if this rank computes logprobs."""
         return self.pipeline_rank == self.topology.pipeline - 1
 
     def along(self, axis: Axis) -> tuple[dist.ProcessGroup, int, int]:
-        """``(group, this rank in it, its size)`` of an axis."""
+        """Return ``(group, this rank in it, its size)`` for an axis."""
         if axis == "tensor":
             return self.tensor, self.tensor_rank, self.topology.tensor
         return self.expert_tensor, self.expert_tensor_rank, self.topology.expert_tensor
 
     def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage of this rank's pipeline."""
+        """Return the global rank of the last stage of this rank's pipeline."""
         return dist.get_global_rank(self.pipeline, self.topology.pipeline - 1)
 
 
@@ -81,17 +81,17 @@ def init_groups(
     Args:
         config: the layout.
         device: from ``pick_device``.
-        seed: of mcore's random state tracker (dropout).
-        timeout_seconds: how long a collective may wait for a peer before it raises.
+        seed: seed of mcore's random state tracker (dropout).
+        timeout_seconds: seconds that a collective waits for a peer before it raises.
 
     Raises:
-        ConfigError: the number of processes is not the layout's.
+        ConfigError: the number of processes is not the layout's, or an environment variable is missing.
     """
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise ConfigError(f"environment variable {missing[0]} is not set; start with torchrun or `megarl train`")
-        # No device_id: it would connect every one of mcore's groups at once, and most are never used.
+        # Without device_id, which would connect all of mcore's groups at once; most are never used.
         dist.init_process_group(backend(device), timeout=datetime.timedelta(seconds=timeout_seconds))
     topology = Topology.from_config(config)
     if dist.get_world_size() != topology.world_size:
@@ -114,20 +114,20 @@ def init_groups(
 
 
 def _dropout_seed(seed: int, topology: Topology, rank: int) -> int:
-    """A seed for mcore's random states, the same on TP ranks only.
+    """Return a seed for mcore's random states that only TP ranks share.
 
-    mcore gives all ranks the same default state, and TP ranks their own beside it. CP and DP ranks hold other tokens
-    and pipeline stages other layers: with the same state they would all draw the same dropout masks.
+    mcore gives all ranks the same default state, and each TP rank another one beside it. CP and DP ranks hold different
+    tokens and pipeline stages different layers. With one seed they would all draw the same dropout masks.
     """
-    # mcore adds up to a few thousand for the tensor and expert ranks.
+    # mcore adds up to a few thousand for the tensor and expert ranks, so seeds are spaced wider.
     return seed + 65_537 * (rank // topology.tensor)
 
 
 def current_groups(device: torch.device | None = None) -> Groups:
-    """Describe the groups that mcore has been initialised with, by megarl or by a user's own script.
+    """Describe the groups that mcore was initialised with, by megarl or by a user's own script.
 
     Args:
-        device: where tensors live; default: the current CUDA device, or the CPU.
+        device: device that tensors are on; default: the current CUDA device, or the CPU.
 
     Raises:
         ConfigError: mcore's groups are not initialised.
@@ -166,29 +166,29 @@ def current_groups(device: torch.device | None = None) -> Groups:
 
 
 def leave_layout() -> None:
-    """Leave mcore's groups but not the default one, so that ``init_groups`` can build another layout. Collective."""
+    """Destroy mcore's groups but not the default one, so that ``init_groups`` can build another layout. Collective."""
     if mpu.model_parallel_is_initialized():
         made = mpu._global_process_group_list
         mpu.destroy_model_parallel()
-        # mcore only forgets them: their threads and sockets would stay until the process ends.
+        # mcore drops its groups without destroying them: their threads and sockets would stay until the process ends.
         for group in made or ():
             if group is not None:
                 dist.destroy_process_group(group)
 
 
 def destroy_groups() -> None:
-    """Leave all groups; safe to call twice."""
+    """Destroy all groups; safe to call twice."""
     leave_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def gather_full(shard: torch.Tensor, dim: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    """Concatenate a tensor's shards along ``dim`` over a group; every rank gets the whole.
+    """Concatenate a tensor's shards along ``dim`` over a group. Every rank gets the whole tensor.
 
     Args:
-        shard: this rank's part, same shape on every rank.
-        dim: the split dimension, or None for a replicated tensor, which is returned as it is.
+        shard: this rank's part, of the same shape on every rank.
+        dim: the split dimension; None for a replicated tensor, which is returned unchanged.
         group: the tensor-parallel group.
     """
     if dim is None or group.size() == 1:
@@ -199,10 +199,10 @@ def gather_full(shard: torch.Tensor, dim: int | None, group: dist.ProcessGroup) 
 
 
 def on_rank_zero(action: Callable[[], None]) -> None:
-    """Run something on global rank 0 only; every rank returns once it is done, or raises what it raised.
+    """Run a function on global rank 0. Every rank returns once it is done, or raises its exception. Collective.
 
     Args:
-        action: its exception must be picklable.
+        action: the function; its exceptions must be picklable.
     """
     failure: list[BaseException | None] = [None]
     if dist.get_rank() == 0:

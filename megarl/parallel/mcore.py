@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The releases of megatron-core: which are supported, and all that megarl has to know of their differences.
+"""Check megatron-core's release, and hide the differences between supported releases.
 
-Differences are found by looking for the feature, not by comparing versions. megatron is imported inside the functions,
-so that the check comes before whatever an unknown release has moved.
+Each difference is found by looking for the feature, not by comparing versions. megatron is imported inside the
+functions, so that the release is checked before an import can fail on something that moved.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from typing import Any
 
 from megarl.errors import UnsupportedError
 
-# The gate runs the first and the last of them; `megarl verify --matrix` passed on each.
+# The gate runs the first and the last; `megarl verify --matrix` passed on each.
 TESTED = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
-# Goes on with another release, with a warning.
-ANYWAY = "MEGARL_UNTESTED_MCORE"
+# Environment variable: "1" allows any other release, with a warning.
+ALLOW_UNTESTED = "MEGARL_UNTESTED_MCORE"
 
 
 class UnsupportedRelease(UnsupportedError, ImportError):
-    """The megatron-core that would be imported is not one that megarl was tested with."""
+    """The installed megatron-core is not one that megarl was tested with."""
 
 
 def release() -> str | None:
-    """The release that ``import megatron.core`` would find, such as ``"0.19.2"``, without importing it; or None."""
+    """Return the release that ``import megatron.core`` would load (``"0.19.2"``), without importing it; or None."""
     spec = importlib.util.find_spec("megatron")
     for place in (spec.submodule_search_locations or ()) if spec else ():
         info = Path(place) / "core" / "package_info.py"
@@ -40,26 +40,27 @@ def release() -> str | None:
 
 
 def check_release(found: str | None = None) -> None:
-    """Refuse releases outside of those tested, warn of those between them.
+    """Refuse releases outside the tested range; warn about untested releases within it.
 
-    megarl reads and sets what mcore does not promise to keep, so another release may compute something else without an
+    megarl reads and sets internals that mcore may change, so another release may compute something else without an
     error.
 
     Args:
-        found: default: the one that would be imported.
+        found: the release; default: the one that would be imported.
 
     Raises:
-        UnsupportedRelease: older than the first or newer than the last, and MEGARL_UNTESTED_MCORE is not 1.
+        UnsupportedRelease: it is older than the first or newer than the last tested one, and MEGARL_UNTESTED_MCORE is
+            not 1.
     """
     found = found or release()
     if found is None or found in TESTED:
         return
     tested = f"tested are {', '.join(TESTED)}"
     between = _numbers(TESTED[0]) < _numbers(found) < _numbers(TESTED[-1])
-    if not between and os.environ.get(ANYWAY) != "1":
+    if not between and os.environ.get(ALLOW_UNTESTED) != "1":
         raise UnsupportedRelease(
-            f"megatron-core {found} is installed; {tested}. Install one of them, or set {ANYWAY}=1 to go on and see "
-            "with `megarl verify` whether it is exact"
+            f"megatron-core {found} is installed; {tested}. Install one of them, or set {ALLOW_UNTESTED}=1 to go on "
+            "and see with `megarl verify` whether it is exact"
         )
     warnings.warn(
         f"megatron-core {found} is not one that megarl was tested with; {tested}; `megarl verify` tells whether it is "
@@ -73,9 +74,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def mlp_spec(kind: type, submodules: Any) -> Any:
-    """How a ``TransformerLayerSubmodules`` names an ``MLP``.
+    """Return an ``MLP`` in the form that ``TransformerLayerSubmodules`` expects.
 
-    From 0.18 on a layer passes its process groups and its name to what it is given; ``MLP`` itself takes neither.
+    From 0.18 on a layer passes process groups and a name to the builder it is given; ``MLP`` itself accepts neither.
 
     Args:
         kind: ``MLP`` or a class derived from it.
@@ -88,26 +89,26 @@ def mlp_spec(kind: type, submodules: Any) -> Any:
 
 
 def gradients_for_norm(optimizer: Any) -> list[Any]:
-    """The gradients of one of mcore's optimizers, each counted on one rank; renamed in 0.19."""
+    """Return the gradients of one of mcore's optimizers, each counted on one rank. mcore renamed the method in 0.19."""
     names = ("get_grads_for_grad_norm", "get_main_grads_for_grad_norm")
     [get] = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]
     return get()
 
 
-# Logger below ``megatron.core`` -> how remarks begin that every model of megarl's would cause on every rank.
-_REMARKS = {
-    # 0.19: ``HybridModel`` is where new features go. megarl needs none of them.
+# Logger below ``megatron.core`` -> start of the messages that every model of megarl would log on every rank.
+_WARNINGS = {
+    # 0.19 recommends ``HybridModel`` for new features. megarl needs none of them.
     "models.gpt.gpt_model": "GPTModel IS DEPRECATED",
-    # Up to 0.17: of an ``MLP`` that is not mcore's own class; what it is built with is the same.
+    # Up to 0.17, for an ``MLP`` subclass; it is built with the same arguments.
     "transformer.transformer_layer": "Unknown MLP type",
 }
 
 
 @contextlib.contextmanager
-def without_remarks() -> Iterator[None]:
-    """Build a model without mcore's remarks on its classes."""
+def without_class_warnings() -> Iterator[None]:
+    """Suppress mcore's log messages about the classes of a model while it is built."""
     with contextlib.ExitStack() as stack:
-        for name, start in _REMARKS.items():
+        for name, start in _WARNINGS.items():
             logger = logging.getLogger(f"megatron.core.{name}")
             keep = partial(_is_other, start)
             logger.addFilter(keep)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the ranks of a group meet."""
+"""Open the store at which the ranks of a group meet, and name it in their environment."""
 
 from datetime import timedelta
 
@@ -7,18 +7,18 @@ from torch.distributed import TCPStore
 
 from megarl.network import LOOPBACK, listen
 
-# What torchrun sets for a group of one process, whose store listens on any port.
+# torchrun's variables for a group of one process, whose store listens on any free port.
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def open_store(address: str = LOOPBACK, timeout_seconds: float = 1800) -> TCPStore:
-    """A store that listens from now on, on a port that the system chose (its ``port``), as long as it is referred to.
+    """Open a store on a port that the system chooses (its ``port``). It listens as long as it is referred to.
 
-    A port that is only found free now and listened on later can be another process's by then.
+    The port is bound at once: a port that is only found free may belong to another process by the time it is used.
 
     Args:
-        address: of this host, the only one to listen on: whoever reaches it can read, write and delete.
-        timeout_seconds: how long the opener's own reads may wait.
+        address: this host's address, the only one to listen on. Whoever reaches it can read, write and delete.
+        timeout_seconds: seconds that the opener's own reads wait.
 
     Raises:
         OSError: the address is not this host's, or no port can be opened.
@@ -36,12 +36,12 @@ def open_store(address: str = LOOPBACK, timeout_seconds: float = 1800) -> TCPSto
 
 
 def rank_environment(rank: int, world_size: int, address: str, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of a group that meets at a store which is open already.
+    """Return torchrun's variables for a rank of a group whose store is open already.
 
     Args:
-        rank: of this process, counted over all nodes.
-        world_size: processes in the group.
-        address, port: the store's.
+        rank: rank of this process over all nodes.
+        world_size: number of processes in the group.
+        address, port: address and port of the store.
     """
     return {
         "RANK": str(rank),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank arithmetic, without torch: which rank sits where in the layout.
+"""Rank arithmetic: map global ranks to coordinates in the layout and back. Imports no torch.
 
 mcore's order is ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are adjacent ranks, pipeline stages are farthest apart.
-Within a pipeline stage the experts are laid out anew over the same ranks: expert-tensor fastest, then expert, then the
-copies of an expert (expert data parallel).
+Within a pipeline stage the experts have a layout of their own over the same ranks: expert-tensor varies fastest, then
+expert, then the copies of an expert (expert data parallel).
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. ``world_size`` is the product of the dense ones; the expert axes divide a stage's ranks."""
+    """Sizes of the axes. ``world_size`` is the product of the dense axes; the expert axes divide a stage's ranks."""
 
     tensor: int = 1
     context: int = 1
@@ -42,11 +42,11 @@ class Topology:
         return self.tensor * self.context * self.data * self.pipeline
 
     def rank(self, *, tensor: int = 0, context: int = 0, data: int = 0, pipeline: int = 0) -> int:
-        """Global rank at the given coordinates."""
+        """Return the global rank at the given coordinates."""
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
-        """``(tensor, context, data, pipeline)`` coordinates of a global rank.
+        """Return the ``(tensor, context, data, pipeline)`` coordinates of a global rank.
 
         Raises:
             ConfigError: the rank is outside the layout.

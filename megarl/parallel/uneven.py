@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and reduce-scatters of unequal parts, which gloo lacks; mcore's expert dispatch needs them on a CPU host."""
+"""Gather and reduce-scatter unequal parts, which gloo cannot. mcore's expert dispatch needs them on a CPU host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def gather_uneven(part: torch.Tensor, group: dist.ProcessGroup, sizes: list[int]) -> torch.Tensor:
-    """Concatenate parts of ``sizes[rank]`` rows over a group; parts travel padded to the longest."""
+    """Concatenate parts of ``sizes[rank]`` rows over a group. Parts are sent padded to the longest."""
     longest = max(sizes)
     padded = torch.cat([part, part.new_zeros(longest - part.shape[0], *part.shape[1:])])
     parts = [torch.empty_like(padded) for _ in sizes]
@@ -25,7 +25,7 @@ def reduce_scatter_uneven(whole: torch.Tensor, group: dist.ProcessGroup, sizes: 
 
 
 def install(mappings: Any) -> None:
-    """Let mcore's ``tensor_parallel.mappings`` use these for unequal parts. Idempotent."""
+    """Make mcore's ``tensor_parallel.mappings`` use these functions for unequal parts. Idempotent."""
     for name, uneven in (
         ("_gather_along_first_dim", gather_uneven),
         ("_reduce_scatter_along_first_dim", reduce_scatter_uneven),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's rules: values and fields of an adapter config, rank and scaling. Free of Megatron-Core and of vLLM."""
+"""PEFT's rules: values and fields of an adapter config, rank and scaling. Imports neither Megatron-Core nor vLLM."""

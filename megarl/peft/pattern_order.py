@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of ``rank_pattern`` that PEFT lost when it saved: of several keys that fit a module the first one wins, but
-PEFT sorts them in the file, and then refuses its own file where another one wins. The ranks of the file's matrices say
-which order it was."""
+"""Restore the order of ``rank_pattern`` that PEFT loses when it saves.
+
+If several keys match a module, the first one wins. PEFT sorts the keys in the file, and then refuses its own file if
+another key wins. The ranks of the file's matrices tell the original order.
+"""
 
 import dataclasses
 import re
@@ -18,15 +20,15 @@ SIDE_A = re.compile(r"base_model\.model\.(.+)\.lora_A\.weight")
 
 
 def restore_order(config: LoraConfig, ranks: Mapping[str, int], file: Any) -> LoraConfig:
-    """The config with ``rank_pattern`` in an order that gives every module its rank, if the file's order does not.
+    """Return the config with ``rank_pattern`` in an order that gives every module its rank, if the file's does not.
 
     Args:
-        config: as the file has it.
-        ranks: module -> rows of its A in the file; of unstacked modules.
-        file: for messages.
+        config: the config as stored in the file.
+        ranks: maps unstacked modules to the rows of their A in the file.
+        file: names the file in messages.
 
     Raises:
-        AdapterError: ``alpha_pattern`` has keys that overlap too, whose order nothing tells.
+        AdapterError: ``alpha_pattern`` has overlapping keys too, and nothing tells their order.
     """
     pattern = config.rank_pattern
     wrong = [name for name, rank in ranks.items() if _resolved(list(pattern), pattern, name, config.r) != rank]
@@ -44,7 +46,7 @@ def restore_order(config: LoraConfig, ranks: Mapping[str, int], file: Any) -> Lo
     try:
         order = list(TopologicalSorter(after).static_order())
     except CycleError:
-        return config  # the shapes are refused by name
+        return config  # the caller refuses the shapes by name
     if any(_resolved(order, pattern, name, config.r) != rank for name, rank in ranks.items()):
         return config
     for name in ranks:

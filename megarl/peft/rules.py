@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's rules for an adapter config: the supported settings, rank and scaling of each module."""
+"""PEFT's rules for an adapter config: supported settings, rank and scaling of each module."""
 
 import dataclasses
 import math
@@ -12,17 +12,17 @@ from peft.utils.other import get_pattern_key
 from megarl.errors import AdapterError, UnsupportedError, nearest
 from megarl.peft.values import check_values
 
-# PEFT fields whose every value is understood, or that do not change the computation.
+# PEFT fields of which every value is supported, or that do not change the computation.
 UNDERSTOOD = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "target_modules", "target_parameters", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora",
     "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "megatron_config", "megatron_core",
     "loftq_config", "eva_config", "runtime_config", "init_lora_weights",
 }  # fmt: skip
-# PEFT's ``init_lora_weights`` that leave the base model as it is.
-HARMLESS_STARTS = (True, False, "gaussian", "orthogonal", "eva")
-# PEFT's settings that are often used and not implemented -> the way out.
-WAYS_OUT = {
+# Values of PEFT's ``init_lora_weights`` that leave the base model unchanged.
+HARMLESS_INITS = (True, False, "gaussian", "orthogonal", "eva")
+# Settings of PEFT that are often used and not implemented -> advice for the message.
+ADVICE = {
     "use_dora": "train without DoRA, or merge the adapter into the base with PEFT (merge_and_unload) and start there",
     "bias": "biases are base weights here and stay frozen: train with bias='none'",
     "lora_bias": "train with lora_bias=false; vLLM has no bias on an adapter either",
@@ -30,7 +30,7 @@ WAYS_OUT = {
     "trainable_token_indices": "adapt embed_tokens by target_modules instead",
     "layer_replication": "save the model with its layers replicated first",
 }
-# ``init_lora_weights`` that also change the base's weights.
+# Advice for values of ``init_lora_weights`` that also change the base's weights.
 CHANGED_BASE = (
     "it starts from a changed base model, which the adapter alone does not hold: let PEFT save it as plain LoRA "
     "(save_pretrained with path_initial_model_for_weight_conversion) and load that"
@@ -38,15 +38,15 @@ CHANGED_BASE = (
 
 
 def read_config(plain: Any, where: str = "adapter config") -> LoraConfig:
-    """Parse what ``adapter_config.json`` holds.
+    """Parse the contents of ``adapter_config.json``.
 
     Args:
-        plain: the file's content.
-        where: what messages of this function start with.
+        plain: the parsed JSON.
+        where: start of the error messages.
 
     Raises:
-        AdapterError: not LoRA, a field that PEFT does not know, or a value that its field cannot have.
-        UnsupportedError: a setting that ``check_supported`` refuses.
+        AdapterError: it is not LoRA, PEFT does not know a field, or a value is impossible for its field.
+        UnsupportedError: ``check_supported`` refuses a setting.
     """
     if not isinstance(plain, Mapping) or plain.get("peft_type") != "LORA":
         kind = plain.get("peft_type") if isinstance(plain, Mapping) else type(plain).__name__
@@ -70,18 +70,18 @@ def check_supported(config: LoraConfig) -> None:
     """Refuse PEFT settings that would change the computation and are not implemented.
 
     Raises:
-        AdapterError: a value that its field cannot have.
-        UnsupportedError: naming the field, its value and what to do.
+        AdapterError: a value is impossible for its field.
+        UnsupportedError: a setting is not supported; the message names the field, its value and what to do.
     """
     check_values(config)
     reference = LoraConfig()
-    if config.init_lora_weights not in HARMLESS_STARTS:
+    if config.init_lora_weights not in HARMLESS_INITS:
         raise UnsupportedError(f"adapter config: init_lora_weights is {config.init_lora_weights!r}; {CHANGED_BASE}")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in UNDERSTOOD and value != getattr(reference, field.name) and value:
-            if field.name in WAYS_OUT:
-                raise UnsupportedError(f"adapter config: {field.name} is {value!r}; {WAYS_OUT[field.name]}")
+            if field.name in ADVICE:
+                raise UnsupportedError(f"adapter config: {field.name} is {value!r}; {ADVICE[field.name]}")
             supported = ", ".join(
                 sorted(UNDERSTOOD - {"megatron_config", "megatron_core", "loftq_config", "eva_config"})
             )
@@ -91,13 +91,13 @@ def check_supported(config: LoraConfig) -> None:
 
 
 def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
-    """Rank and scaling of what is adapted, as PEFT resolves ``rank_pattern``, ``alpha_pattern`` and rsLoRA.
+    """Return rank and scaling of an adapted module or parameter, as PEFT resolves its patterns.
 
-    rsLoRA scales by alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
+    The scaling is alpha / r; with rsLoRA alpha / sqrt(r) (Kalajdzievski, arXiv:2312.03732).
 
     Args:
-        config: from ``megarl.lora.targets.parameters.as_read``.
-        name: of the module, or of the parameter that it lies in: what ``rank_pattern`` and ``alpha_pattern`` match.
+        config: PEFT's config, from ``megarl.lora.targets.parameters.as_peft_reads``.
+        name: name of the module or parameter, with which the patterns are compared.
     """
     rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), name), config.r)
     alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), name), config.lora_alpha)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a PEFT config that PEFT takes as they come, and that mean nothing or not what they say.
+"""Check values of a PEFT config that PEFT accepts although they are wrong.
 
-PEFT checks none of them when it reads a file: ``use_rslora: "no"`` would be true, an alpha of 0 no adapter at all.
+PEFT checks none of them when it reads a file: ``use_rslora: "no"`` would count as true, and an alpha of 0 as no
+adapter.
 """
 
 import dataclasses
@@ -17,13 +18,13 @@ from megarl.config.lora import Pattern
 from megarl.errors import AdapterError, nearest
 
 Rank = Annotated[int, Field(ge=1, le=2**20)]
-# Python's integers have no largest one; JSON's 1e400 is read as infinity.
+# A largest value is needed: Python's integers have none, and JSON's 1e400 is read as infinity.
 Alpha = Annotated[float, Field(gt=0.0, le=2.0**53, allow_inf_nan=False)]
 Modules = Pattern | list[str] | None
 
 
 class _Fields(BaseModel):
-    """Types and ranges of the fields that decide what an adapter computes, or on which PEFT fails."""
+    """Types and ranges of the fields that decide what an adapter computes, or that make PEFT fail."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -47,14 +48,14 @@ class _Fields(BaseModel):
 
 
 def check_values(config: LoraConfig | Mapping[str, Any], where: str = "adapter config") -> None:
-    """Refuse values of another type or range than their fields'.
+    """Refuse values of a wrong type or range.
 
     Args:
-        config: PEFT's, or what ``adapter_config.json`` holds.
-        where: what the message starts with.
+        config: PEFT's config, or the contents of ``adapter_config.json``.
+        where: start of the error message.
 
     Raises:
-        AdapterError: one line for each wrong field: its name, its value and what it must be.
+        AdapterError: a field is wrong. One line per field has its name, its value and what it must be.
     """
     plain = config if isinstance(config, Mapping) else _plain(config)
     try:
@@ -64,22 +65,22 @@ def check_values(config: LoraConfig | Mapping[str, Any], where: str = "adapter c
 
 
 def _plain(config: LoraConfig) -> dict[str, Any]:
-    """As ``adapter_config.json`` has it: PEFT makes sets of its lists."""
+    """Return the config as ``adapter_config.json`` holds it; PEFT turns its lists into sets."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {name: list(value) if isinstance(value, set) else value for name, value in values.items()}
 
 
 def check_patterns(config: LoraConfig, adapted: Collection[str]) -> None:
-    """Refuse a rank or alpha for a name that is not adapted: a typo would leave the default in its place.
+    """Refuse a rank or alpha for a name that is not adapted: after a typo the default would be used silently.
 
-    For a config that somebody wrote for this model. PEFT's files may hold patterns for what other models have.
+    For configs written for this model. Files that PEFT saved may hold patterns for other models.
 
     Args:
-        config: the patterns.
-        adapted: the names that PEFT compares them with.
+        config: the config with the patterns.
+        adapted: names that PEFT compares the patterns with.
 
     Raises:
-        AdapterError: a pattern that matches none of them.
+        AdapterError: a pattern matches none of the names.
     """
     for field in ("rank_pattern", "alpha_pattern"):
         for key in getattr(config, field):

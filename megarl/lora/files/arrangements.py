@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two ways in which a PEFT file holds adapters of experts, and from one to the other.
+"""Convert a PEFT file between the two forms in which it can hold adapters of experts.
 
-``per_expert``: a pair for each linear of each expert, the names in ``target_modules``; vLLM loads it as it is.
-``stacked``: as PEFT 0.21 with transformers 5 saves it, the parameters in ``target_parameters``
-(``megarl.lora.files.stacked_experts``). Pairs of gate and up become one pair of twice the rank: A = [A_gate; A_up], B =
-[[B_gate, 0], [0, B_up]], as PEFT itself converts them. A pair of gate and up of rank r becomes two with the same A.
+``per_expert`` has a pair of matrices for each linear of each expert, with the names in ``target_modules``; vLLM loads
+it unchanged. ``stacked`` is the form in which PEFT 0.21 saves with transformers 5, with the parameters in
+``target_parameters`` (``megarl.lora.files.stacked_experts``).
+
+To stack, the pairs of gate and up become one pair of twice the rank: A = [A_gate; A_up], B = [[B_gate, 0], [0, B_up]],
+as PEFT itself converts them. To unstack, a pair of gate and up of rank r becomes two pairs with the same A.
 """
 
 import dataclasses
@@ -15,9 +17,9 @@ from peft import LoraConfig
 
 from megarl.errors import UnsupportedError
 from megarl.families import WeightMap
-from megarl.lora.files.stacked_experts import AdapterFile, pack, places_of
+from megarl.lora.files.stacked_experts import AdapterFile, locate_matrices, pack
 from megarl.lora.targets.parameters import ROUTER, as_parameters, expert_leaves
-from megarl.lora.targets.resolve import resolve_targets, spelt_out
+from megarl.lora.targets.resolve import expand_all_linear, resolve_targets
 from megarl.peft.names import matrix_name
 from megarl.peft.rules import rank_and_scaling
 
@@ -25,17 +27,17 @@ AS_TRAINED, STACKED, PER_EXPERT = "as_trained", "stacked", "per_expert"
 
 
 def arrange_config(config: LoraConfig, names: WeightMap, experts: str) -> LoraConfig:
-    """The config of a file with its experts in another way.
+    """Return the config of a file whose experts are in another form.
 
     Args:
-        config: the adapter's.
-        names: the model's.
-        experts: ``"as_trained"`` (as the config has them), ``"stacked"`` or ``"per_expert"``.
+        config: the adapter's config.
+        names: the model's tensor names.
+        experts: the form: ``"as_trained"`` (that of the config), ``"stacked"`` or ``"per_expert"``.
 
     Raises:
-        UnsupportedError: the file would mean something else in PEFT.
+        UnsupportedError: PEFT would read the file as another adapter.
     """
-    config = spelt_out(config, names)
+    config = expand_all_linear(config, names)
     if experts == STACKED and not config.target_parameters:
         chosen = resolve_targets(config, names)
         return as_parameters(config, names) if (names.expert_names() | names.router_names()) & chosen.keys() else config
@@ -65,13 +67,13 @@ def arrange_config(config: LoraConfig, names: WeightMap, experts: str) -> LoraCo
 def arrange(
     tensors: Mapping[str, torch.Tensor], config: LoraConfig, names: WeightMap, experts: str
 ) -> tuple[dict[str, torch.Tensor], LoraConfig]:
-    """A file's tensors and its config with the experts in another way; see ``arrange_config``."""
+    """Return a file's tensors and config with the experts in another form; see ``arrange_config``."""
     new = arrange_config(config, names, experts)
     if bool(new.target_parameters) == bool(config.target_parameters):
         return dict(tensors), new
     targets = resolve_targets(new, names)
     if new.target_parameters:
-        return dict(pack(_fused(tensors, targets, names), places_of(targets, names))), new
+        return dict(pack(_fused(tensors, targets, names), locate_matrices(targets, names))), new
     file = AdapterFile(_Whole(tensors), resolve_targets(config, names), names)
     pairs = {name: file.pair(name) for name in targets}
     return {
@@ -84,7 +86,7 @@ def arrange(
 def _fused(
     tensors: Mapping[str, torch.Tensor], targets: Mapping[str, str], names: WeightMap
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each expert's pairs of one parameter as one pair, under the names that ``pack`` takes."""
+    """Merge the pairs of each expert's parameter into one pair, under the names that ``pack`` takes."""
     experts = names.expert_names()
     for name in targets:
         if name not in experts:
@@ -102,7 +104,7 @@ def _fused(
 
 
 class _Whole:
-    """Tensors in memory, read as ``safetensors.safe_open`` reads a file's."""
+    """Tensors in memory with the interface of ``safetensors.safe_open``."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load a PEFT directory into an adapter that is on a model."""
+"""Load a PEFT directory into an adapter on a model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from megarl.errors import AdapterError, nearest
 from megarl.families import WeightMap
 from megarl.files import user_path
 from megarl.lora.files.peft_folder import CONFIG, WEIGHTS, load_peft_config
-from megarl.lora.files.stacked_experts import AdapterFile, places_of
+from megarl.lora.files.stacked_experts import AdapterFile, locate_matrices
 from megarl.lora.layers.vocabulary import check_tables
-from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE, resolve_targets
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
@@ -24,15 +24,15 @@ from megarl.peft.rules import rank_and_scaling
 
 
 @dataclass(frozen=True)
-class Holder:
-    """What is to be filled.
+class LoadTarget:
+    """The adapter to be filled.
 
     Attributes:
-        config: of the adapter on the model.
-        names: the model's.
-        tensors: this rank's parts of its matrices, under their names in PEFT's file.
-        layers: adapted part's name -> its layer on this rank.
-        groups: of the model.
+        config: config of the adapter on the model.
+        names: tensor names of the model.
+        tensors: this rank's parts of the adapter's matrices, under their names in PEFT's file.
+        layers: maps each adapted part's name to its layer on this rank.
+        groups: process groups of the model.
     """
 
     config: LoraConfig
@@ -42,14 +42,15 @@ class Holder:
     groups: Groups
 
 
-def load_matrices(path: str | Path, holder: Holder) -> None:
-    """Check a PEFT directory against an adapter, all of it, then fill the adapter.
+def load_matrices(path: str | Path, target: LoadTarget) -> None:
+    """Check a whole PEFT directory against an adapter, then fill the adapter.
 
     Raises:
-        AdapterError: another adapter's, a damaged file, a name or shape that does not fit; nothing was changed.
+        AdapterError: it belongs to another adapter, a file is damaged, or a name or shape does not fit. Nothing was
+            changed.
     """
     folder = user_path("adapter", path)
-    _check_same_targets(load_peft_config(folder), holder.config, holder.names, folder)
+    _check_same_targets(load_peft_config(folder), target.config, target.names, folder)
     file = folder / WEIGHTS
     try:
         source = safe_open(str(file), framework="pt", device="cpu")
@@ -58,37 +59,37 @@ def load_matrices(path: str | Path, holder: Holder) -> None:
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{file} cannot be read ({error}); it is truncated or damaged") from error
     with source:
-        targets = resolve_targets(holder.config, holder.names)
-        matrices = AdapterFile(source, targets, holder.names)
-        _check_names(set(source.keys()), targets, holder.names, file)
-        for tensor in holder.tensors:
+        targets = resolve_targets(target.config, target.names)
+        matrices = AdapterFile(source, targets, target.names)
+        _check_names(set(source.keys()), targets, target.names, file)
+        for tensor in target.tensors:
             shape = tuple(matrices.get_slice(tensor.name).get_shape())
             if shape != tensor.shape:
                 raise AdapterError(
                     f"{file}: '{tensor.name}' has shape {list(shape)}, the model needs {list(tensor.shape)}"
                 )
         stored = sorted(_base_weights(targets) & set(source.keys()))
-        check_tables(source, stored, holder.layers, holder.groups)
-        for tensor in holder.tensors:
-            tensor.load(matrices.get_slice(tensor.name), holder.groups)
+        check_tables(source, stored, target.layers, target.groups)
+        for tensor in target.tensors:
+            tensor.load(matrices.get_slice(tensor.name), target.groups)
 
 
-def _check_same_targets(config: LoraConfig, own: LoraConfig, names: WeightMap, folder: Path) -> None:
-    """The file's targets, ranks and scalings must be those the layers were built with."""
-    config = as_read(config, names)
-    theirs, ours = resolve_targets(config, names), resolve_targets(own, names)
+def _check_same_targets(config: LoraConfig, applied: LoraConfig, names: WeightMap, folder: Path) -> None:
+    """Refuse a file whose targets, ranks or scalings are not those that the layers were built with."""
+    config = as_peft_reads(config, names)
+    theirs, ours = resolve_targets(config, names), resolve_targets(applied, names)
     for name in sorted(theirs.keys() ^ ours.keys()):
-        where = "adapted in the file but not here" if name in theirs else "adapted here but not in the file"
-        raise AdapterError(f"{folder / CONFIG}: '{name}' is {where}; apply the file's own config (load_peft_config)")
+        problem = "adapted in the file but not here" if name in theirs else "adapted here but not in the file"
+        raise AdapterError(f"{folder / CONFIG}: '{name}' is {problem}; apply the file's own config (load_peft_config)")
     for name in sorted(ours):
-        here, there = rank_and_scaling(own, ours[name]), rank_and_scaling(config, theirs[name])
+        here, there = rank_and_scaling(applied, ours[name]), rank_and_scaling(config, theirs[name])
         if here != there:
             raise AdapterError(
                 f"{folder / CONFIG}: '{name}' has (rank, scaling) {there} in the file and {here} here; apply the "
                 "file's own config (load_peft_config)"
             )
-        if ours[name] != theirs[name] and bool(config.target_parameters) != bool(own.target_parameters):
-            built, read = ("target_parameters" if c.target_parameters else "target_modules" for c in (own, config))
+        if ours[name] != theirs[name] and bool(config.target_parameters) != bool(applied.target_parameters):
+            built, read = ("target_parameters" if c.target_parameters else "target_modules" for c in (applied, config))
             raise AdapterError(
                 f"{folder / CONFIG}: '{name}' is adapted by {read} in the file and by {built} here; apply the file's "
                 "own config (load_peft_config)"
@@ -96,13 +97,13 @@ def _check_same_targets(config: LoraConfig, own: LoraConfig, names: WeightMap, f
 
 
 def _base_weights(names: Collection[str]) -> set[str]:
-    """Names under which PEFT stores the base weights of an adapted vocabulary."""
+    """Return the names under which PEFT stores the base weights of an adapted embedding or output layer."""
     return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in {EMBED_MODULE, OUTPUT_MODULE}.intersection(names)}
 
 
 def _check_names(found: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
-    """The file must hold the matrices of everything adapted in the whole model, and nothing else."""
-    expected = {place.file for place in places_of(targets, names).values()}
+    """Refuse a file that lacks a matrix of the whole model's adapter, or holds anything else."""
+    expected = {place.file for place in locate_matrices(targets, names).values()}
     found = found - _base_weights(targets)
     if missing := sorted(expected - found):
         raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")

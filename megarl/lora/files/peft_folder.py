@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT directories: ``adapter_config.json`` and ``adapter_model.safetensors``, as ``peft`` and vLLM read them."""
+"""Read and write PEFT directories: ``adapter_config.json`` and ``adapter_model.safetensors``."""
 
 import json
 from pathlib import Path
@@ -14,20 +14,20 @@ from megarl.errors import AdapterError
 from megarl.families import WeightMap
 from megarl.files import read_json, user_path, write_directory
 from megarl.lora.files.arrangements import arrange
-from megarl.lora.targets.parameters import as_read
-from megarl.lora.targets.resolve import settle_patterns, spelt_out
+from megarl.lora.targets.parameters import as_peft_reads
+from megarl.lora.targets.resolve import expand_all_linear, order_independent
 from megarl.peft.pattern_order import SIDE_A, restore_order
 from megarl.peft.rules import read_config
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-# Ends of the modules that PEFT wraps stacked experts in.
+# Suffixes of the modules in which PEFT wraps stacked experts.
 STACKED = (".experts", ".experts.base_layer")
 
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
-    """``adapter_config.json`` of a config, ``all-linear`` spelt out as PEFT saves it, patterns settled."""
-    config = settle_patterns(spelt_out(config, names), names)
+    """Return ``adapter_config.json`` for a config: ``all-linear`` as a list of names, patterns independent of order."""
+    config = order_independent(expand_all_linear(config, names), names)
     plain = config.to_dict()
     plain.pop("runtime_config", None)
     plain["inference_mode"] = True
@@ -37,7 +37,7 @@ def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    """Put a PEFT directory in place by a rename.
+    """Write a PEFT directory atomically.
 
     Raises:
         AdapterError: the directory cannot be written.
@@ -51,26 +51,26 @@ def write(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) 
 
 
 def convert(source: Path, path: Path, names: WeightMap, experts: str) -> None:
-    """Copy a PEFT directory with its experts as ``lora.save_experts`` names them.
+    """Copy a PEFT directory with its experts in the form that ``lora.save_experts`` names.
 
     Raises:
-        AdapterError: a damaged file.
+        AdapterError: a file is damaged.
         UnsupportedError: see ``arrange_config``.
     """
     try:
         tensors = load_file(source / WEIGHTS)
     except (SafetensorError, OSError) as error:
         raise AdapterError(f"{source / WEIGHTS} cannot be read ({error}); it is truncated or damaged") from error
-    tensors, config = arrange(tensors, as_read(load_peft_config(source), names), names, experts)
+    tensors, config = arrange(tensors, as_peft_reads(load_peft_config(source), names), names, experts)
     write(path, tensors, config_dict(config, names))
 
 
 def load_peft_config(path: str | Path) -> LoraConfig:
-    """Read ``adapter_config.json``. How the saved matrices once started no longer matters and is not kept.
+    """Read ``adapter_config.json``. The initialisation of the saved matrices is dropped, since it no longer matters.
 
     Raises:
-        AdapterError: missing, not JSON, not LoRA, or a field PEFT does not know.
-        UnsupportedError: a setting that is not supported, or a start that also changed the base model (PiSSA, OLoRA).
+        AdapterError: the file is missing, is not JSON or not LoRA, or has a field that PEFT does not know.
+        UnsupportedError: a setting is not supported, or the initialisation also changed the base model (PiSSA, OLoRA).
     """
     file = user_path("adapter", path) / CONFIG
     config = read_config(read_json(file, "PEFT adapter directory", AdapterError), str(file))
@@ -81,7 +81,7 @@ def load_peft_config(path: str | Path) -> LoraConfig:
 
 
 def _ranks(file: Path) -> dict[str, int]:
-    """Module -> rank, of those that are not stacked; empty where the file is missing or damaged: ``load`` says so."""
+    """Map each unstacked module to its rank. Empty if the file is missing or damaged, which ``load`` reports."""
     try:
         with safe_open(str(file), framework="pt") as source:
             found = {match[1]: name for name in source.keys() if (match := SIDE_A.fullmatch(name))}  # noqa: SIM118

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where an adapter's matrices lie in PEFT's file, when transformers 5 stacks the experts of a layer.
+"""Locate an adapter's matrices in PEFT's file, in which transformers 5 stacks the experts of a layer.
 
-A file with ``target_parameters`` holds one pair for all E experts of a parameter: A is ``[E * r, in]``, one expert's
-rows after the other's; B is ``[out, r * E]``, of which expert e has every E-th column from e on (PEFT 0.21,
-``ParamWrapper.get_delta_weight``). B of gate and up has gate's rows before up's. PEFT wraps the experts once for each
-parameter: gate and up are ``experts.base_layer`` beneath ``experts``, or ``experts`` where down is not adapted.
+A file with ``target_parameters`` holds one pair for all E experts of a parameter. A is ``[E * r, in]``, with the rows
+of one expert after those of the other. B is ``[out, r * E]``; expert e has its columns e, e + E, e + 2E, ... (PEFT
+0.21, ``ParamWrapper.get_delta_weight``). In B of gate and up, gate's rows come before up's. PEFT wraps the experts once
+per parameter: gate and up are ``experts.base_layer`` inside ``experts``, or ``experts`` if down is not adapted.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,18 +19,19 @@ from megarl.lora.targets.parameters import DOWN, GATE_UP
 from megarl.model.weights.sharded_tensor import Sliceable
 from megarl.peft.names import matrix_name
 
-# Ends of stacked parameters' names.
+# Suffixes of the names of stacked parameters.
 STACKS = tuple(f".{name}" for name in STACKED_EXPERTS)
 
 
 class Place(NamedTuple):
-    """Where one matrix lies.
+    """Location of one matrix in the file.
 
     Attributes:
-        file: the tensor's name in the file.
+        file: name of the tensor in the file.
         side: ``"A"`` or ``"B"``.
-        expert, experts: its expert, and how many are stacked; None and 1 where nothing is.
-        part, parts: gate is the first of two in B of gate and up; a shared A is one of one.
+        expert, experts: index of the matrix's expert, and the number of stacked experts; None and 1 without stacking.
+        part, parts: index of the part among the tensor's parts. In B of gate and up, gate is 0 of 2; a shared A is 0 of
+            1.
     """
 
     file: str
@@ -41,12 +42,12 @@ class Place(NamedTuple):
     parts: int = 1
 
 
-def places_of(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
-    """Name (``matrix_name``) of A and B of each adapted linear -> where it lies.
+def locate_matrices(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
+    """Map the names (``matrix_name``) of A and B of each adapted linear to their location in the file.
 
     Args:
         targets: from ``resolve_targets``.
-        names: the model's.
+        names: tensor names of the model.
     """
     adapted = set(targets.values())
     parameters = {name: linears for name, linears in names.parameter_names().items() if name in adapted}
@@ -68,39 +69,39 @@ def places_of(targets: Mapping[str, str], names: WeightMap) -> dict[str, Place]:
 
 
 def _wrapper(key: str, adapted: Iterable[str]) -> str:
-    """PEFT's module for a stacked parameter: down's is the outer one of two."""
+    """Return PEFT's module for a stacked parameter. If both are adapted, down's is the outer module."""
     experts, _, leaf = key.rpartition(".")
     return f"{experts}.base_layer" if leaf == GATE_UP and f"{experts}.{DOWN}" in adapted else experts
 
 
 class AdapterFile:
-    """An opened weights file, read matrix by matrix, whatever is stacked in it.
+    """An opened weights file, read matrix by matrix, stacked or not.
 
     Args:
         source: from ``safetensors.safe_open``.
         targets: from ``resolve_targets``.
-        names: the model's.
+        names: tensor names of the model.
     """
 
     def __init__(self, source: Any, targets: Mapping[str, str], names: WeightMap) -> None:
         self.source = source
-        self.places = places_of(targets, names)
+        self.places = locate_matrices(targets, names)
         self._last: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def get_slice(self, name: str) -> Sliceable:
-        """A matrix by its own name, or any other tensor of the file."""
+        """Return a matrix by its own name, or any other tensor of the file."""
         place = self.places.get(name, Place(name))
         if place.expert is None:
             return self.source.get_slice(place.file)
         return _Stacked(self, place)
 
     def pair(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A and B of a linear, whole."""
+        """Return the whole A and B of a linear."""
         a, b = (self.get_slice(matrix_name(module, side))[:, :] for side in "AB")
         return a, b
 
     def rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        """Rows of a stacked B; kept until those of other layers are asked for, since each expert asks for them."""
+        """Return rows of a stacked B, cached until other layers' are read, since each expert asks for them."""
         key = (name, start, end)
         if key not in self._last:
             if len(self._last) > 3:
@@ -110,7 +111,7 @@ class AdapterFile:
 
 
 class _Stacked:
-    """One expert's matrix in a stacked tensor."""
+    """One expert's matrix within a stacked tensor."""
 
     def __init__(self, file: AdapterFile, place: Place) -> None:
         self.file, self.place = file, place
@@ -123,14 +124,14 @@ class _Stacked:
         self.whole = rows, columns
 
     def get_shape(self) -> list[int]:
-        """``[r, in]`` or ``[out, r]``."""
+        """Return ``[r, in]`` for A, ``[out, r]`` for B."""
         rows, columns = self.whole
         if self.place.side == "A":
             return [rows // self.place.experts, columns]
         return [rows // self.place.parts, columns // self.place.experts]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Slices of rows and columns, without steps."""
+        """Read a slice of rows and columns; slices must not have steps."""
         index = index if isinstance(index, tuple) else (index, slice(None))
         shape = self.get_shape()
         (top, bottom, _), (left, right, _) = (cut.indices(size) for cut, size in zip(index, shape, strict=True))
@@ -144,11 +145,11 @@ class _Stacked:
 
 
 def pack(stream: Iterable[tuple[str, torch.Tensor]], places: Mapping[str, Place]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A stream of whole matrices by their own names -> the file's tensors, each as soon as all of its parts have come.
+    """Turn a stream of whole matrices into the file's tensors, yielding each once all of its parts have come.
 
     Args:
-        stream: of parameters, gradients or anything else of their shapes.
-        places: from ``places_of``.
+        stream: ``(name, matrix)`` pairs: parameters, gradients or anything else of their shapes.
+        places: from ``locate_matrices``.
     """
     waiting: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
     for name, tensor in stream:
@@ -163,7 +164,7 @@ def pack(stream: Iterable[tuple[str, torch.Tensor]], places: Mapping[str, Place]
 
 
 def _stack(came: dict[tuple[int, int], torch.Tensor], place: Place) -> torch.Tensor:
-    """All experts' matrices as one: A ``[E * r, in]``, B ``[out, r * E]``."""
+    """Stack all experts' matrices: A ``[E * r, in]``, B ``[out, r * E]``."""
     experts = [[came[expert, part] for part in range(place.parts)] for expert in range(place.experts)]
     if place.side == "A":
         return torch.cat([a for (a,) in experts])

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters around Megatron-Core's linears, routers, experts, embedding and output layer."""
+"""Adapter layers around Megatron-Core's linears, routers, experts, embedding and output layer."""

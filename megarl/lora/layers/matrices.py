@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapter's matrices in one layer."""
+"""Matrices of one adapter in one layer."""
 
 import hashlib
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One adapted part of a (fused) linear.
+    """Plan of one adapted part of a (fused) linear.
 
     Attributes:
         name: Hugging Face module path (``model.layers.0.self_attn.q_proj``).
-        rank: r.
+        rank: LoRA rank r.
         scaling: alpha / r, or alpha / sqrt(r).
-        in_features, out_features: of the whole part.
-        rows: of the part on this rank.
-        owner: the expert-parallel rank that holds it; None if all do.
-        padded: of a vocabulary: its size with padding.
-        copies: neighbouring ranks whose rows are the same (KV heads, where there are more ranks than heads). B is whole
-            on every rank then.
-        shares: ``key`` of the part of the same layer whose A it uses; None if it has its own.
+        in_features, out_features: sizes of the whole part.
+        rows: rows of the part on this rank.
+        owner: expert-parallel rank that holds the part; None if all do.
+        padded: for a vocabulary, its size with padding; else None.
+        copies: number of neighbouring ranks with the same rows (KV heads, where there are more ranks than heads). Every
+            rank then holds the whole B.
+        shares: ``key`` of the part of the same layer whose A this part uses; None if it has its own.
     """
 
     name: str
@@ -38,35 +38,38 @@ class PartPlan:
 
     @property
     def key(self) -> str:
-        """Last component of the name, unique within the layer (``q_proj``)."""
+        """Last component of the name (``q_proj``), unique within the layer."""
         return self.name.rpartition(".")[2]
 
     @property
     def sides(self) -> str:
-        """The matrices that are its own: ``"AB"``, or ``"B"`` where A is another part's."""
+        """The matrices that belong to the part: ``"AB"``, or ``"B"`` if A is another part's."""
         return "B" if self.shares else "AB"
 
 
 class _Matrices(torch.nn.ParameterDict):
-    """Matrices by key. mcore's DDP waits for gathered weights in a hook before the forward pass of their module, so
-    this has one."""
+    """Matrices by key, in a module that can be called.
 
-    __call__ = torch.nn.Module.__call__  # torch's dictionary refuses calls
+    mcore's DDP waits for gathered weights in a hook before the forward pass of their module, so the module needs a
+    forward.
+    """
+
+    __call__ = torch.nn.Module.__call__  # torch's ParameterDict refuses calls
 
     def forward(self) -> None:
-        """Nothing."""
+        """Do nothing; calling the module runs its hooks."""
 
 
 class AdapterMatrices(torch.nn.Module):
     """This rank's A and B of each part of a layer that one adapter adapts.
 
     Attributes:
-        parts: one per part of the layer; None where the adapter leaves it alone.
-        places, keys, ranks, scalings: of the parts that it adapts, in order; a place is an index in ``parts``, a key
-            ``PartPlan.key``.
-        starts: of these parts: the first column in what ``lower`` gives; parts that share A have the same.
-        dropout: probability, on the adapter's input.
-        lora_A, lora_B: ``PartPlan.key`` -> matrix.
+        parts: one plan per part of the layer; None for a part that is not adapted.
+        places, keys, ranks, scalings: of the adapted parts, in order: index in ``parts``, ``PartPlan.key``, rank,
+            scaling.
+        starts: first column of each adapted part in the output of ``lower``. Parts that share A have the same.
+        dropout: dropout probability of the adapter's input.
+        lora_A, lora_B: maps ``PartPlan.key`` to the matrix.
     """
 
     def __init__(self, parts: tuple[PartPlan | None, ...], dropout: float) -> None:
@@ -82,44 +85,46 @@ class AdapterMatrices(torch.nn.Module):
         self.lora_B = _Matrices()
 
     def forward(self) -> "AdapterMatrices":
-        """Itself. Layers take the matrices by a call, so that hooks which wait for new weights have run."""
+        """Return itself. Layers take the matrices by this call, so that hooks which wait for new weights have run."""
         self.lora_A()
         self.lora_B()
         return self
 
     def wait(self) -> None:
-        """Let mcore's DDP finish a gather of updated weights (``overlap_param_gather``) that it left to the next
-        forward pass. A collective over the data-parallel ranks, if there is one; nothing otherwise."""
+        """Finish a gather of updated weights that ``overlap_param_gather`` left to the next forward pass.
+
+        A collective over the data-parallel ranks if there is such a gather; does nothing otherwise.
+        """
         for matrices in (self.lora_A, self.lora_B):
             if matrices._forward_pre_hooks:
                 matrices()
 
     @property
     def only(self) -> PartPlan:
-        """The part of a layer that has one."""
+        """The plan of a layer that has only one part."""
         (part,) = self.parts
-        assert part is not None  # a layer of one part holds no adapter that leaves it alone
+        assert part is not None  # a layer of one part has no adapter that skips it
         return part
 
     def lower(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Every part's A in one product: ``[..., I]`` -> ``[..., sum of ranks]``."""
+        """Multiply by every part's A in one product: ``[..., I]`` -> ``[..., sum of ranks]``."""
         return F.linear(inputs, self.matrix_a())
 
     def matrix_a(self) -> torch.Tensor:
-        """Every A, one below the other: ``[sum of ranks, I]``."""
+        """Return every A, stacked by rows: ``[sum of ranks, I]``."""
         matrices = [self.lora_A[key] for key in self.keys if key in self.lora_A]
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def a_of(self, part: PartPlan) -> torch.nn.Parameter:
-        """The A that a part uses, its own or a shared one."""
+        """Return the A that a part uses, its own or a shared one."""
         return self.lora_A[part.shares or part.key]
 
     def matrices_b(self) -> list[torch.Tensor]:
-        """Every part's B."""
+        """Return every part's B."""
         return [self.lora_B[key] for key in self.keys]
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
-        """``[..., r]`` -> ``[..., O]``: the scaled B of a layer that has one part."""
+        """Multiply by the scaled B of a layer that has one part: ``[..., r]`` -> ``[..., O]``."""
         return F.linear(low, self.lora_B[self.only.key]) * self.only.scaling
 
     def extra_repr(self) -> str:
@@ -127,7 +132,7 @@ class AdapterMatrices(torch.nn.Module):
 
 
 def _starts(adapted: list[PartPlan]) -> tuple[int, ...]:
-    """The first column of each part's A among all of a layer."""
+    """Return the first column of each part's A among all columns of the layer."""
     found: dict[str, int] = {}
     end = 0
     for part in adapted:
@@ -137,6 +142,6 @@ def _starts(adapted: list[PartPlan]) -> tuple[int, ...]:
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:
-    """A generator of its own for each module and seed, the same on every rank and at every layout."""
+    """Return a random generator for each module and seed, the same on every rank and at every layout."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

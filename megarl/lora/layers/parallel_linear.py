@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA (Hu et al., arXiv:2106.09685) around mcore's column- and row-parallel linears.
 
-Shapes: T tokens (T/TP under sequence parallelism), I input and O output features of the whole layer, r rank.
-A is [r, I] and B is [O, r] in the PEFT file. Column-parallel: A is replicated, B split along O. Row-parallel: A is
-split along I, B replicated. Only the rank-r activations are communicated, never the wide ones. Routers and experts are
-in ``experts.py``.
+Shapes: T tokens (T/TP under sequence parallelism), I input and O output features of the whole layer, r rank. A is [r,
+I] and B is [O, r] in the PEFT file. Column-parallel: A is replicated, B split along O. Row-parallel: A is split along
+I, B replicated. Only rank-r activations are communicated, never the wide ones. Routers and experts are in
+``experts.py``.
 """
 
 from typing import Any, ClassVar
@@ -28,14 +28,14 @@ from megarl.parallel.groups import Axis
 
 
 class ParallelLoraLinear(WithBaseNames):
-    """A base linear plus its adapters; a drop-in for the base in mcore's modules.
+    """A base linear with its adapters. It replaces the base in mcore's modules.
 
-    ``adapters[name]`` holds one adapter's matrices here; ``active`` is the name of the one that computes, or None.
-    Parts that it does not adapt gain nothing. Attributes that mcore reads from a linear (``weight``,
+    ``adapters[name]`` holds one adapter's matrices; ``active`` is the name of the adapter that computes, or None. Parts
+    that it does not adapt are not changed. Attributes that mcore reads from a linear (``weight``,
     ``sequence_parallel``, ...) come from the base.
 
-    Class attributes of each kind: ``split_A`` and ``split_B`` are the dimensions split over the ranks of ``axis``, None
-    for a replicated matrix.
+    Each subclass sets ``split_A`` and ``split_B``, the dimensions that are split over the ranks of ``axis``; None means
+    replicated.
     """
 
     split_A: ClassVar[int | None] = None
@@ -61,50 +61,50 @@ class ParallelLoraLinear(WithBaseNames):
 
     @classmethod
     def split_of(cls, part: PartPlan, side: str) -> int | None:
-        """The dimension of a part's A or B that is split over the ranks of ``axis``; None if each holds all of it."""
+        """Return the dimension of a part's A or B that is split over the ranks of ``axis``; None if there is none."""
         if side == "A":
             return cls.split_A
         return cls.split_B if part.copies == 1 else None
 
     def current(self) -> AdapterMatrices:
-        """The active adapter's matrices."""
+        """Return the active adapter's matrices."""
         return self.adapters[self.active]()
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Base output plus the active adapter's part; the bias passes through."""
+        """Return the base output plus the active adapter's part, and the base's bias unchanged."""
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.adapt(self.current(), out, hidden) if self.active else out, bias
 
-    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Add an adapter's part to the base's output, whose memory it takes over.
+    def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add an adapter's part to the base's output, in place.
 
         Args:
-            own: the adapter's matrices.
-            out: what the base made of ``hidden``.
-            hidden: what the adapter sees.
+            adapter: the adapter's matrices.
+            out: the base's output for ``hidden``.
+            hidden: the adapter's input.
         """
         raise NotImplementedError
 
-    def widen(self, own: AdapterMatrices, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-        """Add every part's scaled B, applied to its columns of ``low``, to ``out``."""
-        return add_wide(out, low, self.matrices_b(own), self.layout(own))
+    def widen(self, adapter: AdapterMatrices, out: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+        """Multiply each part's columns of ``low`` by its scaled B and add the result to ``out``."""
+        return add_wide(out, low, self.matrices_b(adapter), self.layout(adapter))
 
-    def matrices_b(self, own: AdapterMatrices) -> list[torch.Tensor]:
-        """Every part's B, its rows on this rank."""
-        return own.matrices_b()
+    def matrices_b(self, adapter: AdapterMatrices) -> list[torch.Tensor]:
+        """Return this rank's rows of every part's B."""
+        return adapter.matrices_b()
 
-    def layout(self, own: AdapterMatrices) -> Layout:
-        """Where an adapter's parts lie in this layer."""
-        return Layout(own.places, own.ranks, own.scalings, self.fusion, self.heads, own.starts)
+    def layout(self, adapter: AdapterMatrices) -> Layout:
+        """Return the positions of an adapter's parts in this layer."""
+        return Layout(adapter.places, adapter.ranks, adapter.scalings, self.fusion, self.heads, adapter.starts)
 
-    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(A, B)`` whose product is this rank's slice of the part's update."""
-        return own.a_of(part), own.lora_B[part.key]
+    def factors(self, adapter: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(A, B)`` whose product is this rank's slice of the part's update."""
+        return adapter.a_of(part), adapter.lora_B[part.key]
 
     def initial(self, part: PartPlan, seed: int) -> dict[str, torch.Tensor]:
-        """The whole A and B, float32, from the seed and the module's name alone.
+        """Draw the whole A and B, float32, from the seed and the module's name alone.
 
-        PEFT's: A is ``kaiming_uniform_(a=sqrt(5))``, which is uniform on +-1 / sqrt(in_features); B is zero.
+        As in PEFT, A is ``kaiming_uniform_(a=sqrt(5))``, which is uniform on +-1 / sqrt(in_features), and B is zero.
         """
         bound = part.in_features**-0.5
         matrix_a = torch.empty(part.rank, part.in_features)
@@ -117,84 +117,88 @@ class ParallelLoraLinear(WithBaseNames):
 
 
 class _LinearLora(ParallelLoraLinear):
-    """What the adapters of tensor-parallel linears share."""
+    """Common parts of the adapters of tensor-parallel linears."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Base output plus the active adapter's part; the bias passes through."""
+        """Return the base output plus the active adapter's part, and the base's bias unchanged."""
         if not self.active:
             return self.base_layer(hidden, *args, **kwargs)
-        own = self.current()
-        dropped = drop_inputs(self, own.dropout, hidden)
+        adapter = self.current()
+        dropped = drop_inputs(self, adapter.dropout, hidden)
         if dropped is hidden and hidden.requires_grad:
-            hidden, low = project_through(hidden, own.matrix_a())
+            hidden, low = project_through(hidden, adapter.matrix_a())
         else:
-            low = own.lower(dropped)
+            low = adapter.lower(dropped)
         out, bias = self.base_layer(hidden, *args, **kwargs)
-        return self.widen(own, out, self._whole(low)), bias
+        return self.widen(adapter, out, self._whole(low)), bias
 
-    def adapt(self, own: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """As ``forward``, where the adapter's input is not the base layer's."""
-        return self.widen(own, out, self.low(own, hidden))
+    def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Add the adapter's part where the adapter's input is not the base layer's."""
+        return self.widen(adapter, out, self.low(adapter, hidden))
 
-    def low(self, own: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
-        """What every part's A makes of (dropped) ``hidden``, for this rank's outputs: ``[..., sum of ranks]``."""
-        return self._whole(own.lower(drop_inputs(self, own.dropout, hidden)))
+    def low(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
+        """Multiply (dropped) ``hidden`` by every part's A, for this rank's outputs: ``[..., sum of ranks]``."""
+        return self._whole(adapter.lower(drop_inputs(self, adapter.dropout, hidden)))
 
     def _whole(self, low: torch.Tensor) -> torch.Tensor:
         return self.complete(low) if self.group.size() > 1 else low
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
-        """This rank's product with A, made whole over TP."""
+        """Complete this rank's product with A over TP."""
         raise NotImplementedError
 
 
 class ColumnParallelLora(_LinearLora):
-    """Adapter of a layer whose outputs are split over TP; under SP its input is split along the sequence."""
+    """Adapter of a layer whose outputs are split over TP. Under SP its input is split along the sequence."""
 
     split_B = 0
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
-        """``[T/TP or T, ..., sum of ranks] -> [T, ..., sum of ranks]``: all tokens on every TP rank."""
+        """Gather all tokens on every TP rank: ``[T/TP or T, ..., sum of ranks]`` -> ``[T, ..., sum of ranks]``."""
         if self.base_layer.sequence_parallel:
-            # A saw only this rank's tokens: its gradient is summed over TP by the parameter's sequence_parallel mark.
+            # A was applied to this rank's tokens only. Its gradient is summed over TP because the parameter is marked
+            # sequence_parallel.
             return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
-    def matrices_b(self, own: AdapterMatrices) -> list[torch.Tensor]:
-        """Every part's B, its rows on this rank. The gradient of rows that several ranks use is summed over them."""
-        parts = zip(filter(None, own.parts), own.matrices_b(), strict=True)
+    def matrices_b(self, adapter: AdapterMatrices) -> list[torch.Tensor]:
+        """Return this rank's rows of every part's B. Backward sums the gradient of rows that several ranks use."""
+        parts = zip(filter(None, adapter.parts), adapter.matrices_b(), strict=True)
         return [
-            self._own_rows(part, copy_to_tensor_model_parallel_region(matrix, group=self.group))
+            self._local_rows(part, copy_to_tensor_model_parallel_region(matrix, group=self.group))
             if part.copies > 1
             else matrix
             for part, matrix in parts
         ]
 
-    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(A, B)`` whose product is this rank's slice of the part's update."""
-        return own.a_of(part), self._own_rows(part, own.lora_B[part.key])
+    def factors(self, adapter: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(A, B)`` whose product is this rank's slice of the part's update."""
+        return adapter.a_of(part), self._local_rows(part, adapter.lora_B[part.key])
 
-    def _own_rows(self, part: PartPlan, matrix: torch.Tensor) -> torch.Tensor:
+    def _local_rows(self, part: PartPlan, matrix: torch.Tensor) -> torch.Tensor:
         if part.copies == 1:
             return matrix
         return matrix.narrow(0, self.group.rank() // part.copies * part.rows, part.rows)
 
 
 class RowParallelLora(_LinearLora):
-    """Adapter of a layer whose inputs are split over TP; under SP its output is split along the sequence."""
+    """Adapter of a layer whose inputs are split over TP. Under SP its output is split along the sequence."""
 
     split_A = 1
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
-        """``[T, ..., r] -> [T/TP or T, ..., r]``, summed over the parts of the input."""
+        """Sum over the parts of the input: ``[T, ..., r]`` -> ``[T/TP or T, ..., r]``."""
         if self.base_layer.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
 
 def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor) -> torch.Tensor:
-    """Dropout on the adapter's input. Where TP ranks hold the same tokens and features they must drop the same ones:
-    the default generator, which mcore seeds alike on TP ranks. Where they hold different ones: mcore's tracker."""
+    """Apply dropout to the adapter's input.
+
+    TP ranks that hold the same tokens and features must drop the same ones. They use the default generator, which mcore
+    seeds alike on TP ranks. Ranks that hold different ones use mcore's tracker.
+    """
     if not (layer.training and dropout > 0.0):
         return hidden
     if not isinstance(layer, RowParallelLora) and not layer.base_layer.sequence_parallel:
@@ -208,11 +212,11 @@ def mark_parameter(parameter: torch.nn.Parameter, split_dim: int | None, sequenc
 
     Args:
         parameter: an adapter matrix.
-        split_dim: the dimension split over TP, or None for a replicated matrix.
-        sequence_parallel: whether the ranks of TP see different tokens in it.
+        split_dim: the dimension that is split over TP; None for a replicated matrix.
+        sequence_parallel: True if the TP ranks apply the matrix to different tokens.
     """
     if split_dim is None:
-        # No tensor_model_parallel mark: it would be counted once per TP rank in the gradient norm.
+        # Not marked tensor_model_parallel, which would count it once per TP rank in the gradient norm.
         parameter.sequence_parallel = sequence_parallel
         return
     parameter.tensor_model_parallel = True

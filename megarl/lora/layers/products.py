@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two products of a LoRA update, each with as few passes over the base's wide tensors as it can do with.
+"""Compute the two products of a LoRA update with few passes over the base's wide tensors.
 
-Written out, ``out + cat(low_i @ B_i.T * scaling_i)`` moves the wide output six times through memory and costs more than
-the base's own product. Here all parts' B lie in one matrix with the base's row layout, and one product adds to the
-output in place. Likewise the gradient through A is added to the base layer's own gradient of the input in place.
+Written out, ``out + cat(low_i @ B_i.T * scaling_i)`` moves the wide output through memory six times and costs more than
+the base's own product. Here every part's B is placed in one matrix with the base's row layout, and one product adds to
+the output in place. Likewise the gradient through A is added in place to the base layer's gradient of the input.
 
 Shapes: T tokens, O outputs of the fused layer on this rank, R sum of the parts' ranks, r a part's rank.
 """
@@ -21,14 +21,14 @@ from megarl.model.weights.fusion import HeadLayout, part_views
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the parts of an update lie.
+    """Positions of the parts of an update.
 
     Attributes:
-        places: each adapted part's index among the parts of the layer.
-        ranks, scalings: each adapted part's.
-        starts: the first of each part's columns; default: one part's after the other's. Parts may share columns.
-        fusion: how the layer's parts interleave.
-        heads: on this rank.
+        places: index of each adapted part among the parts of the layer.
+        ranks, scalings: rank and scaling of each adapted part.
+        starts: first column of each adapted part; default: one part after the other. Parts may share columns.
+        fusion: how the layer's parts are interleaved.
+        heads: this rank's attention heads.
     """
 
     places: tuple[int, ...]
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def columns(self) -> int:
-        """R."""
+        """R, the sum of the parts' ranks (shared columns counted once)."""
         return max(start + rank for start, rank in zip(self.starts, self.ranks, strict=True))
 
 
@@ -54,13 +54,13 @@ def add_wide(
     matrices: Sequence[torch.Tensor],
     layout: Layout,
 ) -> torch.Tensor:
-    """``out`` plus, for each part i, ``scaling_i * low_i @ B_i.T`` at the part's columns.
+    """Return ``out`` plus, for each part i, ``scaling_i * low_i @ B_i.T`` at the part's columns.
 
     Args:
-        out: ``[..., O]``, written over: a linear does not need its own output again. Autograd raises where it does.
-        low: ``[..., R]``, the parts' activations one after the other.
-        matrices: each adapted part's B, ``[rows, r]``.
-        layout: of the parts.
+        out: ``[..., O]``; overwritten. A linear's backward does not need its own output. If one does, autograd raises.
+        low: ``[..., R]``, the parts' activations side by side.
+        matrices: B of each adapted part, ``[rows, r]``.
+        layout: positions of the parts.
 
     Returns:
         ``[..., O]``, in the memory of ``out``.
@@ -69,13 +69,13 @@ def add_wide(
 
 
 def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(hidden, hidden @ matrix.T)``, where the first is to go into the base layer, and nowhere else.
+    """Return ``(hidden, hidden @ matrix.T)``; pass the first to the base layer and nowhere else.
 
-    Its gradient is then the base layer's, fresh memory to which this product's is added.
+    The gradient of the first is then the base layer's, in fresh memory, and this product's gradient is added to it.
 
     Args:
         hidden: ``[..., I]``.
-        matrix: ``[R, I]``, every part's A.
+        matrix: every part's A, ``[R, I]``.
     """
     return _ProjectThrough.apply(hidden, matrix)
 
@@ -99,12 +99,12 @@ class _AddWide(torch.autograd.Function):
     def forward(
         ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: Layout, *matrices: torch.Tensor
     ) -> torch.Tensor:
-        """``out [..., O]`` plus the update of ``low [..., R]``, in its memory."""
+        """Add the update of ``low [..., R]`` to ``out [..., O]``, in its memory."""
         wide = _assemble(matrices, out.shape[-1], layout)
         ctx.save_for_backward(low, wide)
         ctx.layout = layout
-        # An alias: autograd refuses to change a view that another Function returned (Transformer Engine's do). The
-        # version counter is shared, so a saved ``out`` is still noticed.
+        # An alias, because autograd refuses to change a view that another Function returned (Transformer Engine's do).
+        # The version counter is shared, so a saved ``out`` is still detected.
         total = out.detach()
         _rows(total).addmm_(_rows(low), wide.t(), alpha=_factor(layout))
         return total
@@ -120,12 +120,12 @@ class _AddWide(torch.autograd.Function):
 
 
 def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """The gradient of each part's B.
+    """Return the gradient of each part's B.
 
     Args:
-        rows: ``[T, O]``, the output's.
+        rows: gradient of the output, ``[T, O]``.
         low: ``[T, R]``.
-        layout: of the parts.
+        layout: positions of the parts.
     """
     wide = _product(rows.t(), low, _factor(layout))
     if layout.fusion == "single":
@@ -137,7 +137,7 @@ def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[
 
 
 def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
-    """Views of ``wide [O, R]``: each part's rows and columns, ``[..., r]``."""
+    """Return views of ``wide [O, R]``: the rows and columns of each part, ``[..., r]``."""
     parts = part_views(wide, layout.fusion, layout.heads)
     return [
         parts[place][..., start : start + rank]
@@ -150,22 +150,22 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """``scale * left @ right``; the product itself scales, before it is rounded."""
+    """Return ``scale * left @ right``, scaled inside the product, before rounding."""
     return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def _differ(layout: Layout) -> bool:
-    """Whether the parts have several scalings, which then go into each part's B."""
+    """Return True if the parts have different scalings; these are then applied to each part's B."""
     return len(set(layout.scalings)) > 1
 
 
 def _factor(layout: Layout) -> float:
-    """What the products are to apply: the parts' common scaling."""
+    """Return the factor that the products apply: the parts' common scaling."""
     return 1.0 if _differ(layout) else layout.scalings[0]
 
 
 def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) -> torch.Tensor:
-    """``[O, R]``: each B at its part's rows and its own columns, times its scaling if they differ, zero elsewhere."""
+    """Place each B at its part's rows and columns of ``[O, R]``, zero elsewhere; times its scaling if they differ."""
     if layout.fusion == "single":
         return matrices[0]
     wide = matrices[0].new_zeros(width, layout.columns)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on Transformer Engine's linears.
 
-mcore's wrappers of TE's column- and row-parallel linears behave like mcore's own and take the same adapters. The linear
-with a norm in front needs its own: PEFT's adapter sees the norm's output, which only the fused layer has.
+mcore's wrappers of TE's column- and row-parallel linears behave like mcore's own linears and take the same adapters.
+The linear with a norm in front needs its own adapter: in PEFT the adapter's input is the norm's output, which only the
+fused layer has.
 """
 
 from typing import Any
@@ -12,7 +13,7 @@ from megatron.core.extensions import transformer_engine as extension
 
 from megarl.lora.layers.parallel_linear import ColumnParallelLora
 
-# Base classes by how the linear is split. Without Transformer Engine mcore's names for them are not classes.
+# Base classes, by how the linear is split. Without Transformer Engine these names of mcore are not classes.
 _NAMES: dict[str, tuple[str, ...]] = {
     "column": ("TEColumnParallelLinear", "TELayerNormColumnParallelLinear"),
     "row": ("TERowParallelLinear",),
@@ -25,15 +26,15 @@ TE_BASES: dict[str, tuple[type, ...]] = {
 
 
 def holds_norm(base: torch.nn.Module) -> bool:
-    """Whether a linear normalises its own input; only TE's have the switch that returns the norm's output."""
+    """Return True if a linear normalises its own input. Only TE's have the switch that returns the norm's output."""
     return hasattr(base, "return_layernorm_output")
 
 
 class NormColumnLora(ColumnParallelLora):
-    """Adapter of ``TELayerNormColumnParallelLinear``, on the norm's output as the layer itself computed it.
+    """Adapter of ``TELayerNormColumnParallelLinear``, applied to the norm's output that the layer computed.
 
-    Under SP that output is this rank's tokens: TE also offers the gathered one, but gathering rank-r activations costs
-    less, and A's gradient is then summed over TP like every other column-parallel A's.
+    Under SP that output holds this rank's tokens. TE can also return the gathered one, but gathering rank-r activations
+    costs less, and A's gradient is then summed over TP as in every column-parallel adapter.
     """
 
     def __init__(self, base: torch.nn.Module, *args: Any) -> None:
@@ -43,11 +44,11 @@ class NormColumnLora(ColumnParallelLora):
     def forward(
         self, hidden: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Base output plus the active adapter's part; the bias passes through."""
+        """Return the base output plus the active adapter's part, and the base's bias unchanged."""
         returned = self.base_layer(hidden, *args, **kwargs)
         if self.base_layer.te_return_bias:
             out, bias, normed = returned
         else:
-            # mcore's wrapper takes whatever TE returned for the output and pairs it with an absent bias.
+            # mcore's wrapper takes all that TE returned as the output, and pairs it with an absent bias.
             (out, normed), bias = returned
         return self.adapt(self.current(), out, normed) if self.active else out, bias

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA on the word embedding and on the output layer, whose vocabulary is split over TP and padded.
 
-Both exist beside each other and beside tied base weights, as in PEFT: an adapter of one never changes the other.
+Both can be adapted together, and with tied base weights, as in PEFT: the adapter of one never changes the other.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -37,45 +37,45 @@ class EmbeddingLora(ParallelLoraLinear):
     split_A = 1
 
     def forward(self, ids: torch.Tensor) -> Any:
-        """``[1, T]`` int64 -> ``[T/TP, 1, H]`` under SP, else ``[1, T, H]``, as the base's."""
+        """Map ids ``[1, T]`` int64 to the base's shape: ``[T/TP, 1, H]`` under SP, else ``[1, T, H]``."""
         out = self.base_layer(ids)
         return self.adapt(self.current(), out, ids) if self.active else out
 
-    def adapt(self, own: AdapterMatrices, out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Columns of A by token, summed over the shards while they are r wide; PEFT drops nothing out here."""
-        rows = own.only.rows
+    def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Look up columns of A by token, and sum them over the shards at width r. PEFT has no dropout here."""
+        rows = adapter.only.rows
         row = ids - self.group.rank() * rows
         here = (row >= 0) & (row < rows)
-        low = F.embedding(row * here, own.lora_A[own.only.key].T) * here[..., None]
+        low = F.embedding(row * here, adapter.lora_A[adapter.only.key].T) * here[..., None]
         if self.reduce_scatter_embeddings:
             low = reduce_scatter_to_sequence_parallel_region(low.transpose(0, 1).contiguous(), group=self.group)
         else:
             low = reduce_from_tensor_model_parallel_region(low, group=self.group)
-        return out + own.raised(low)
+        return out + adapter.raised(low)
 
     def initial(self, part: PartPlan, seed: int) -> dict[str, torch.Tensor]:
-        """PEFT's for embeddings: A zero, B standard normal."""
+        """Initialise as PEFT does for embeddings: A zero, B standard normal."""
         matrix_b = torch.empty(part.out_features, part.rank).normal_(generator=generator_of(part.name, seed))
         return {"A": torch.zeros(part.rank, part.padded or part.in_features), "B": matrix_b}
 
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
-        """Under SP, B sees this rank's tokens only; A's gradient is whole on the rank that has the token."""
+        """Mark the matrix. Under SP, B sees this rank's tokens only; A's gradient is complete where the token is."""
         mark_parameter(matrix, split, bool(self.reduce_scatter_embeddings))
 
-    def factors(self, own: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table is ``[V, H]``: it gains ``(B @ A).T = A.T @ B.T``."""
-        return own.lora_B[part.key].T, own.lora_A[part.key].T
+    def factors(self, adapter: AdapterMatrices, part: PartPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the factors of the table ``[V, H]``, which gains ``(B @ A).T = A.T @ B.T``."""
+        return adapter.lora_B[part.key].T, adapter.lora_A[part.key].T
 
 
 class OutputLora(ColumnParallelLora):
     """Adapter of the output layer. A is ``[r, H]``, replicated; B is ``[V, r]``, split along the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits, for models that compute them at once; megarl's own calls ``deltas`` instead."""
+        """Return logits, for models that compute all of them at once; megarl's own models call ``deltas`` instead."""
         out, bias = self.base_layer(hidden, *args, **kwargs)
         if self.active:
-            own = self.current()
-            delta = own.raised(self.low(own, hidden))
+            adapter = self.current()
+            delta = adapter.raised(self.low(adapter, hidden))
             gathered = kwargs.get("runtime_gather_output")
             if self.gather_output if gathered is None else gathered:
                 delta = gather_from_tensor_model_parallel_region(delta, group=self.group)
@@ -83,23 +83,23 @@ class OutputLora(ColumnParallelLora):
         return out, bias
 
     def deltas(self, hidden: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What the adapter adds to the logits of some tokens, as products; see ``loss.token_logprobs``.
+        """Return the adapter's addition to the logits of some tokens, as factors; see ``loss.token_logprobs``.
 
         Args:
-            hidden: ``[T, 1, H]`` (``[T/TP, 1, H]`` under SP), input of the output layer.
-            positions: ``[R]`` int64 of those tokens among T.
+            hidden: input of the output layer, ``[T, 1, H]`` (``[T/TP, 1, H]`` under SP).
+            positions: positions of those tokens among T, int64 ``[R]``.
 
         Returns:
-            ``([R, r], [V/TP, r])``; nothing while disabled.
+            ``([R, r], [V/TP, r])``; an empty list if no adapter is active.
         """
         if not self.active:
             return []
-        own = self.current()
-        low = self.low(own, hidden).squeeze(1).index_select(0, positions) * own.only.scaling
-        return [(low, own.lora_B[own.only.key])]
+        adapter = self.current()
+        low = self.low(adapter, hidden).squeeze(1).index_select(0, positions) * adapter.only.scaling
+        return [(low, adapter.lora_B[adapter.only.key])]
 
 
-# Hugging Face module -> (adapter, the mcore class it wraps)
+# Hugging Face module -> (adapter class, the mcore class that it wraps).
 KINDS: dict[str, tuple[type[ParallelLoraLinear], type[torch.nn.Module]]] = {
     EMBED_MODULE: (EmbeddingLora, VocabParallelEmbedding),
     OUTPUT_MODULE: (OutputLora, ColumnParallelLinear),
@@ -113,10 +113,10 @@ def plan_vocabulary(
     hf_config: Mapping[str, Any],
     groups: Groups,
 ) -> list[tuple[PartPlan, Callable[[], ParallelLoraLinear]]]:
-    """What to adapt of the vocabulary on this rank, and how to wrap it; nothing is changed yet.
+    """Plan the adapters of the vocabulary on this rank, each with a function that wraps its layer. Changes nothing.
 
     Raises:
-        UnsupportedError: a layer class that is not supported.
+        UnsupportedError: a layer class is not supported.
     """
     plans: list[tuple[PartPlan, Callable[[], ParallelLoraLinear]]] = []
     for model in models:
@@ -135,27 +135,27 @@ def plan_vocabulary(
 def _wrapped(
     name: str, holder: torch.nn.Module, attribute: str, table: torch.Tensor, groups: Groups
 ) -> ParallelLoraLinear:
-    """The wrapper in place, a new one if there is none."""
+    """Return the wrapper in the layer's place; make it if there is none."""
     base = getattr(holder, attribute)
     if isinstance(base, ParallelLoraLinear):
         return base
     wrapped = KINDS[name][0](base, "single", head_layout(holder.config), groups.tensor)
-    # A tuple: torch would register a bare parameter as the wrapper's own.
+    # In a tuple, because torch would register a bare parameter as the wrapper's own.
     wrapped.table = (table,)
     setattr(holder, attribute, wrapped)
     return wrapped
 
 
 def check_tables(source: Any, names: Iterable[str], layers: Mapping[str, ParallelLoraLinear], groups: Groups) -> None:
-    """PEFT stores the base weights of adapted vocabularies too, and loads them; they must be this model's.
+    """Refuse an adapter of another model, by the base weights that PEFT stores beside an adapted vocabulary.
 
     Args:
         source: an opened safetensors file.
-        names: tensors of the file that belong to no adapter matrix, below PEFT's prefix.
-        layers: Hugging Face module -> adapter, of those on this rank.
+        names: names of the stored base weights in the file.
+        layers: maps Hugging Face modules to this rank's adapter layers.
 
     Raises:
-        AdapterError: a tensor of another model.
+        AdapterError: a stored weight differs from the model's.
     """
     for name in names:
         module = name.removeprefix(PREFIX).removesuffix(BASE_WEIGHT)
@@ -170,7 +170,7 @@ def check_tables(source: Any, names: Iterable[str], layers: Mapping[str, Paralle
 
 
 def _places(model: GPTModel) -> list[tuple[str, torch.nn.Module, str]]:
-    """(module, its parent, its attribute there) of what this chunk holds."""
+    """Return (module, its parent, its attribute there) for the embedding and output layer that this chunk holds."""
     places: list[tuple[str, torch.nn.Module, str]] = []
     if model.pre_process:
         places.append((EMBED_MODULE, model.embedding, "word_embeddings"))
@@ -180,7 +180,7 @@ def _places(model: GPTModel) -> list[tuple[str, torch.nn.Module, str]]:
 
 
 def _output_weight(model: GPTModel) -> torch.Tensor:
-    """The output layer's, or the embedding's where they are one."""
+    """Return the output layer's weight, or the embedding's where they are tied."""
     weight = model.output_layer.weight
     return model.shared_embedding_or_output_weight() if weight is None else weight
 

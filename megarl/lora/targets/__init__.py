@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolve a PEFT config against a model: modules, parameters, ranks; refuse what cannot be exact."""
+"""Resolve a PEFT config against a model: modules, parameters, ranks. Refuse what cannot be exact."""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which adapters of routers and routed experts are exact in PEFT and vLLM too; the others are refused by name.
+"""Refuse adapters of routers and routed experts that PEFT or vLLM would compute differently.
 
-With ``target_modules`` adapter files hold one A and one B for each linear of each expert, as vLLM loads them.
-transformers 5 stacks all experts of a layer in two parameters; PEFT (0.21) converts such a file for them when it loads
-it, but only if every expert of every layer is adapted in all three linears, at the common rank and alpha.
+With ``target_modules`` an adapter file holds one A and one B for each linear of each expert, as vLLM loads them.
+transformers 5 stacks all experts of a layer in two parameters. PEFT (0.21) converts such a file when it loads it, but
+only if all three linears of every expert of every layer are adapted, at the common rank and alpha.
 
-The names of those linears (``gate_proj``) mean the routed experts' alone, in a list as in ``"all-linear"``: so PEFT
-reads them, even with the path of a shared expert or of a dense layer's MLP before them (``WeightMap.shadowed_names``).
+The names of those linears (``gate_proj``) mean only the routed experts', in a list as in ``"all-linear"``. PEFT reads
+them so even if the path of a shared expert or of a dense layer's MLP precedes them (``WeightMap.shadowed_names``).
 """
 
 from peft import LoraConfig
@@ -15,30 +15,30 @@ from peft.utils.other import get_pattern_key
 from megarl.errors import UnsupportedError
 from megarl.families import WeightMap
 
-# What PEFT's ``target_parameters`` may name instead; see ``parameter_targets``.
+# Alternatives for messages: what PEFT's ``target_parameters`` may name; see ``resolve_parameters``.
 PARAMETERS = "gate_up_proj, down_proj or gate.weight"
 
 
 def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str], shadowed: set[str]) -> None:
-    """Refuse what PEFT would compute differently or could not load.
+    """Refuse adapters that PEFT would compute differently or could not load.
 
     Args:
-        config: the adapter's.
-        names: the model's names.
+        config: the adapter's config.
+        names: the model's tensor names.
         chosen: full names of the adapted linears.
         shadowed: those of ``names.shadowed_names()`` that the config matches.
 
     Raises:
-        UnsupportedError: naming the field and what is supported.
+        UnsupportedError: the config has such an adapter; the message names the field and what is supported.
     """
     routers, experts = names.router_names(), names.expert_names()
     if not (chosen & (routers | experts) or shadowed):
         return
     _check_paths(config, experts, shadowed)
     for kind, all_of, meant in (("router", routers, chosen), ("routed experts", experts, chosen | shadowed)):
-        if left := sorted(all_of - chosen) if meant & (all_of | shadowed) else []:
+        if missing := sorted(all_of - chosen) if meant & (all_of | shadowed) else []:
             raise UnsupportedError(
-                f"adapter config: target_modules adapts a part of the {kind} only (not '{left[0]}'); supported is "
+                f"adapter config: target_modules adapts a part of the {kind} only (not '{missing[0]}'); supported is "
                 f"all of them, in all layers, or none: list all of their names, or name {PARAMETERS} in "
                 "target_parameters, which need no others"
             )
@@ -63,17 +63,17 @@ def check_experts(config: LoraConfig, names: WeightMap, chosen: set[str], shadow
 
 
 def check_expression(config: LoraConfig, names: WeightMap, chosen: set[str]) -> None:
-    """Refuse an expression that PEFT would widen: with experts it keeps the last components of what matched.
+    """Refuse a regular expression that PEFT would widen: with experts it keeps only the last components of the matches.
 
     See ``_resolve_string_target_modules`` in ``peft/utils/transformers_weight_conversion.py``.
 
     Args:
-        config: the adapter's.
-        names: the model's names.
-        chosen: what the expression itself matches.
+        config: the adapter's config.
+        names: the model's tensor names.
+        chosen: names that the expression itself matches.
 
     Raises:
-        UnsupportedError: naming what PEFT would adapt too.
+        UnsupportedError: PEFT would adapt more; the message names it.
     """
     if not names.experts_by_module or not isinstance(config.target_modules, str):
         return
@@ -87,7 +87,7 @@ def check_expression(config: LoraConfig, names: WeightMap, chosen: set[str]) -> 
 
 
 def _check_paths(config: LoraConfig, experts: set[str], shadowed: set[str]) -> None:
-    """Whole experts and routers are named by bare names only."""
+    """Refuse experts and routers that are named by an expression or with a path; only bare names mean whole ones."""
     if isinstance(config.target_modules, str):
         raise UnsupportedError(
             "adapter config: target_modules is an expression that matches routers or experts, or linears of their "

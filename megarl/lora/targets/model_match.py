@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses a GPTModel that is not what a ``config.json`` describes: an adapter's names and meaning follow from that."""
+"""Refuse a GPTModel that does not match its ``config.json``, from which an adapter's names and meaning follow."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from megarl.model.layers.rope import Rope, rope_of
 from megarl.model.weights.full_config import full_config
 from megarl.parallel.groups import Groups
 
-# TransformerConfig's fields that decide names, shapes or the computation.
+# Fields of TransformerConfig that decide names, shapes or the computation.
 FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "normalization", "layernorm_epsilon", "gated_linear_unit", "activation_func", "qk_layernorm", "num_moe_experts",
@@ -28,7 +28,7 @@ FIELDS = (
 )  # fmt: skip
 # Biases of q/k/v, of the attention's output, of the MLP.
 BIASES = ("add_qkv_bias", "attention_bias", "mlp_bias")
-# Of inverse frequencies: they are made in float32, by other formulas.
+# Relative tolerance of inverse frequencies, which are computed in float32 by other formulas.
 TOLERANCE = 1e-5
 
 
@@ -36,24 +36,24 @@ def check_match(models: Sequence[GPTModel], hf_config: Mapping[str, Any], groups
     """Refuse a model that the config does not describe.
 
     Args:
-        models: this rank's chunks.
+        models: this rank's model chunks.
         hf_config: parsed ``config.json``.
-        groups: this rank's place.
+        groups: this rank's process groups.
 
     Raises:
-        UnsupportedError: naming the first thing that differs, with both values.
+        UnsupportedError: something differs; the message names the first difference with both values.
     """
     for model in models:
         _check_heads(model, groups)
-        for what, here, wanted in _differences(model, full_config(hf_config), groups):
+        for name, here, wanted in _differences(model, full_config(hf_config), groups):
             raise UnsupportedError(
-                f"the model's {what} is {_shown(here)}, but config.json asks for {_shown(wanted)}: an adapter would be "
+                f"the model's {name} is {_shown(here)}, but config.json asks for {_shown(wanted)}: an adapter would be "
                 "saved for another model; build the one that hf_config describes, or give the hf_config of this one"
             )
 
 
 def _check_heads(model: GPTModel, groups: Groups) -> None:
-    """mcore's own way to share a KV head among ranks leaves none of them whole parts of the fused q/k/v linear."""
+    """Refuse mcore's own sharing of a KV head among ranks, which splits the parts of the fused q/k/v linear."""
     size, heads = groups.topology.tensor, model.config.num_query_groups
     if not getattr(model.config, "kv_lora_rank", None) and heads % size:
         raise UnsupportedError(
@@ -62,7 +62,7 @@ def _check_heads(model: GPTModel, groups: Groups) -> None:
 
 
 def _differences(model: GPTModel, hf: Mapping[str, Any], groups: Groups) -> Iterator[tuple[str, Any, Any]]:
-    """``(what, here, in config.json)`` of all that differs."""
+    """Yield ``(name, value here, value in config.json)`` of all differences."""
     wanted, config = architecture(hf, family_of(hf)), model.config
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     only_experts = wanted.get("num_moe_experts") and "moe_layer_freq" not in wanted
@@ -87,14 +87,14 @@ def _differences(model: GPTModel, hf: Mapping[str, Any], groups: Groups) -> Iter
 
 
 def _biases(config: TransformerConfig) -> tuple[bool, ...]:
-    """Whether q/k/v, the attention's output and the MLP have biases."""
+    """Return whether q/k/v, the attention's output and the MLP have biases."""
     if isinstance(config, PackedConfig):
         return tuple(getattr(config, name) for name in BIASES)
     return config.add_bias_linear or config.add_qkv_bias, config.add_bias_linear, config.add_bias_linear
 
 
 def _rotations(model: GPTModel, rope: Rope, head_dim: int) -> Iterator[tuple[str, Any, Any]]:
-    if model.position_embedding_type == "yarn":  # mcore's own, of the same formula
+    if model.position_embedding_type == "yarn":  # mcore's own YaRN, of the same formula
         return
     if model.position_embedding_type != "rope":
         yield "position_embedding_type", model.position_embedding_type, "rope"
@@ -113,7 +113,7 @@ def _span(frequencies: torch.Tensor) -> str:
 
 def _same(here: Any, wanted: Any) -> bool:
     if isinstance(here, float) or isinstance(wanted, float):
-        # Absent factors are 1.
+        # An absent factor is 1.
         return math.isclose(1.0 if here is None else here, 1.0 if wanted is None else wanted, rel_tol=1e-6)
     return here == wanted or (not here and not wanted)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's ``target_parameters``: adapters of weights by their names in transformers 5, which stacks a layer's experts.
+"""Resolve PEFT's ``target_parameters``: weights by their names in transformers 5, which stacks a layer's experts.
 
-An adapter of a stacked parameter (PEFT 0.21's ``ParamWrapper``) has one A and one B for each expert. Gate and up lie in
-one parameter: they share A, ``[r, in]``, and B is ``[2 * inner, r]``. PEFT turns the names of experts and routers
-among ``target_modules`` (``"all-linear"`` too) into such parameters, and doubles the rank and alpha of gate and up.
+An adapter of a stacked parameter (``ParamWrapper`` in PEFT 0.21) has one A and one B for each expert. Gate and up are
+one parameter: they share A, ``[r, in]``, and B is ``[2 * inner, r]``. PEFT turns the names of experts and routers in
+``target_modules`` (``"all-linear"`` too) into such parameters, and doubles rank and alpha of gate and up.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from megarl.peft.names import DOWN, GATE_UP
 ROUTER = f"{STACKED_ROUTER.rpartition('.')[2]}.weight"
 
 
-def as_read(config: LoraConfig, weights: WeightMap) -> LoraConfig:
-    """The config as PEFT reads it: beside ``target_parameters``, experts and routers are parameters by any name.
+def as_peft_reads(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """Return the config as PEFT reads it: with ``target_parameters``, experts and routers always become parameters.
 
     Raises:
         AdapterError, UnsupportedError: see ``as_parameters``.
@@ -29,16 +29,16 @@ def as_read(config: LoraConfig, weights: WeightMap) -> LoraConfig:
 
 
 def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
-    """Experts and routers among ``target_modules`` as ``target_parameters``, as PEFT (0.21) converts them.
+    """Move experts and routers from ``target_modules`` to ``target_parameters``, as PEFT (0.21) converts them.
 
     Follows ``_convert_peft_config_moe`` in ``peft/utils/transformers_weight_conversion.py``.
 
     Args:
-        config: returned as it is where ``target_modules`` can name no experts.
-        weights: the model's names.
+        config: the adapter's config; returned unchanged if ``target_modules`` can name no experts.
+        weights: the model's tensor names.
 
     Raises:
-        AdapterError: gate without up, or up without gate.
+        AdapterError: gate is named without up, or up without gate.
         UnsupportedError: ``target_modules`` is an expression.
     """
     mapping = expert_leaves(weights)
@@ -56,7 +56,7 @@ def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
         if leaf in mapping:
             parameters.add(mapping[leaf])
             halves |= {leaf} & fused
-        elif leaf not in (GATE_UP, "weight"):  # PEFT leaves both there when it resolves an expression
+        elif leaf not in (GATE_UP, "weight"):  # PEFT keeps both when it resolves an expression
             kept.add(target)
     if halves and halves != fused:
         [missing] = fused - halves
@@ -72,7 +72,7 @@ def as_parameters(config: LoraConfig, weights: WeightMap) -> LoraConfig:
 
 
 def expert_leaves(weights: WeightMap) -> dict[str, str]:
-    """Last component of each name of expert linears and routers -> PEFT's parameter; empty where PEFT has none."""
+    """Map the last components of names of expert linears and routers to PEFT's parameters; empty if PEFT has none."""
     moe = weights.family.moe
     if moe is None or not moe.by_module:
         return {}
@@ -82,17 +82,18 @@ def expert_leaves(weights: WeightMap) -> dict[str, str]:
 
 
 def resolve_parameters(config: LoraConfig, weights: WeightMap) -> dict[str, str]:
-    """Linear that ``target_parameters`` adapts -> name of the parameter it lies in, by which PEFT's patterns match.
+    """Map each linear that ``target_parameters`` adapts to the name of its parameter, which PEFT's patterns match.
 
-    PEFT's matching: a whole name, or its end after a dot. ``layers_to_transform`` and ``exclude_modules`` do not count.
+    PEFT matches a whole name, or its end after a dot. ``layers_to_transform`` and ``exclude_modules`` have no effect.
 
     Args:
-        config: from ``as_read``.
-        weights: the model's names.
+        config: the adapter's config, from ``as_peft_reads``.
+        weights: the model's tensor names.
 
     Raises:
-        AdapterError: a name that matches nothing.
-        UnsupportedError: one that matches something else than a linear; or dropout, which PEFT refuses there too.
+        AdapterError: a name matches nothing.
+        UnsupportedError: a name matches something other than a linear; or there is dropout, which PEFT refuses here
+            too.
     """
     if not config.target_parameters:
         return {}
@@ -121,7 +122,7 @@ def resolve_parameters(config: LoraConfig, weights: WeightMap) -> dict[str, str]
 
 
 def _others(weights: WeightMap) -> list[str]:
-    """Parameters that are no linear of a layer."""
+    """Return the names of parameters that are not linears of a layer."""
     vectors = [
         f"{HF_LAYER.format(layer)}{vector.hf}"
         for layer in range(weights.num_layers)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a PEFT config adapts, at which rank and scaling: pure decisions, before anything is changed."""
+"""Resolve the layers that a PEFT config adapts, with rank and scaling. Pure decisions, before anything is changed."""
 
 import dataclasses
 import re
@@ -14,29 +14,29 @@ from megarl.errors import AdapterError, nearest
 from megarl.families import WeightMap
 from megarl.families.base import EMBEDDING, HF_LAYER, OUTPUT
 from megarl.lora.targets.experts import check_experts, check_expression
-from megarl.lora.targets.parameters import as_read, resolve_parameters
+from megarl.lora.targets.parameters import as_peft_reads, resolve_parameters
 
 ALL_LINEAR = "all-linear"
 EMBED_MODULE, OUTPUT_MODULE = (names[1].removesuffix(".weight") for names in (EMBEDDING, OUTPUT))
 
 
 def resolve_targets(config: LoraConfig, weights: WeightMap) -> dict[str, str]:
-    """What ``config`` adapts, by PEFT's own matching.
+    """Map the linears that ``config`` adapts, by PEFT's own matching, to the names that its patterns match.
 
     Args:
-        config: ``target_modules`` is a list of names, a regular expression or ``"all-linear"``; ``target_parameters`` a
-            list of names.
-        weights: the model's names.
+        config: PEFT's config. ``target_modules`` is a list of names, a regular expression or ``"all-linear"``;
+            ``target_parameters`` is a list of names.
+        weights: the model's tensor names.
 
     Returns:
-        Full name of each adapted linear -> the name by which ``rank_pattern`` and ``alpha_pattern`` match it: its own,
-        or that of its parameter in transformers 5. Gate and up of an expert that are of one parameter share A.
+        Full name of each adapted linear -> the name that ``rank_pattern`` and ``alpha_pattern`` are compared with: its
+        own, or that of its parameter in transformers 5. Gate and up of an expert in one parameter share A.
 
     Raises:
-        AdapterError: a target, or the expression, matches nothing, or something that is not a linear layer.
-        UnsupportedError: it matches a part of the experts only, or what PEFT cannot name.
+        AdapterError: a target or the expression matches nothing, or something that is not a linear layer.
+        UnsupportedError: a target matches only a part of the experts, or something that PEFT cannot name.
     """
-    config = as_read(config, weights)
+    config = as_peft_reads(config, weights)
     parameters = resolve_parameters(config, weights)
     modules = _resolve_modules(config, weights) if config.target_modules or not parameters else set()
     if both := sorted(modules & parameters.keys()):
@@ -47,12 +47,12 @@ def resolve_targets(config: LoraConfig, weights: WeightMap) -> dict[str, str]:
 
 
 def _resolve_modules(config: LoraConfig, weights: WeightMap) -> set[str]:
-    """The full names of the modules that ``target_modules`` matches."""
+    """Return the full names of the modules that ``target_modules`` matches."""
     names = weights.target_names()
     if not config.target_modules:
         raise AdapterError("adapter config: target_modules is empty; give module names or 'all-linear'")
-    config = spelt_out(config, weights)
-    # Neither is in "all-linear", as in PEFT.
+    config = expand_all_linear(config, weights)
+    # "all-linear" includes neither embedding nor output layer, as in PEFT.
     names, shadowed = [*names, EMBED_MODULE, OUTPUT_MODULE], weights.shadowed_names()
     if not isinstance(config.target_modules, str):
         for target in sorted(config.target_modules):
@@ -76,7 +76,7 @@ def _resolve_modules(config: LoraConfig, weights: WeightMap) -> set[str]:
 
 
 def _check_containers(config: LoraConfig, weights: WeightMap) -> None:
-    """PEFT raises where an expression matches a module that is not linear; such an adapter would not load there."""
+    """Refuse an expression that matches a module which is not linear: PEFT would raise on such an adapter."""
     containers = {"model", "model.norm", "model.rotary_emb"}
     for layer in range(weights.num_layers):
         containers |= {
@@ -93,20 +93,20 @@ def _check_containers(config: LoraConfig, weights: WeightMap) -> None:
             )
 
 
-def spelt_out(config: LoraConfig, weights: WeightMap) -> LoraConfig:
-    """The config with a list of names for ``all-linear``, as PEFT saves it."""
+def expand_all_linear(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """Replace ``all-linear`` by the list of names that PEFT saves."""
     if config.target_modules != ALL_LINEAR:
         return config
     return dataclasses.replace(config, target_modules=short_names(weights.target_names()))
 
 
-def settle_patterns(config: LoraConfig, weights: WeightMap) -> LoraConfig:
-    """The config with patterns that mean the same in any order.
+def order_independent(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """Return the config with patterns that mean the same in any order.
 
-    The first key that fits wins (``peft.utils.other.get_pattern_key``), but PEFT sorts the keys when it saves. Where
-    another one would win then, the keys become the full names of what is adapted.
+    The first matching key wins (``peft.utils.other.get_pattern_key``), but PEFT sorts the keys when it saves. If
+    another key would win then, the keys are replaced by the full names of the adapted linears.
     """
-    config, changed = as_read(config, weights), {}
+    config, changed = as_peft_reads(config, weights), {}
     keys = sorted(set(resolve_targets(config, weights).values()))
     for field in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, field)
@@ -117,12 +117,12 @@ def settle_patterns(config: LoraConfig, weights: WeightMap) -> LoraConfig:
 
 
 def unties(hf_config: Mapping[str, Any], chosen: Iterable[str]) -> bool:
-    """Whether a merge of the adapter makes two of tied embeddings: one gains what the other does not."""
+    """Return True if merging the adapter unties tied embeddings, because one of them changes and the other does not."""
     return bool(hf_config.get("tie_word_embeddings")) and not {EMBED_MODULE, OUTPUT_MODULE}.isdisjoint(chosen)
 
 
 def short_names(names: Iterable[str]) -> list[str]:
-    """Sorted distinct last components (``q_proj``)."""
+    """Return the sorted distinct last components of names (``q_proj``)."""
     return sorted({name.rpartition(".")[2] for name in names})
 
 

@@ -18,7 +18,7 @@ from megarl.model.layers.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.experts import release_graphs
 from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
-from megarl.parallel.mcore import without_remarks
+from megarl.parallel.mcore import without_class_warnings
 
 
 class RMSNorm(torch.nn.Module):
@@ -58,7 +58,7 @@ class PackedGPTModel(GPTModel):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with without_remarks():
+        with without_class_warnings():
             super().__init__(*args, **kwargs)
         if hasattr(self, "rotary_pos_emb"):
             # mcore would split the table over CP ranks for one sequence; _preprocess needs the whole table.

@@ -16,7 +16,7 @@ from megarl.families.base import EMBEDDING
 from megarl.lora import load_peft_config
 from megarl.lora.files.peft_folder import WEIGHTS
 from megarl.lora.files.stacked_experts import AdapterFile
-from megarl.lora.targets.parameters import as_read
+from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
@@ -220,7 +220,7 @@ def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, 
     from safetensors import safe_open
 
     before, after, names = WeightFolder(model), WeightFolder(merged), names_of(read_config(model))
-    config = as_read(load_peft_config(adapter), names)
+    config = as_peft_reads(load_peft_config(adapter), names)
     targets = resolve_targets(config, names)
     with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
         matrices = AdapterFile(source, targets, names)

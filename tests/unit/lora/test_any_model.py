@@ -163,7 +163,7 @@ def states(fresh: Callable[[], torch.nn.Module], hf: dict) -> dict[str, Any]:
         refused = ""
     except RuntimeError as error:
         refused = str(error)
-    with lora_parts.left_out():
+    with lora_parts.without_adapters():
         left_out = list(adapted.state_dict()), list(adapted.sharded_state_dict())
     return {
         "names": (list(before), [name for name in both if name not in adapters], *left_out),

@@ -9,9 +9,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.files.stacked_experts import places_of
-from megarl.lora.targets.parameters import as_parameters, as_read
-from megarl.lora.targets.resolve import resolve_targets, spelt_out
+from megarl.lora.files.stacked_experts import locate_matrices
+from megarl.lora.targets.parameters import as_parameters, as_peft_reads
+from megarl.lora.targets.resolve import expand_all_linear, resolve_targets
 from megarl.model.weights.full_config import names_of
 from megarl.peft.names import PREFIX
 from megarl.peft.rules import rank_and_scaling
@@ -78,9 +78,9 @@ def test_names_shapes_and_scalings_are_pefts(family, settings):
     hf_config = config_of(family)
     model, theirs = adapted(hf_config, LoraConfig(**settings))
     names = names_of(hf_config)
-    config = as_read(LoraConfig(**settings), names)
+    config = as_peft_reads(LoraConfig(**settings), names)
     targets = resolve_targets(config, names)
-    places = places_of(targets, names)
+    places = locate_matrices(targets, names)
     assert {place.file for place in places.values()} == theirs.keys()
     for name, key in targets.items():
         rank, scaling = rank_and_scaling(config, key)
@@ -95,8 +95,10 @@ def test_all_linear_is_pefts(family):
     hf_config = config_of(family)
     _, theirs = adapted(hf_config, LoraConfig(target_modules="all-linear"))
     names = names_of(hf_config)
-    targets = resolve_targets(as_parameters(spelt_out(LoraConfig(target_modules="all-linear"), names), names), names)
-    assert {place.file for place in places_of(targets, names).values()} == theirs.keys()
+    targets = resolve_targets(
+        as_parameters(expand_all_linear(LoraConfig(target_modules="all-linear"), names), names), names
+    )
+    assert {place.file for place in locate_matrices(targets, names).values()} == theirs.keys()
     assert any("shared_expert_gate" in name for name in theirs) == (family == "qwen2_moe")
 
 
@@ -129,7 +131,7 @@ def test_what_no_parameter_stacks_lies_in_the_file_by_its_own_name(model_type):
     """Also the MLP of a dense model, whose last component is that of the stacked experts."""
     names = names_of(config_of(model_type))
     targets = resolve_targets(LoraConfig(target_modules="all-linear"), names)
-    places = places_of(targets, names)
+    places = locate_matrices(targets, names)
     assert {name: place.file for name, place in places.items()} == {name: name for name in places}
     assert len(places) == 2 * len(targets) and all(place.expert is None for place in places.values())
 

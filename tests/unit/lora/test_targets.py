@@ -9,7 +9,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.targets.resolve import resolve_targets, settle_patterns
+from megarl.lora.targets.resolve import order_independent, resolve_targets
 from megarl.model.weights.full_config import names_of
 from megarl.peft.rules import check_supported, rank_and_scaling
 from tests.helpers.models import SHAPE
@@ -43,7 +43,7 @@ def test_patterns_that_overlap_mean_what_they_mean_in_peft_also_once_peft_has_so
         hf_config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 2})
         model = get_peft_model(transformers.AutoModelForCausalLM.from_config(hf_config), LoraConfig(**settings))
     config = LoraConfig(**settings)
-    settled = settle_patterns(config, LLAMA)
+    settled = order_independent(config, LLAMA)
     last = dataclasses.replace(settled, **{field: dict(sorted(getattr(settled, field).items()))})
     for name in resolve(**settings):
         module = model.get_submodule(f"base_model.model.{name}")

@@ -35,10 +35,12 @@ def test_one_between_them_is_taken_with_a_warning_that_names_it(found):
 
 @pytest.mark.parametrize("found", ["0.9.0", "0.16.0", "0.19.10", "0.20.0", "1.0.0"])
 def test_one_outside_is_refused_unless_the_user_says_so(found, monkeypatch):
-    monkeypatch.delenv(mcore.ANYWAY, raising=False)
-    with pytest.raises(UnsupportedError, match=rf"megatron-core {found} is installed; tested are .*{mcore.ANYWAY}=1"):
+    monkeypatch.delenv(mcore.ALLOW_UNTESTED, raising=False)
+    with pytest.raises(
+        UnsupportedError, match=rf"megatron-core {found} is installed; tested are .*{mcore.ALLOW_UNTESTED}=1"
+    ):
         mcore.check_release(found)
-    monkeypatch.setenv(mcore.ANYWAY, "1")
+    monkeypatch.setenv(mcore.ALLOW_UNTESTED, "1")
     with pytest.warns(UserWarning, match=f"megatron-core {found}"):
         mcore.check_release(found)
 
