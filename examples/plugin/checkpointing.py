@@ -37,9 +37,7 @@ def unwrap_model(model: list) -> torch.nn.Module:
 def generate_state_dict(model: list, optimizer: Any, *, is_loading: bool = False) -> dict[str, Any]:
     """What a checkpoint holds of the model and the optimizer."""
     metadata = sharding_metadata()
-    complete_adam_states(
-        optimizer
-    )  # megarl: what mcore leaves out where torch's AdamW stands in for Transformer Engine's
+    complete_adam_states(optimizer)  # megarl: mcore leaves this out where torch's AdamW replaces Transformer Engine's
     with cuda_names():  # adapters_of is megarl's
         state: dict[str, Any] = {"model": adapters_of(unwrap_model(model).sharded_state_dict(metadata=metadata))}
         state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)

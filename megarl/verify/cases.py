@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is verified, and where its files lie."""
+"""Cases to verify (a model and an adapter), and the files in which processes share results."""
 
 import pickle
 from dataclasses import dataclass
@@ -23,22 +23,22 @@ from megarl.verify.inputs.samples import (
     weights_of,
 )
 
-# Which of the samples are used, where some are not.
+# File with the indices of the samples in use, if some are not.
 KEPT = "kept"
-# What the loss weights are multiplied by, so that some updates are clipped.
+# File with the factor of the loss weights, chosen so that some updates are clipped.
 SCALE = "scale"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model and one adapter, trained the same way at every layout.
+    """One model and one adapter, trained in the same way at every layout.
 
     Attributes:
-        name: a file name.
-        config: ``model`` and ``train`` are used; layouts replace ``parallel``.
-        adapter: the PEFT directory to start from.
-        folder: for all that is computed.
-        full: take as many samples as ``megarl verify --full`` does.
+        name: name, usable as a file name.
+        config: the run config, of which ``model`` and ``train`` are used. Layouts replace ``parallel``.
+        adapter: PEFT directory of the initial adapter.
+        folder: folder for all results.
+        full: True for the number of samples of ``megarl verify --full``.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def model(self) -> Path:
-        """The Hugging Face folder."""
+        """The model's Hugging Face folder."""
         return Path(self.config.model.path).expanduser()
 
     @property
@@ -59,44 +59,44 @@ class Case:
 
     @property
     def rule(self) -> Rule:
-        """What passes."""
+        """The rule by which errors are judged."""
         return Rule.of(self.dtype, routers=bool(names_of(read_config(self.model)).num_experts))
 
     @property
     def vocab_size(self) -> int:
-        """From config.json."""
+        """Vocabulary size from config.json."""
         return read_config(self.model)["vocab_size"]
 
     @property
     def temperature(self) -> float:
-        """Of the policy on both sides."""
+        """Temperature of the policy on both sides."""
         return self.config.sampler.temperature
 
     @property
     def long(self) -> int:
-        """Tokens of the longest sequence: ``LONG``, or fewer where the model has no more positions."""
+        """Length of the longest sequence in tokens: ``LONG``, or fewer if the model has fewer positions."""
         return min(LONG, read_config(self.model).get("max_position_embeddings") or LONG)
 
     def samples(self) -> list[Sample]:
-        """The batch of every update."""
+        """Return the batch of every update."""
         drawn = verify_samples(self._count, self.vocab_size, seed=self.config.train.seed, long=self.long)
         return [drawn[index] for index in self._used()]
 
     def traced_samples(self) -> list[Sample]:
-        """Sequences in which a token's id says where it stands."""
+        """Return sequences in which a token's id tells its position."""
         return distinct_samples(self.vocab_size, seed=self.config.train.seed, long=self.long)
 
     def weights(self, update: int) -> np.ndarray:
-        """``[S]`` float64 loss weights of the samples in an update, counted from 0."""
+        """Return the samples' loss weights in an update (counted from 0), float64 ``[S]``."""
         scale = self.read(SCALE) if self.has(SCALE) else 1.0
         return weights_of(self.samples()) * scale * UPDATE_SCALES[update % len(UPDATE_SCALES)]
 
     def all_weights(self) -> list[np.ndarray]:
-        """``weights`` of every update."""
+        """Return ``weights`` of every update."""
         return [self.weights(update) for update in range(self.config.train.steps)]
 
     def keep_scale(self, norm: float) -> None:
-        """Scale the loss so that its gradient is as large as ``train.max_grad_norm``, from now on and in every process.
+        """Scale the loss so that its gradient norm is ``train.max_grad_norm``, from now on and in every process.
 
         Args:
             norm: global gradient norm of ``samples()`` with the weights of ``samples.weights_of``.
@@ -104,7 +104,7 @@ class Case:
         self.write(SCALE, (self.config.train.max_grad_norm or norm) / norm)
 
     def keep_samples(self, kept: list[int]) -> None:
-        """Verify with these of ``samples()`` alone, from now on and in every process."""
+        """Use only these of ``samples()``, from now on and in every process."""
         used = self._used()
         self.write(KEPT, [used[index] for index in kept])
 
@@ -116,16 +116,16 @@ class Case:
         return (COUNT if self.full else QUICK_COUNT)[self.dtype]
 
     def write(self, name: str, value: Any) -> None:
-        """Keep a result for the other processes."""
+        """Store a result for other processes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / f"{name}.pkl").write_bytes(pickle.dumps(value))
 
     def read(self, name: str) -> Any:
-        """What ``write`` kept."""
+        """Return a result stored by ``write``."""
         return pickle.loads((self.folder / f"{name}.pkl").read_bytes())
 
     def has(self, name: str) -> bool:
-        """Whether ``write`` kept it."""
+        """Return True if ``write`` stored the result."""
         return (self.folder / f"{name}.pkl").is_file()
 
 
@@ -134,9 +134,9 @@ class Place:
     """A case at one layout.
 
     Attributes:
-        case: the model.
-        layout: the layout's name.
-        config: the case's, at this layout.
+        case: the case.
+        layout: name of the layout.
+        config: the case's config at this layout.
     """
 
     case: Case
@@ -145,15 +145,15 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """For what is saved at this layout."""
+        """Folder for what is saved at this layout."""
         return self.case.folder / self.layout
 
     @property
     def resumed(self) -> str:
-        """Under which name the case keeps the adapter that this place's checkpoint went on to."""
+        """Name under which the case stores the adapter after this place's checkpoint was resumed."""
         return f"{self.layout}/resumed"
 
     @property
     def key(self) -> str:
-        """``layout/case``."""
+        """``layout/case``, unique."""
         return f"{self.layout}/{self.case.name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `megarl verify` runs: one layout of a model, or all layouts of a tiny model of its family."""
+"""Run `megarl verify`: one layout of a model, or all layouts of a tiny model of its family."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -21,32 +21,32 @@ from megarl.verify.inputs.settings import check_dropout
 from megarl.verify.inputs.tiny_model import write_tiny
 from megarl.verify.run import Report, check_gpus, verify_places
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
-def verify_model(config: RunConfig, report: Say, *, full: bool = True) -> list[Report]:
+def verify_model(config: RunConfig, report: Progress, *, full: bool = True) -> list[Report]:
     """Verify a model at the config's layout.
 
     Args:
-        config: of the command.
-        report: gets lines of progress.
-        full: on as many samples as ``--full`` takes.
+        config: the command's config.
+        report: called with lines of progress.
+        full: use as many samples as ``--full``.
 
     Raises:
-        ConfigError: a model or an adapter that cannot be trained here, or too few GPUs; nothing was started.
-        MegarlError: what a rank raised.
+        ConfigError: the model or the adapter cannot be trained here, or there are too few GPUs. Nothing was started.
+        MegarlError: a rank raised it.
     """
     check_gpus(config.parallel.world_size)
     return _verify(config, {label(config.parallel): config}, report, full=full)
 
 
-def verify_matrix(config: RunConfig, ranks: int, report: Say) -> tuple[list[Report], dict[str, list[str]]]:
+def verify_matrix(config: RunConfig, ranks: int, report: Progress) -> tuple[list[Report], dict[str, list[str]]]:
     """Verify a tiny model at every allowed layout.
 
     Args:
-        config: the model's, from ``tiny_config``.
-        ranks: layouts of at most so many.
-        report: gets lines of progress.
+        config: config of the tiny model, from ``tiny_config``.
+        ranks: largest number of ranks of a layout.
+        report: called with lines of progress.
 
     Returns:
         ``(reports, reason -> layouts refused for it)``.
@@ -62,7 +62,7 @@ def verify_matrix(config: RunConfig, ranks: int, report: Say) -> tuple[list[Repo
 
 
 def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
-    """Write a tiny random model of the config's family to a folder; the config for it."""
+    """Write a tiny random model of the config's family to a folder, and return the config for it."""
     try:
         hf_config = parse_json(Path(config.model.path).expanduser() / "config.json")
         hf_config.pop("quantization_config", None)  # the tiny model is written in the run's dtype
@@ -72,7 +72,9 @@ def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-def _verify(config: RunConfig, layouts: Mapping[str, RunConfig], report: Say, *, full: bool = True) -> list[Report]:
+def _verify(
+    config: RunConfig, layouts: Mapping[str, RunConfig], report: Progress, *, full: bool = True
+) -> list[Report]:
     _check(config)
     with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
         case = Case("model", config, _adapter(config, Path(folder)), Path(folder) / "work", full)
@@ -80,10 +82,10 @@ def _verify(config: RunConfig, layouts: Mapping[str, RunConfig], report: Say, *,
 
 
 def _check(config: RunConfig) -> None:
-    """Say what is wrong before any process is started.
+    """Refuse wrong settings before any process is started.
 
     Raises:
-        ConfigError: the model's family, its files, or the adapter.
+        ConfigError: the model's family, its files or the adapter are wrong.
     """
     try:
         names = names_of(inspect_folder(config.model.path, config.parallel))
@@ -102,7 +104,7 @@ def _peft_config(config: RunConfig) -> LoraConfig:
 
 
 def _adapter(config: RunConfig, folder: Path) -> Path:
-    """``lora.init_from``, or a random adapter with the section's settings."""
+    """Return ``lora.init_from``, or make a random adapter with the section's settings."""
     if config.lora.init_from:
         return Path(config.lora.init_from).expanduser()
     model, settings = Path(config.model.path).expanduser(), config.lora.peft_settings()

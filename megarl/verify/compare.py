@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two computations of the same training steps differ by, and when that passes (see ``megarl.verify``)."""
+"""Compare two computations of the same training steps, and judge the differences (see ``megarl.verify``)."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,34 +34,35 @@ BOUNDS = {
     BASE_WEIGHTS: 0.0,
     CHECKPOINT: 1e-4,
 }
-# How many times Hugging Face's own error is allowed in float32.
+# Factor of Hugging Face's own error that is allowed in float32.
 SLACK = 4.0
-# The largest bound, whatever the yardstick: times the fixed one in float32; in bfloat16. A lost tensor's error is 1.
+# Largest bound, whatever the yardstick's error: a factor of the fixed bound in float32, a value in bfloat16. A lost
+# tensor has an error of 1.
 MOST_FLOAT32, MOST_BFLOAT16 = 100.0, 0.75
 # Merged weights are rounded to the dtype of the file, which may be bfloat16.
 MOST_ROUNDED = 0.02
-# Single tensors by norm, in bfloat16: a tensor is a single draw, so more slack than for a row; one of which Hugging
-# Face's own error is larger than ``NOISE`` says nothing and is left out.
+# For single tensors by norm, in bfloat16. One tensor varies more by chance than a row, so it has more slack. A tensor
+# for which Hugging Face's own error exceeds NOISE is left out.
 EACH_SLACK, NOISE = 3.0, 0.5
-# Rows of one number each, or about single elements: in bfloat16 chance decides whose is closer.
+# Rows of one number each, or about single elements. In bfloat16 chance decides which side is closer to the truth.
 FLOAT32_ONLY = {ENTROPY, GRADIENT_NORM, ADAPTER}
-# In float32 the row of gradients is about each tensor already.
+# In float32 the row of gradients already compares each tensor.
 BFLOAT16_ONLY = {EACH_GRADIENT}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is computed of some updates on one batch, by megarl or by the reference.
+    """Results of some updates on one batch, by megarl or by the reference.
 
     Attributes:
-        logprobs: ``[R]`` per sample, before the first update.
-        base_logprobs: the same with the adapter off.
-        entropy: mean over the response tokens, nats.
+        logprobs: logprobs of each sample before the first update, ``[R]``.
+        base_logprobs: the same with the adapter disabled.
+        entropy: mean over the response tokens, in nats.
         gradients: PEFT name -> whole gradient of the first update, before clipping.
-        norms: the gradient's global norm in each update.
+        norms: global gradient norm of each update.
         adapter: PEFT name -> tensor after the updates.
-        start: PEFT name -> tensor before them; of the reference only.
-        leeway: PEFT name -> how far each element may be off because AdamW magnifies rounding; of the reference only.
+        start: PEFT name -> tensor before the updates; reference only.
+        leeway: PEFT name -> error of each element that is allowed because AdamW magnifies rounding; reference only.
     """
 
     logprobs: list[np.ndarray]
@@ -76,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finding:
-    """How far one row is off, which tensor (sample, update) is worst, and, of ``EACH_GRADIENT``, each one's error."""
+    """The error of one row and its worst tensor (sample, update); for ``EACH_GRADIENT`` also each tensor's error."""
 
     row: str
     worst: str
@@ -86,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Row:
-    """A judged finding, as it is reported."""
+    """A finding with its bound, as reported."""
 
     name: str
     worst: str
@@ -95,12 +96,12 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """NaN never passes."""
+        """True if the error is within the bound. NaN never passes."""
         return self.error <= self.bound
 
     @property
     def severity(self) -> float:
-        """Error over bound; the row to look at first has the largest."""
+        """Error over bound. The row with the largest is the first to look at."""
         if self.bound > 0 and math.isfinite(self.error):
             return self.error / self.bound
         return 0.0 if self.passed else math.inf
@@ -108,13 +109,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Rule:
-    """How errors are measured and judged for one dtype; see the package's docstring.
+    """The way in which errors are measured and judged for one dtype; see the package's docstring.
 
     Attributes:
-        bounds: row -> fixed bound, of the rows that the dtype has.
-        most: row -> the largest bound that the yardstick may lead to.
-        slack: how many times the yardstick's error is allowed.
-        by_norm: measure all tensors of a row together by norm.
+        bounds: fixed bound of each row that the dtype has.
+        most: largest bound of each row, whatever the yardstick's error.
+        slack: factor of the yardstick's error that is allowed.
+        by_norm: True measures all tensors of a row together, by norm.
     """
 
     bounds: Mapping[str, float]
@@ -124,55 +125,56 @@ class Rule:
 
     @classmethod
     def of(cls, dtype: str, *, routers: bool) -> "Rule":
-        """For ``model.dtype``, of a model with or without routers."""
+        """Return the rule for ``model.dtype``, for a model with or without routers."""
         if dtype == "float32":
             bounds = {row: bound for row, bound in BOUNDS.items() if row not in BFLOAT16_ONLY}
             most = {row: MOST_FLOAT32 * bound for row, bound in bounds.items()}
             most |= dict.fromkeys((MERGED_WEIGHTS, EXPORTED_WEIGHTS), MOST_ROUNDED)
             return cls(bounds, most, SLACK, by_norm=False)
-        # The merge of a float32 file has no coarse dtype to be excused by.
+        # Exported weights are merged in float32, so no coarse dtype excuses a difference.
         bounds = {row: 0.0 for row in BOUNDS if row not in FLOAT32_ONLY} | {EXPORTED_WEIGHTS: BOUNDS[EXPORTED_WEIGHTS]}
         most = dict.fromkeys(bounds, MOST_BFLOAT16) | {BASE_WEIGHTS: 0.0}
         return cls(bounds, most, 2.0 if routers else 1.1, by_norm=True)
 
-    def judge(self, finding: Finding, own: float) -> Row:
-        """Apply the rule, given the yardstick's error in the row."""
-        return self._row(finding, self.slack * own)
+    def judge(self, finding: Finding, yardstick_error: float) -> Row:
+        """Judge a finding, given the yardstick's error in its row."""
+        return self._row(finding, self.slack * yardstick_error)
 
-    def judge_each(self, finding: Finding, own: Mapping[str, float]) -> Row:
-        """Apply the rule for single tensors to ``EACH_GRADIENT``.
+    def judge_each(self, finding: Finding, yardstick_errors: Mapping[str, float]) -> Row:
+        """Judge ``EACH_GRADIENT`` by the rule for single tensors.
 
         Args:
-            finding: with ``parts``.
-            own: tensor -> the yardstick's error.
+            finding: the finding, with ``parts``.
+            yardstick_errors: the yardstick's error of each tensor.
         """
-        kept = {name: error for name, error in finding.parts.items() if own.get(name, 0.0) <= NOISE}
+        kept = {name: error for name, error in finding.parts.items() if yardstick_errors.get(name, 0.0) <= NOISE}
         if not kept:
             return self._row(finding, 0.0)
         worst = _worst(finding.row, kept)
         if lost := len(finding.parts) - len(kept):
             noisy = f"{worst.worst} ({lost} of {len(finding.parts)} left out: Hugging Face's are noise)"
             worst = replace(worst, worst=noisy)
-        return self._row(worst, EACH_SLACK * max(own.get(name, 0.0) for name in kept))
+        return self._row(worst, EACH_SLACK * max(yardstick_errors.get(name, 0.0) for name in kept))
 
     def _row(self, finding: Finding, allowed: float) -> Row:
         row = finding.row
-        # Of NaN, which has no order, the fixed bound is left.
+        # NaN cannot be compared; the fixed bound is used instead.
         bound = max(self.bounds[row], min(allowed, self.most[row])) if math.isfinite(allowed) else self.bounds[row]
         return Row(row, finding.worst.replace(PREFIX, ""), finding.error, bound)
 
-    def yardstick(self, row: str, own: Mapping[str, float]) -> float:
-        """What a row is judged by, of the yardstick's errors per row; 0 where there is none.
+    def yardstick(self, row: str, yardstick_errors: Mapping[str, float]) -> float:
+        """Select from the yardstick's errors the one that a row is judged by; 0 if there is none.
 
-        The reference saves no checkpoints. Which sample's logprobs are worst conditioned changes with the adapter.
+        The reference saves no checkpoints, so that row takes another's. The rows of logprobs share the largest, because
+        the worst conditioned sample changes with the adapter.
         """
         if row == CHECKPOINT:
             row = UPDATE if self.by_norm else ADAPTER
         alike = OF_LOGPROBS if row in OF_LOGPROBS and not self.by_norm else (row,)
-        return max(own.get(one, 0.0) for one in alike)
+        return max(yardstick_errors.get(one, 0.0) for one in alike)
 
-    def needs_own(self, finding: Finding) -> bool:
-        """Whether the fixed bound alone does not pass it."""
+    def needs_yardstick(self, finding: Finding) -> bool:
+        """Return True if the finding exceeds the fixed bound, so that the yardstick is needed."""
         return not finding.error <= self.bounds[finding.row]
 
     def measure(
@@ -182,12 +184,12 @@ class Rule:
         expected: Mapping[str, torch.Tensor],
         scale: Mapping[str, torch.Tensor] | None = None,
     ) -> Finding:
-        """Compare tensors of the same names; a name on one side only is an infinite error.
+        """Compare tensors of the same names. A name on one side only is an infinite error.
 
         Args:
-            row: in the report.
-            actual, expected: name -> tensor.
-            scale: what errors are relative to; default: ``expected``.
+            row: row of the report.
+            actual, expected: maps names to tensors.
+            scale: tensors that errors are relative to; default: ``expected``.
         """
         if odd := sorted(actual.keys() ^ expected.keys()):
             return Finding(row, f"{odd[0]} ({'unexpected' if odd[0] in actual else 'missing'})", math.inf)
@@ -202,7 +204,7 @@ class Rule:
 
 
 def compare(actual: Outcome, truth: Outcome, rule: Rule) -> list[Finding]:
-    """Every row that follows from two outcomes."""
+    """Return every row that follows from two outcomes."""
     findings = [
         rule.measure(LOGPROBS, _by_sample(actual.logprobs), _by_sample(truth.logprobs)),
         rule.measure(BASE_LOGPROBS, _by_sample(actual.base_logprobs), _by_sample(truth.base_logprobs)),
@@ -222,7 +224,7 @@ def compare(actual: Outcome, truth: Outcome, rule: Rule) -> list[Finding]:
 
 
 def compare_adapters(adapter: Mapping[str, torch.Tensor], truth: Outcome, rule: Rule) -> list[Finding]:
-    """The rows about the adapter after the updates: element by element, and how far it moved, by norm."""
+    """Return the rows about the adapter after the updates: element by element, and by norm how far it moved."""
     moved = {name: tensor.double() - truth.start[name].double() for name, tensor in truth.adapter.items()}
     if rule.by_norm:
         return [rule.measure(UPDATE, adapter, truth.adapter, moved)]
@@ -233,7 +235,7 @@ def compare_adapters(adapter: Mapping[str, torch.Tensor], truth: Outcome, rule: 
 
 
 def _within(adapter: Mapping[str, torch.Tensor], truth: Outcome) -> dict[str, torch.Tensor]:
-    """The adapter, each element moved towards the truth by its leeway; tensors that do not fit are left alone."""
+    """Move each element of the adapter towards the truth by its leeway. Other shapes stay as they are."""
     moved = dict(adapter)
     for name, leeway in truth.leeway.items():
         actual, expected = adapter.get(name), truth.adapter[name].double()
@@ -244,12 +246,12 @@ def _within(adapter: Mapping[str, torch.Tensor], truth: Outcome) -> dict[str, to
 
 
 def compare_logprobs(row: str, actual: Sequence[np.ndarray], truth: Sequence[np.ndarray], rule: Rule) -> Finding:
-    """Logprobs ``[R]`` per sample."""
+    """Compare logprobs, ``[R]`` per sample."""
     return rule.measure(row, _by_sample(actual), _by_sample(truth))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor | None = None) -> float:
-    """Largest absolute difference over the largest magnitude of ``scale`` (default: ``expected``)."""
+    """Return the largest absolute difference over the largest magnitude of ``scale`` (default: ``expected``)."""
     if not expected.numel():
         return 0.0
     scale = expected if scale is None else scale
@@ -257,7 +259,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: torch.Te
 
 
 def worst_of(findings: Sequence[Finding]) -> list[Finding]:
-    """For each row the worst finding (of several ranks), in the report's order; NaN is worst of all."""
+    """Return each row's worst finding over several ranks, in the report's order. NaN is the worst."""
     rows: dict[str, Finding] = {}
     for finding in findings:
         known = rows.get(finding.row)
@@ -267,7 +269,7 @@ def worst_of(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def is_worse(error: float, known: float) -> bool:
-    """Whether an error is larger than another; NaN is larger than all others."""
+    """Return True if an error is larger than another; NaN is larger than all others."""
     return _rank(error) > _rank(known)
 
 
@@ -293,7 +295,7 @@ def _by_norm(
 
 
 def _each(row: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Finding:
-    """Each tensor's difference over its own norm; a tensor that is not there counts as zeros."""
+    """Measure each tensor's difference over its own norm. A missing tensor counts as zeros."""
     parts = {}
     for name, tensor in expected.items():
         size, found = _norm(tensor), actual.get(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a function on several ranks: processes forked from one that has done the imports."""
+"""Run a function on several ranks, in processes forked from one that has done the imports."""
 
 import functools
 import gc
@@ -20,8 +20,8 @@ from megarl.parallel.rendezvous import open_store, rank_environment
 
 # Modules that the fork server imports before the first rank.
 PRELOAD = ["megarl.verify.preload"]
-# Where ``say`` goes in a rank's process.
-_said: Any = None
+# Queue for lines of progress, in a rank's process.
+_progress_queue: Any = None
 
 
 def run_ranks(
@@ -31,30 +31,30 @@ def run_ranks(
     prepare: Callable[[], None] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> list[Any]:
-    """Call ``function(*args)`` on every rank of a new group; returns the ranks' results in order.
+    """Call ``function(*args)`` on every rank of a new group, and return the ranks' results in order.
 
-    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun does. What the ranks print goes to
-    standard error.
+    RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as by torchrun. The ranks' standard output is
+    redirected to standard error.
 
     Args:
-        function: importable.
+        function: importable function.
         world_size: number of processes.
-        args: picklable.
-        prepare: importable; called first in every process.
-        report: gets what the ranks ``say``, on a thread.
+        args: picklable arguments.
+        prepare: importable function that each process calls first.
+        report: called on a thread with the ranks' lines of progress.
 
     Raises:
-        MegarlError: as a rank raised it.
-        WorkerError: a rank raised something else, or died; with its traceback.
+        MegarlError: a rank raised it.
+        WorkerError: a rank raised another exception or died; the message has its traceback.
     """
     start_method = _start_method()
     context = mp.get_context(start_method)
-    said = context.SimpleQueue()
-    reader = threading.Thread(target=_read, args=(said, report or (lambda text: None)), daemon=True)
+    messages = context.SimpleQueue()
+    reader = threading.Thread(target=_read, args=(messages, report or (lambda text: None)), daemon=True)
     reader.start()
     store = open_store()
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
-        given = (function, prepare, world_size, store.port, folder, said, args)
+        given = (function, prepare, world_size, store.port, folder, messages, args)
         ranks = mp.start_processes(_enter, given, nprocs=world_size, join=False, start_method=start_method)
         failure = None
         try:
@@ -62,11 +62,11 @@ def run_ranks(
                 pass
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             failure = error
-        except BaseException:  # Ctrl-C; the reader is left alone, since a rank may have died with the queue's lock
+        except BaseException:  # Ctrl-C. The reader is not joined, since a rank may have died holding the queue's lock.
             for process in ranks.processes:
                 process.kill()
             raise
-        said.put(None)
+        messages.put(None)
         reader.join()
         if failure is not None:
             raise _failure(Path(folder), failure) from failure
@@ -74,7 +74,7 @@ def run_ranks(
 
 
 def warm_up() -> None:
-    """Begin with the imports of later ranks, in the background."""
+    """Start the imports for later ranks in the background."""
     forkserver.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
 
@@ -86,7 +86,7 @@ def _start_method() -> str:
 
 @functools.cache
 def _forks_have_gpus() -> bool:
-    """Whether a forked process can use CUDA: not if one of the server's imports has started it there."""
+    """Return True if a forked process can use CUDA, which it cannot once an import in the server has initialised it."""
     process = mp.get_context("forkserver").Process(target=_try_gpu)
     process.start()
     process.join()
@@ -100,26 +100,26 @@ def _try_gpu() -> None:
         raise SystemExit(1) from None
 
 
-def say(text: str) -> None:
-    """Tell whoever started the ranks what rank 0 is doing."""
-    if _said is not None and os.environ["RANK"] == "0":
-        _said.put(text)
+def report_progress(text: str) -> None:
+    """Send a line of progress to the process that started the ranks; only rank 0 does."""
+    if _progress_queue is not None and os.environ["RANK"] == "0":
+        _progress_queue.put(text)
 
 
 def free_memory() -> None:
-    """Give back what models that are no longer used held; they refer to themselves, so nothing else does."""
+    """Free the memory of unused models; they refer to themselves, so the garbage collector must run."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _read(said: Any, report: Callable[[str], None]) -> None:
-    while (text := said.get()) is not None:
+def _read(messages: Any, report: Callable[[str], None]) -> None:
+    while (text := messages.get()) is not None:
         report(text)
 
 
 def _failure(folder: Path, error: Exception) -> MegarlError:
-    """What a rank raised, if that is ours; the first to fail is not always the one that torch names."""
+    """Return the MegarlError that a rank raised, if any; torch may name another rank that failed later."""
     for file in sorted(folder.glob("*.error")):
         raised = pickle.loads(file.read_bytes())
         if isinstance(raised, MegarlError):
@@ -128,7 +128,7 @@ def _failure(folder: Path, error: Exception) -> MegarlError:
 
 
 def _end_with_parent() -> None:
-    """End this process when the caller of ``run_ranks`` is gone, however it ended: ranks would go on on their GPUs."""
+    """End this process when the caller of ``run_ranks`` is gone; ranks would otherwise keep their GPUs."""
     parent = mp.parent_process()
     assert parent is not None
 
@@ -146,18 +146,18 @@ def _enter(
     world_size: int,
     port: int,
     folder: str,
-    said: Any,
+    messages: Any,
     args: tuple,
 ) -> None:
-    global _said
-    _said = said
+    global _progress_queue
+    _progress_queue = messages
     _end_with_parent()
-    os.dup2(2, 1)  # standard output belongs to the caller: `megarl verify --json` prints nothing else there
+    os.dup2(2, 1)  # only the caller writes to standard output: `megarl verify --json` prints nothing else there
     os.environ.update(rank_environment(rank, world_size, "127.0.0.1", port), LOCAL_RANK=str(rank))
-    # Read when CUDA starts here: without it Transformer Engine multiplies float32 in TF32.
+    # CUDA's libraries read this when they start. Without it Transformer Engine multiplies float32 in TF32.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // world_size)))
-    gc.freeze()  # what the imports made stays: without this ``free_memory`` spends half a second on looking at it
+    gc.freeze()  # keeps objects of the imports out of later collections, which would otherwise take half a second each
     try:
         if prepare is not None:
             prepare()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imported once by the fork server, so that ranks do not each spend ten seconds importing."""
+"""Import what the ranks need. The fork server does this once, so that each rank saves ten seconds."""
 
 import os
 import warnings
 
-# Looking for GPUs by CUDA's own runtime would start it here, and forked processes could not use it.
+# Counting GPUs through the CUDA runtime would initialise it here, and forked processes could not use it.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 warnings.simplefilter("ignore")
 

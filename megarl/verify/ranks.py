@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megarl's side, on every rank: train at a layout and compare with the truth."""
+"""Train at a layout on every rank, and compare with the truth."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,18 +30,18 @@ from megarl.verify.compare import (
     is_worse,
 )
 from megarl.verify.inputs.layouts import label
-from megarl.verify.launch import free_memory, say
+from megarl.verify.launch import free_memory, report_progress
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What the ranks do at one place.
+    """Work of the ranks at one place.
 
     Attributes:
-        place: where.
-        full: train here and compare everything.
-        resume: go on from the checkpoint that was saved at this place.
+        place: the place.
+        full: True trains here and compares everything.
+        resume: place whose checkpoint is resumed here.
     """
 
     place: Place
@@ -50,10 +50,10 @@ class Stage:
 
 
 def run_stages(stages: Sequence[Stage]) -> dict[str, list[Finding]]:
-    """On each rank: every stage, in order; returns place -> findings of this rank."""
+    """Run every stage in order, on each rank. Returns this rank's findings by place."""
     found: dict[str, list[Finding]] = {}
     for stage, groups in each_layout(stages):
-        say(f"{stage.place.key}: {stage.place.config.parallel.world_size} ranks")
+        report_progress(f"{stage.place.key}: {stage.place.config.parallel.world_size} ranks")
         if stage.resume is not None:
             found.setdefault(stage.resume.key, []).append(resume(stage.resume, stage.place, groups))
         if stage.full:
@@ -62,7 +62,7 @@ def run_stages(stages: Sequence[Stage]) -> dict[str, list[Finding]]:
 
 
 def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
-    """Each stage with its groups; stages of one layout share them."""
+    """Yield each stage with its groups. Stages of one layout share them."""
     device = pick_device(stages[0].place.config.train.device)
     here: ParallelConfig | None = None
     for stage in stages:
@@ -77,14 +77,14 @@ def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
 
 
 def build(place: Place, groups: Groups) -> MegatronModel:
-    """The case's model with its adapter's layers, not yet loaded."""
+    """Build the case's model with its adapter's layers, not yet loaded."""
     peft_config = load_peft_config(place.case.adapter)
     seed = place.config.train.seed
     return MegatronModel(place.config.trainer, groups, attach(peft_config, seed=seed))
 
 
 def train(place: Place, groups: Groups) -> list[Finding]:
-    """All updates from the case's adapter; saves what others will read."""
+    """Make all updates from the case's adapter, compare them with the truth, and save the adapter and merged models."""
     case, rule = place.case, place.case.rule
     model = build(place, groups)
     model.load_adapter(case.adapter)
@@ -93,7 +93,7 @@ def train(place: Place, groups: Groups) -> list[Finding]:
     after = model.forward(model.pack(case.samples()))
     if groups.rank == 0:
         case.write(f"{place.layout}/after", after)
-    say(f"{place.key}: compared, saves for Hugging Face + PEFT")
+    report_progress(f"{place.key}: compared, saves for Hugging Face + PEFT")
     model.save_adapter(place.folder / "adapter")
     write_merged(model.export_merged(), case.model, place.folder / "merged")
     if groups.rank == 0:
@@ -104,7 +104,7 @@ def train(place: Place, groups: Groups) -> list[Finding]:
 
 
 def run_updates(model: MegatronModel, case: Case, checkpoint: Path) -> Outcome:
-    """Train as ``reference.run_reference`` does; a checkpoint is saved before the last update."""
+    """Train as ``reference.run_reference`` does, and save a checkpoint before the last update."""
     config, batch = model.config.train, model.pack(case.samples())
     logprobs, base_logprobs = model.forward(batch), model.forward(batch, adapter=False)
     gradients: dict[str, torch.Tensor] = {}
@@ -118,13 +118,13 @@ def run_updates(model: MegatronModel, case: Case, checkpoint: Path) -> Outcome:
         if step == 0:
             gradients, entropy = model.gradients(), metrics["entropy"]
         norms.append(model.optim_step(config.learning_rate)["grad_norm"])
-        say(f"{label(model.config.parallel)}: update {step + 1} of {config.steps} done")
+        report_progress(f"{label(model.config.parallel)}: update {step + 1} of {config.steps} done")
     model.finish_checkpoint()
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, exported_adapter(model))
 
 
 def resume(saved: Place, here: Place, groups: Groups) -> Finding:
-    """Load a checkpoint of another layout into a fresh model and make the last update."""
+    """Load a checkpoint of another layout into a fresh model, and repeat the last update."""
     model = build(here, groups)
     model.load_checkpoint(saved.folder / "checkpoint")
     train = here.config.train
@@ -133,18 +133,18 @@ def resume(saved: Place, here: Place, groups: Groups) -> Finding:
     rule, adapter = here.case.rule, exported_adapter(model)
     rows = {f.row: f for f in compare_adapters(adapter, here.case.read("truth"), rule)}
     finding = rows[UPDATE if rule.by_norm else ADAPTER]
-    if groups.rank == 0 and rule.needs_own(Finding(CHECKPOINT, finding.worst, finding.error)):
-        here.case.write(saved.resumed, adapter)  # to name the first tensor, if it fails
+    if groups.rank == 0 and rule.needs_yardstick(Finding(CHECKPOINT, finding.worst, finding.error)):
+        here.case.write(saved.resumed, adapter)  # used to name the first tensor if the row fails
     return Finding(CHECKPOINT, f"at {here.layout}: {finding.worst}", finding.error)
 
 
 def exported_adapter(model: MegatronModel) -> dict[str, torch.Tensor]:
-    """The whole adapter under PEFT's names, copied to the CPU."""
+    """Return the whole adapter under PEFT's names, copied to the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in model.export_weights(adapter_only=True)}
 
 
 def compare_base(model: MegatronModel, folder: Path) -> Finding:
-    """Exported base weights must be the file's, bit for bit (rounded to the model's dtype), none missing or extra."""
+    """Compare exported base weights with the file's, bit for bit in the model's dtype; none may be missing or extra."""
     source, worst, largest = WeightFolder(folder), "", -1.0
     unseen = set(source.file_of)
     for name, tensor in model.export_weights(adapter_only=False):
@@ -169,7 +169,7 @@ def _largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _never_exported(name: str, hf_config: dict[str, Any]) -> bool:
-    """Some folders hold a copy of tied embeddings, RoPE's frequencies, or layers that predict tokens further ahead."""
+    """True for tensors that are never exported: copies of tied embeddings, RoPE's frequencies, extra layers."""
     if name == OUTPUT[1]:
         return bool(hf_config.get("tie_word_embeddings"))
     prefix, _, rest = name.partition("layers.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts as a table, as Markdown and as JSON. Loads no torch."""
+"""Format reports as a table, as Markdown and as JSON. Loads no torch."""
 
 import json
 import math
@@ -18,7 +18,7 @@ TITLES = ("row", "worst", "error", "bound", "pass")
 
 
 def table(report: "Report") -> Table:
-    """One line per row."""
+    """Format a report as a table with one line per row."""
     case = report.place.case
     shown = Table(title=f"{case.config.model.path} at {report.place.layout}, {case.dtype}; truth in {report.truth}")
     for title in TITLES:
@@ -29,7 +29,7 @@ def table(report: "Report") -> Table:
 
 
 def markdown(report: "Report") -> str:
-    """The same as Markdown, with what differs first below."""
+    """Format a report as Markdown: the table, then the first differences."""
     return "\n".join([*_markdown(TITLES, [cells for cells, _ in _cells(report)]), *_below(report.differences)]) + "\n"
 
 
@@ -43,14 +43,14 @@ def _cells(report: "Report") -> list[tuple[list[str], bool]]:
 def matrix_markdown(
     reports: Sequence["Report"], refused: Mapping[str, Sequence[str]], settings: Sequence[str] = ()
 ) -> str:
-    """One line per layout: the error of every row; the refused layouts and their reasons below.
+    """Format one line per layout with the error of every row; below it the refused layouts with their reasons.
 
-    A row's bound stands above it where it is the same at every layout.
+    The top line has each row's bound where it is the same at every layout.
 
     Args:
-        reports: of the layouts.
-        refused: reason -> layouts.
-        settings: what was given on the command line, for the line on top.
+        reports: reports of the layouts.
+        refused: maps each reason to the layouts that are refused for it.
+        settings: settings of the command line, for the title.
     """
     case = reports[0].place.case
     family = f"{read_model_shape(case.config.model.path)['model_type']}, {case.dtype}; truth in {reports[0].truth}"
@@ -70,9 +70,9 @@ def matrix_markdown(
 
 
 def as_json(reports: Sequence["Report"]) -> str:
-    """``{"pass", "rows": [{"name", "worst", "error", "bound", "pass"}]}``; several layouts' rows are named for them.
+    """Return ``{"pass", "rows": [{"name", "worst", "error", "bound", "pass"}]}`` as text; rows name their layout.
 
-    An error that is no finite number is null: JSON has none.
+    An error that is not finite becomes null, because JSON has no such number.
     """
     rows = [
         {
@@ -97,5 +97,5 @@ def _markdown(titles: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str
 
 
 def _below(lines: Sequence[str]) -> list[str]:
-    """A paragraph each."""
+    """Put each line into a paragraph."""
     return [text for line in lines for text in ("", line)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verify models at layouts: start the processes, judge what they found, say what differs first."""
+"""Verify models at layouts: start the processes, judge the findings, explain what differs first."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,20 +14,20 @@ from megarl.verify.explain.difference import explain
 from megarl.verify.inputs.layouts import label, other_layout
 from megarl.verify.launch import run_ranks
 from megarl.verify.ranks import Stage, run_stages
-from megarl.verify.reference.reference_runs import make_own, make_truth, read_back, run_shared
+from megarl.verify.reference.reference_runs import make_truth, make_yardstick, read_back, run_shared
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything about one model at one layout.
+    """The result for one model at one layout.
 
     Attributes:
-        place: what was verified.
-        rows: in the report's order.
-        truth: dtype of the reference.
-        differences: what differs first, if a row failed.
+        place: the case and the layout.
+        rows: judged rows in the report's order.
+        truth: dtype of the truth.
+        differences: lines about the first difference, if a row failed.
     """
 
     place: Place
@@ -37,29 +37,29 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Every row passed."""
+        """True if every row passed."""
         return all(row.passed for row in self.rows)
 
     @property
     def worst(self) -> Row:
-        """The row nearest to its bound, or furthest beyond it."""
+        """The row closest to its bound, or furthest beyond it."""
         return max(self.rows, key=lambda row: row.severity)
 
 
 def verify_places(
-    places: Sequence[Place], *, prepare: Callable[[], None] | None = None, report: Say | None = None
+    places: Sequence[Place], *, prepare: Callable[[], None] | None = None, report: Progress | None = None
 ) -> list[Report]:
-    """Run every place through every row.
+    """Verify every place in every row.
 
     Args:
-        places: each case's layouts; a checkpoint of one is reloaded at the next.
-        prepare: importable; called first in each of megarl's ranks, not in the reference's processes. With it tests
-            break something and see which row tells.
-        report: gets lines of progress.
+        places: the layouts of each case. A checkpoint of one is reloaded at the next.
+        prepare: importable function that each of megarl's ranks calls first; the reference's processes do not. Tests
+            use it to break something and see which row fails.
+        report: called with lines of progress.
 
     Raises:
-        ConfigError: more ranks than GPUs.
-        MegarlError: what a rank raised.
+        ConfigError: there are more ranks than GPUs.
+        MegarlError: a rank raised it.
     """
     check_gpus(max(place.config.parallel.world_size for place in places))
     cases = list({place.case.name: place.case for place in places}.values())
@@ -73,11 +73,11 @@ def verify_places(
     read = dict(zip([place.key for place in places], run_shared(read_back, list(places), report), strict=True))
     for place in places:
         found[place.key] += [finding for finding, _ in read[place.key]]
-    own = _yardsticks(cases, places, found, report)
+    yardsticks = _yardsticks(cases, places, found, report)
     reports = []
     for place in places:
         rule = place.case.rule
-        yardstick = own.get(place.case.name, {})
+        yardstick = yardsticks.get(place.case.name, {})
         errors = {row: finding.error for row, finding in yardstick.items()}
         errors |= {finding.row: error for finding, error in read[place.key]}
         rows = [
@@ -95,7 +95,7 @@ def check_gpus(world: int) -> None:
     """Refuse more ranks than GPUs.
 
     Raises:
-        ConfigError: on a CUDA host with fewer.
+        ConfigError: a CUDA host has fewer GPUs than ranks.
     """
     if torch.cuda.is_available() and torch.cuda.device_count() < world:
         raise ConfigError(
@@ -105,8 +105,11 @@ def check_gpus(world: int) -> None:
 
 
 def plan(places: Sequence[Place]) -> list[Stage]:
-    """What the ranks do, in this order: each place in full, by number of ranks, each checkpoint reloaded at the case's
-    next layout; then the last checkpoints, in whatever number of ranks their next layout has."""
+    """Order the work of the ranks.
+
+    First comes each place in full, by number of ranks; each checkpoint is reloaded at the case's next layout. Then the
+    last checkpoints are reloaded, whatever the number of ranks of their next layout.
+    """
     order = {label(place.config.parallel): index for index, place in reversed(list(enumerate(places)))}
     stages: list[Stage] = []
     last: dict[str, Place] = {}
@@ -117,7 +120,7 @@ def plan(places: Sequence[Place]) -> list[Stage]:
 
 
 def _next(saved: Place, places: Sequence[Place]) -> Place:
-    """Where a case's last checkpoint is reloaded: another of its layouts in as many ranks, else any other."""
+    """Choose where a case's last checkpoint is reloaded: another of its layouts with as many ranks, else any other."""
     world = saved.config.parallel.world_size
     for place in places:
         if place.case == saved.case and place.layout != saved.layout and place.config.parallel.world_size == world:
@@ -132,20 +135,20 @@ def _next(saved: Place, places: Sequence[Place]) -> Place:
 
 
 def _yardsticks(
-    cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Say | None
+    cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Progress | None
 ) -> dict[str, dict[str, Finding]]:
-    """Case -> row -> the yardstick's finding, for the cases where fixed bounds alone do not pass every row."""
+    """Return case -> row -> the yardstick's finding, for cases in which a row exceeds its fixed bound."""
     needed = {
         place.case.name
         for place in places
         for f in found[place.key]
-        if f.row not in (MERGED_WEIGHTS, EXPORTED_WEIGHTS) and place.case.rule.needs_own(f)  # they have their own
+        if f.row not in (MERGED_WEIGHTS, EXPORTED_WEIGHTS) and place.case.rule.needs_yardstick(f)  # not judged by it
     }
     wanted = [case for case in cases if case.name in needed]
-    return dict(zip([case.name for case in wanted], run_shared(make_own, wanted, report), strict=True))
+    return dict(zip([case.name for case in wanted], run_shared(make_yardstick, wanted, report), strict=True))
 
 
-def _explained(reports: list[Report], prepare: Callable[[], None] | None, report: Say | None) -> list[Report]:
+def _explained(reports: list[Report], prepare: Callable[[], None] | None, report: Progress | None) -> list[Report]:
     failed = [(r.place, [row for row in r.rows if not row.passed]) for r in reports if not r.passed]
     if not failed:
         return reports

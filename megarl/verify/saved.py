@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensor of what megarl saved differs first, where all that was computed before agrees."""
+"""Name the first saved tensor that differs, in cases where all that was computed before saving agrees."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,12 +28,12 @@ from megarl.verify.compare import (
 from megarl.verify.explain.parts import beyond, first_of, forward_order
 from megarl.verify.reference.reference_runs import exact_sums
 
-# Where one of these fails, what is saved follows from it.
+# Rows whose failure explains a difference in what was saved.
 CAUSES = {LOGPROBS, BASE_LOGPROBS, GRADIENTS, GRADIENT_NORM}
 
 
 def first_saved(place: Place, rows: set[str]) -> list[str]:
-    """Lines of text about a place's failed rows: the first tensor, in the order of the forward pass."""
+    """Describe a place's failed rows: the first tensor that differs, in the order of the forward pass."""
     lines, case = [], place.case
     if rows & {ADAPTER, UPDATE, PEFT_LOAD}:
         saved = load_file(place.folder / "adapter" / WEIGHTS)
@@ -47,22 +47,22 @@ def first_saved(place: Place, rows: set[str]) -> list[str]:
 
 
 def _first(case: Case, adapter: Mapping[str, torch.Tensor]) -> str:
-    """The first tensor of an adapter after the updates that is further off than its own bound."""
+    """Find the first tensor of a trained adapter whose error exceeds its own bound."""
     truth = case.read("truth")
-    theirs = case.read("own").adapter if case.has("own") else truth.adapter
+    theirs = case.read("yardstick").adapter if case.has("yardstick") else truth.adapter
 
     def each() -> Iterator[str | None]:
-        """Of each tensor, its rows beyond their bounds."""
+        """Yield the rows of each tensor that exceed their bounds."""
         for name in sorted(truth.adapter, key=forward_order(case)):
             pairs = zip(_alone(case, name, adapter, truth), _alone(case, name, theirs, truth), strict=True)
-            for finding, own in pairs:
-                yield beyond(finding.worst, finding.error, case.rule.bounds[finding.row], own.error)
+            for finding, yardstick in pairs:
+                yield beyond(finding.worst, finding.error, case.rule.bounds[finding.row], yardstick.error)
 
     return first_of(each(), "each tensor alone agrees")
 
 
 def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Outcome) -> list[Finding]:
-    """The rows about the adapter, of one tensor."""
+    """Return the rows about the adapter, for one tensor."""
     expected = replace(
         truth,
         adapter={name: truth.adapter[name]},
@@ -74,10 +74,12 @@ def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Ou
 
 
 def _first_merged(place: Place, row: str, folder: str) -> str:
-    """The first tensor of a merged model that is further from the exact sum than its own bound."""
+    """Find the first tensor of a merged model whose distance from the exact sum exceeds its own bound."""
     rule = place.case.rule
     found: dict[str, str | None] = {}
     for name, exact, tensor in exact_sums(place.case.model, place.folder / "adapter", place.folder / folder):
-        error, own = (rule.measure(row, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype)))
-        found[name] = beyond(name, error, rule.bounds[row], own)
+        error, yardstick = (
+            rule.measure(row, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype))
+        )
+        found[name] = beyond(name, error, rule.bounds[row], yardstick)
     return first_of((found[name] for name in sorted(found, key=forward_order(place.case))), "each weight alone agrees")

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from megarl.verify.cases import Case
 from megarl.verify.reference.hf_peft import load_reference, logprobs_of
 from megarl.verify.reference.reference_runs import make_truth
-from megarl.verify.reference.router_margins import NEAREST, Gaps, _routes
+from megarl.verify.reference.router_margins import NEAREST, RouterMargins, _routes
 from megarl.verify.run import verify_places
 from tests.helpers.cases import check, make_case, place
 
@@ -51,11 +51,11 @@ def test_a_sample_whose_experts_tie_is_left_out(tmp_path):
     gaps = (ranked[:, router.top_k - 1] - ranked[:, router.top_k]) / logits.abs().amax(-1)
     assert gaps[TOKEN] < NEAREST / 10
     model = load_reference(case.model, case.adapter, torch.float64)
-    with Gaps().listen(model) as heard:
+    with RouterMargins().listen(model) as heard:
         for sample in before:
             logprobs_of(model, sample)
-    assert heard.least[tuple(before[SAMPLE].tokens.tolist())] <= gaps.min()
-    assert SAMPLE not in heard.clear(before)
+    assert heard.smallest[tuple(before[SAMPLE].tokens.tolist())] <= gaps.min()
+    assert SAMPLE not in heard.without_ties(before)
 
     make_truth(case)
     after = {tuple(sample.tokens.tolist()) for sample in case.samples()}

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a row failed: the first module whose output differs, the first gradient in backward order, the first tensor of
-what was saved."""
+"""Explain a failed row: find the first module output, gradient (in backward order) or saved tensor that differs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,32 +15,32 @@ from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPR
 from megarl.verify.explain.parts import beyond, first_of, forward_order
 from megarl.verify.explain.trace import LOGPROBS as LM_HEAD
 from megarl.verify.explain.trace import Trace, trace_model, trace_reference
-from megarl.verify.launch import run_ranks, say
+from megarl.verify.launch import report_progress, run_ranks
 from megarl.verify.ranks import Stage, build, each_layout
 from megarl.verify.reference.hf_peft import all_logprobs, load_reference
 from megarl.verify.reference.reference_runs import DTYPES, run_shared
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from megarl.verify.saved import CAUSES, first_saved
 
-# Activations gather rounding layer by layer.
+# Above the bound of a row, because activations accumulate rounding layer by layer.
 BOUND = 1e-5
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """A place and the names of its failed rows."""
+    """A place with the names of its failed rows."""
 
     place: Place
     rows: tuple[str, ...]
 
     @property
     def adapter(self) -> bool:
-        """Whether to trace with the adapter on; off where only the logprobs without it are wrong."""
+        """True to trace with the adapter on; False if only the logprobs without it are wrong."""
         return not (BASE_LOGPROBS in self.rows and LOGPROBS not in self.rows)
 
     @property
     def trace(self) -> str:
-        """The name of the reference's trace."""
+        """Name of the reference's trace."""
         return f"trace-{'on' if self.adapter else 'off'}"
 
 
@@ -50,25 +49,27 @@ def explain(
     prepare: Callable[[], None] | None = None,
     report: Callable[[str], None] | None = None,
 ) -> dict[str, list[str]]:
-    """For each place with failed rows, what differs first.
+    """Find the first difference at each place with failed rows.
 
     Args:
-        failed: places and their failed rows.
+        failed: places with their failed rows.
         prepare, report: as in ``run_ranks``.
 
     Returns:
-        Place's key -> lines of text.
+        Lines of text by the place's key.
     """
     suspects = [Suspect(place, tuple(row.name for row in rows)) for place, rows in failed]
     wanted = list({(s.place.case.name, s.adapter): s for s in suspects}.values())
-    own = dict(zip([(s.place.case.name, s.adapter) for s in wanted], run_shared(_trace, wanted, report), strict=True))
+    yardstick = dict(
+        zip([(s.place.case.name, s.adapter) for s in wanted], run_shared(_trace, wanted, report), strict=True)
+    )
     lines: dict[str, list[str]] = {}
     for world in sorted({s.place.config.parallel.world_size for s in suspects}):
         here = [s for s in suspects if s.place.config.parallel.world_size == world]
         found = run_ranks(_compare_ranks, world, here, prepare=prepare, report=report)
         for index, suspect in enumerate(here):
             modules, gradients = (_largest([rank[index][part] for rank in found]) for part in (0, 1))
-            order = own[suspect.place.case.name, suspect.adapter]
+            order = yardstick[suspect.place.case.name, suspect.adapter]
             lines[suspect.place.key] = _describe(suspect, modules, gradients, order)
     later = [suspect for suspect in suspects if not CAUSES & set(suspect.rows)]
     for suspect, saved in zip(later, run_shared(_first_saved, later, report), strict=True):
@@ -81,10 +82,10 @@ def _first_saved(suspect: Suspect) -> list[str]:
 
 
 def _trace(suspect: Suspect) -> dict[str, float]:
-    """Keep the reference's trace; returns the yardstick's error per module, in forward order."""
+    """Store the reference's trace; return the yardstick's error per module, in forward order."""
     case = suspect.place.case
     dtype, device = case.read("truth-is")
-    say(f"{case.name}: outputs of Hugging Face's modules")
+    report_progress(f"{case.name}: outputs of Hugging Face's modules")
     samples = case.traced_samples()
     traces = {}
     for kind in (dtype, case.dtype):
@@ -98,14 +99,14 @@ def _trace(suspect: Suspect) -> dict[str, float]:
 
 
 def _compare_ranks(suspects: Sequence[Suspect]) -> list[tuple[dict[str, float], dict[str, float]]]:
-    """On each rank: errors of this stage's modules and of all gradients."""
+    """On each rank, return the errors of this stage's modules and of all gradients."""
     stages = [Stage(suspect.place) for suspect in suspects]
     return [_compare_here(suspect, groups) for suspect, (_, groups) in zip(suspects, each_layout(stages), strict=True)]
 
 
 def _compare_here(suspect: Suspect, groups: Groups) -> tuple[dict[str, float], dict[str, float]]:
     place, case = suspect.place, suspect.place.case
-    say(f"{place.key}: outputs of modules and gradients")
+    report_progress(f"{place.key}: outputs of modules and gradients")
     model = build(place, groups)
     model.load_adapter(case.adapter)
     samples = case.traced_samples()
@@ -118,24 +119,24 @@ def _compare_here(suspect: Suspect, groups: Groups) -> tuple[dict[str, float], d
 
 
 def _module_errors(case: Case, actual: Trace, expected: Trace) -> dict[str, float]:
-    """In the order of ``expected``, for what ``actual`` holds."""
+    """Return the error of each module in ``actual``, in the order of ``expected``."""
     return _each(LOGPROBS, case, actual, {name: value for name, value in expected.items() if name in actual})
 
 
 def _each(
     row: str, case: Case, actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Name -> error of that tensor alone."""
+    """Map each name to the error of that tensor alone."""
     rule = case.rule
     return {n: rule.measure(row, {n: actual[n]}, {n: t}).error for n, t in expected.items() if n in actual}
 
 
 def _describe(
-    suspect: Suspect, modules: Mapping[str, float], gradients: Mapping[str, float], own: Mapping[str, float]
+    suspect: Suspect, modules: Mapping[str, float], gradients: Mapping[str, float], yardstick: Mapping[str, float]
 ) -> list[str]:
     fixed = BOUND if suspect.place.case.dtype == "float32" else 0.0
-    traced = [name for name in own if name in modules]
-    found = (beyond(name, modules[name], fixed, own[name]) for name in traced)
+    traced = [name for name in yardstick if name in modules]
+    found = (beyond(name, modules[name], fixed, yardstick[name]) for name in traced)
     lines = [f"first difference: {first_of(found, f'all {len(traced)} traced outputs agree')}"]
     if {GRADIENTS, GRADIENT_NORM} & set(suspect.rows):
         lines.append(_first_gradient(suspect.place.case, gradients))
@@ -143,11 +144,11 @@ def _describe(
 
 
 def _first_gradient(case: Case, gradients: Mapping[str, float]) -> str:
-    own: dict[str, float] = {}
-    if case.has("own"):
-        own = _each(GRADIENTS, case, case.read("own").gradients, case.read("truth").gradients)
+    yardstick: dict[str, float] = {}
+    if case.has("yardstick"):
+        yardstick = _each(GRADIENTS, case, case.read("yardstick").gradients, case.read("truth").gradients)
     fixed, backwards = case.rule.bounds[GRADIENTS], sorted(gradients, key=forward_order(case), reverse=True)
-    found = (beyond(name, gradients[name], fixed, own.get(name, 0.0)) for name in backwards)
+    found = (beyond(name, gradients[name], fixed, yardstick.get(name, 0.0)) for name in backwards)
     return f"first gradient, backwards: {first_of(found, 'each tensor alone agrees')}"
 
 
@@ -156,7 +157,7 @@ def _joined(logprobs: Sequence[np.ndarray]) -> torch.Tensor:
 
 
 def _largest(errors: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Over ranks; NaN stays."""
+    """Return the largest error of each name over ranks; NaN counts as the largest."""
     merged: dict[str, float] = {}
     for rank in errors:
         for name, error in rank.items():

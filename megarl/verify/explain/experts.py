@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in the reference: transformers stacks a layer's experts, adapter files hold them one by one.
+"""Handle mixtures of experts in the reference: transformers stacks a layer's experts, adapter files list them singly.
 
 PEFT adapts the stacked gate and up projections by one pair of matrices of twice the rank: A = [A_gate; A_up] and, after
-loading a file with separate pairs, B = [[B_gate, 0], [0, B_up]]. The zeros are held at zero here, by masking their
-gradient: with them the reference computes what the file means, separate adapters of gate and up.
+loading a file with separate pairs, B = [[B_gate, 0], [0, B_up]]. This module masks the gradient of the zero blocks, so
+that they stay zero. The reference then computes what the file means: separate adapters of gate and up.
 """
 
 import re
@@ -18,7 +18,7 @@ _ROUTER = re.compile(r"(.*model\.layers\.(\d+)\.)mlp\.gate\.lora_([AB])\.weight"
 
 
 def hold_zeros(model: torch.nn.Module) -> None:
-    """Mask the gradient of the blocks that couple gate and up."""
+    """Mask the gradient of the blocks that would couple gate and up."""
     for name, parameter in model.named_parameters():
         if ".mlp.experts.base_layer.lora_B." in name:
             experts = model.get_submodule(name.partition(".lora_B.")[0]).num_experts
@@ -30,7 +30,7 @@ def hold_zeros(model: torch.nn.Module) -> None:
 
 
 def unstack(tensors: Mapping[str, torch.Tensor], names: WeightMap) -> dict[str, torch.Tensor]:
-    """PEFT's tensors of a whole adapter under the names of the file: experts one by one, gate and up apart."""
+    """Convert PEFT's tensors of a whole adapter to the file's names: experts one by one, gate and up separate."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if match := _STACKED.fullmatch(name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of one tensor or module alone: its place in the forward pass, its bound, a line of text."""
+"""Judge and describe a single tensor or module: its place in the forward pass, its bound, a line of text."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,12 +9,12 @@ from megarl.model.weights.hf_folder import read_config
 from megarl.peft.names import PREFIX
 from megarl.verify.cases import Case
 
-# How many times the yardstick's error is allowed. One part's error is a single draw: more slack than for a row.
+# Factor of the yardstick's error that is allowed. One tensor varies more by chance than a row, so it has more slack.
 SLACK = 3.0
 
 
 def forward_order(case: Case) -> Callable[[str], tuple[int, bool]]:
-    """Sort key of PEFT's and Hugging Face's names: linears as the forward pass uses them, A before B; others first."""
+    """Return a sort key for PEFT's and Hugging Face's names: linears in forward order, A before B; others first."""
     linears = names_of(read_config(case.model)).linear_names()
     places = {name: index for index, name in enumerate([EMBED_MODULE, *linears, OUTPUT_MODULE])}
 
@@ -25,21 +25,21 @@ def forward_order(case: Case) -> Callable[[str], tuple[int, bool]]:
     return key
 
 
-def beyond(name: str, error: float, fixed: float, own: float = 0.0) -> str | None:
-    """``model.layers.0.mlp.up_proj.lora_A (error 1.0e-02, bound 1.0e-04)``, if the error is larger than its bound.
+def beyond(name: str, error: float, fixed: float, yardstick_error: float = 0.0) -> str | None:
+    """Describe an error that exceeds its bound: ``model.layers.0.mlp.up_proj.lora_A (error 1.0e-02, bound 1.0e-04)``.
 
     Args:
-        name: PEFT's or Hugging Face's.
-        error: of that part alone; NaN is larger than any bound.
-        fixed: the bound whatever rounding does.
+        name: PEFT's or Hugging Face's name.
+        error: error of that tensor or module alone; NaN exceeds any bound.
+        fixed: fixed bound.
         own: the yardstick's error.
     """
-    bound = max(fixed, SLACK * own)
+    bound = max(fixed, SLACK * yardstick_error)
     if error <= bound:
         return None
     return f"{name.removeprefix(PREFIX).removesuffix('.weight')} (error {error:.1e}, bound {bound:.1e})"
 
 
 def first_of(found: Iterable[str | None], otherwise: str) -> str:
-    """The first line of text, or that there is none."""
+    """Return the first text, or say that there is none."""
     return next(filter(None, found), f"none, {otherwise}")

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of modules, token by token, on both sides: which is the first that differs?
+"""Record outputs of modules, token by token, on both sides, to find the first that differs.
 
-Both sides see ``samples.distinct_samples``: a token's id says which row of a trace it is, so packing, padding, pipeline
-stages and every way of splitting tokens over ranks fall away. Names are Hugging Face's; a linear that takes in what
-ranks computed apart (attention, a gated MLP) is traced on its input too, because what lies between is no module.
+Both sides run ``samples.distinct_samples``, in which a token's id gives its row of the trace. Packing, padding,
+pipeline stages and every split of tokens over ranks therefore have no effect on a trace. Names are Hugging Face's. A
+linear whose input was computed by several ranks (attention's output, a gated MLP's) is traced on its input too, because
+no module lies in between.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,28 +24,28 @@ from megarl.parallel.groups import Groups, gather_full
 from megarl.types import Sample
 from megarl.verify.inputs.samples import token_places
 
-# Name -> [tokens, features], in forward order.
+# Maps names to tensors [tokens, features], in forward order.
 Trace = dict[str, torch.Tensor]
-# How a rank's tensor [tokens, features] is split over TP: its features always are, its tokens under SP.
+# Split of a rank's tensor [tokens, features] over TP: "features", or "tokens" (only under SP).
 Split = Literal["features", "tokens"]
 
 EMBEDDING, FINAL_NORM, LOGPROBS = "model.embed_tokens", "model.norm", "lm_head"
 INPUT = "input of {}"
-# The module of a layer that holds experts, under transformers' name; files may call it otherwise.
+# transformers' name of the module of a layer that holds experts; files may have another.
 SPARSE_BLOCK, ROUTER = "mlp", "mlp.gate"
 
 
 def trace_reference(model: torch.nn.Module, names: WeightMap, samples: list[Sample], vocab: int) -> Trace:
-    """Run the reference sample by sample.
+    """Trace the reference, sample by sample.
 
     Args:
-        model: from ``load_reference``, with an adapter.
-        names: of the model.
+        model: the reference, from ``load_reference``, with an adapter.
+        names: the model's tensor names.
         samples: from ``distinct_samples``.
         vocab: vocabulary size.
 
     Returns:
-        In the order in which the modules ran.
+        The trace, in the order in which the modules ran.
     """
     places = torch.from_numpy(token_places(samples, vocab))
     trace: Trace = {}
@@ -96,7 +97,7 @@ def _reference_hooks(
 
 
 def _traced(names: WeightMap, layer: int) -> list[LinearMap]:
-    """Linears of a layer that are modules on both sides: transformers has routed experts in one tensor."""
+    """Return the linears of a layer that are modules on both sides; transformers has routed experts in one tensor."""
     moe = names.family.moe
     inside = moe.linears if moe and names.sparse(layer) else ()
     return [
@@ -107,7 +108,7 @@ def _traced(names: WeightMap, layer: int) -> list[LinearMap]:
 
 
 def _dense(out: tuple[torch.Tensor, ...], experts: int) -> torch.Tensor:
-    """transformers' router output (logits, weights, indices) as weights ``[tokens, experts]``, 0 where not chosen."""
+    """Convert transformers' router output to weights ``[tokens, experts]``, 0 for experts that are not chosen."""
     _, weights, indices = out
     return weights.new_zeros(weights.shape[0], experts).scatter(1, indices, weights)
 
@@ -118,7 +119,7 @@ def _first(out: Any) -> torch.Tensor:
 
 @dataclass
 class _Calls:
-    """What one chunk saw and made, micro-batch by micro-batch."""
+    """Inputs and outputs of one chunk, micro-batch by micro-batch."""
 
     tokens: list[torch.Tensor]
     values: dict[str, list[torch.Tensor]]
@@ -129,7 +130,7 @@ class _Calls:
 def trace_model(
     model: MegatronModel, names: WeightMap, samples: list[Sample], *, adapter: bool = True
 ) -> tuple[Trace, list[np.ndarray]]:
-    """Run megarl on the samples, with the adapter or without. Collective.
+    """Trace megarl on the samples, with the adapter or without. Collective.
 
     Returns:
         ``(trace of this pipeline stage's modules, logprobs of the samples)``, the same on all ranks of a stage.
@@ -153,7 +154,7 @@ def trace_model(
 
 def _model_hooks(chunk: Any, names: WeightMap, seen: _Calls) -> list[Any]:
     def keep(name: str, value: torch.Tensor, split: Split, copies: int = 1) -> None:
-        # Without gradients mcore adds residuals in place.
+        # A clone, because without gradients mcore adds residuals in place.
         seen.values.setdefault(name, []).append(value.detach().reshape(value.shape[0], -1).clone())
         seen.splits[name], seen.copies[name] = split, copies
 
@@ -183,23 +184,23 @@ def _model_hooks(chunk: Any, names: WeightMap, seen: _Calls) -> list[Any]:
 
 
 def _whole_layer(keep: Callable, name: str) -> Callable:
-    """mcore's layers return (hidden states, context)."""
+    """Keep the hidden states of a layer's output; mcore's layers return (hidden states, context)."""
     return lambda module, given, out: keep(name, _first(out), "tokens")
 
 
 def _norms(names: WeightMap, layer: int) -> dict[str, tuple[str, ...]]:
-    """Path of each norm's module on the reference's side -> names of its weight on ours."""
+    """Map the path of each norm's module in the reference to the possible names of its weight in mcore."""
     vectors = [vector for vector in names.vectors(layer) if vector.hf.endswith(".weight")]
     return {vector.hf.removesuffix(".weight"): vector.mcore for vector in vectors}
 
 
 def _norm_output(keep: Callable, name: str, copies: int) -> Callable:
-    """Norms of heads see this rank's heads ``[T, 1, heads / TP, head_dim]``, the others whole tokens."""
+    """Keep a norm's output: this rank's heads ``[T, 1, heads / TP, head_dim]``, or whole tokens."""
     return lambda module, given, out: keep(name, out, "features" if out.ndim == 4 else "tokens", copies)
 
 
 def _norm_module(layer: torch.nn.Module, candidates: tuple[str, ...]) -> torch.nn.Module | None:
-    """The module whose ``weight`` a vector is; None where Transformer Engine fused it into a linear."""
+    """Return the module that has a norm's weight; None if Transformer Engine fused it into a linear."""
     modules = dict(layer.named_modules())
     for name in candidates:
         path, _, attribute = name.rpartition(".")
@@ -232,14 +233,14 @@ def _linear_hooks(layer: Any, linear: LinearMap, prefix: str, keep: Callable) ->
 
 
 def _with_bias(out: Any) -> torch.Tensor:
-    """mcore's linears return (output, bias that is still to be added)."""
+    """Add the bias: mcore's linears return (output, bias that is still to be added)."""
     if not isinstance(out, tuple):
         return out
     return out[0] if out[1] is None else out[0] + out[1]
 
 
 def _assemble(seen: _Calls, places: torch.Tensor, groups: Groups, sequence_parallel: bool) -> Trace:
-    """Whole rows from this chunk's parts: over TP, then over the ranks with other tokens."""
+    """Assemble whole rows from this chunk's parts: over TP, then over the ranks with other tokens."""
     fed = torch.cat(seen.tokens)
     kept = places[fed] >= 0
     rows = places[fed][kept]

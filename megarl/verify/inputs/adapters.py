@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random adapters to verify with, as PEFT directories."""
+"""Make random adapters to verify with, as PEFT directories."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +21,16 @@ from megarl.peft.rules import rank_and_scaling
 
 
 def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> Path:
-    """A PEFT adapter with random A and B (B is not zero, so that A has gradients too).
+    """Write a PEFT adapter with random A and B. B is not zero, so that A has gradients too.
 
-    PEFT itself decides which modules are adapted and in what shapes. Only where PEFT's modules are not the file's, in
-    mixtures of experts without ``target_parameters``, do they follow from the family.
+    PEFT itself decides which modules are adapted and in what shapes. Only in mixtures of experts without
+    ``target_parameters`` do names and shapes follow from the family, because there PEFT's modules are not those of its
+    file.
 
     Args:
-        model: Hugging Face folder; its linears' weights are not read.
+        model: the Hugging Face folder. The linears' weights are not read.
         folder: the directory to write.
-        seed: of the matrices.
+        seed: seed of the matrices.
         config: PEFT's settings; default: rank 4, alpha 8, all linears.
     """
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
@@ -48,7 +49,7 @@ def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> 
 
 
 def _expert_shapes(source: WeightFolder, names: WeightMap, config: LoraConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a file with one A and one B for every linear."""
+    """Return names and shapes of a file with one A and one B for every linear."""
     chosen = resolve_targets(config, names)
     shapes: dict[str, tuple[int, ...]] = {}
     for name in filter(chosen.__contains__, names.target_names()):
@@ -65,7 +66,7 @@ def _write(
     tensors = {}
     for name, shape in shapes.items():
         tensor = torch.empty(shape)
-        if name.endswith(BASE_WEIGHT):  # PEFT adds those of an adapted embedding and lm_head
+        if name.endswith(BASE_WEIGHT):  # PEFT adds the base weights of an adapted embedding and lm_head
             weight = f"{name.removeprefix(PREFIX).removesuffix(BASE_WEIGHT)}.weight"
             tensors[name] = source.get_slice(weight if weight in source.file_of else EMBEDDING[1])[:].clone()
         elif "_A" in name:

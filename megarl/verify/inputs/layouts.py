@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts by name: which there are, which are allowed, where a checkpoint goes next. Loads no torch."""
+"""Name, list and filter layouts, and choose the layout at which a checkpoint is reloaded. Loads no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -7,7 +7,7 @@ from itertools import product
 from megarl.config import ParallelConfig, RunConfig, check_run, parse_config
 from megarl.errors import ConfigError, UnsupportedError
 
-# Axis -> how a layout's name writes it.
+# Axis -> its abbreviation in a layout's name.
 SHORT = {
     "tensor": "TP",
     "pipeline": "PP",
@@ -20,7 +20,7 @@ SHORT = {
 
 
 def label(parallel: ParallelConfig) -> str:
-    """``TP2+SPxPP2xDP2``; ``TP1`` where nothing is parallel."""
+    """Return a layout's name, such as ``TP2+SPxPP2xDP2``; ``TP1`` if nothing is parallel."""
     parts = []
     for axis, short in SHORT.items():
         size = getattr(parallel, axis)
@@ -30,11 +30,11 @@ def label(parallel: ParallelConfig) -> str:
 
 
 def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
-    """The config at another layout, checked again.
+    """Return the config at another layout, checked again.
 
     Raises:
-        ConfigError: it contradicts itself or the model.
-        UnsupportedError: it is not proven.
+        ConfigError: the layout contradicts itself or the model.
+        UnsupportedError: the layout is not tested.
     """
     moved = parse_config(config.model_dump() | {"parallel": parallel.model_dump()})
     check_run(moved)
@@ -42,7 +42,7 @@ def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
 
 
 def all_layouts(ranks: int) -> Iterator[ParallelConfig]:
-    """TP, SP, PP, VPP, CP, EP, ETP each off and on, and DP by powers of two, in at most so many ranks."""
+    """Yield layouts of at most ``ranks``: TP, SP, PP, VPP, CP, EP, ETP each off and on, and DP by powers of two."""
     switch = (1, 2)
     for tensor, pipeline, virtual, context, expert, expert_tensor in product(switch, repeat=6):
         data = 1
@@ -62,11 +62,11 @@ def all_layouts(ranks: int) -> Iterator[ParallelConfig]:
 
 
 def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
-    """Sort ``all_layouts`` by the config's own checks.
+    """Sort ``all_layouts`` into allowed and refused by the config's own checks.
 
     Returns:
-        ``(label -> config, fewest ranks first; reason -> labels refused for it)``; what contradicts itself (virtual
-        stages without a pipeline) or the model (experts of a dense one) is in neither.
+        ``(label -> config, fewest ranks first; reason -> labels refused for it)``. Layouts that contradict themselves
+        (virtual stages without a pipeline) or the model (experts of a dense one) are in neither.
     """
     allowed: dict[str, RunConfig] = {}
     refused: dict[str, list[str]] = {}
@@ -81,14 +81,14 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
 
 
 def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
-    """Where a checkpoint of ``config`` is reloaded: the allowed layout that cuts tensors most differently.
+    """Choose the layout at which a checkpoint is reloaded: the allowed one that cuts tensors most differently.
 
     Args:
-        config: where it is saved.
-        ranks: at most so many.
+        config: config at which the checkpoint is saved.
+        ranks: largest number of ranks.
 
     Returns:
-        None if no other layout is allowed in so many ranks.
+        The config at that layout; None if no other layout is allowed in so many ranks.
     """
     allowed, _ = allowed_layouts(config, ranks)
     others = [other for other in allowed.values() if label(other.parallel) != label(config.parallel)]
@@ -102,5 +102,5 @@ def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
 
 
 def describe_refused(refused: Mapping[str, Sequence[str]]) -> list[str]:
-    """One line per reason."""
+    """Return one line per reason."""
     return [f"{', '.join(labels)}: {reason}" for reason, labels in refused.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token sequences to verify with. NumPy only."""
+"""Make token sequences to verify with. NumPy only."""
 
 from collections.abc import Sequence
 
@@ -7,24 +7,25 @@ import numpy as np
 
 from megarl.types import Sample
 
-# By dtype. In bfloat16 errors are averages over tokens, and 10% more than Hugging Face's must not be chance.
+# Number of samples by dtype. In bfloat16 errors are averages over tokens, and enough tokens are needed that a
+# difference of 10% from Hugging Face's error is not chance.
 COUNT = {"float32": 10, "bfloat16": 80}
-# Without ``--full``; the long one is among them.
+# Number of samples without ``--full``; the long one is among them.
 QUICK_COUNT = {"float32": 4, "bfloat16": 80}
 LONGEST = 40
-# One sequence is so long: positions that are wrong only further on show in it.
+# Length of one sequence, so long that an error at later positions shows.
 LONG = 120
-# Of the batch, where the long one stands: early, so that ``distinct_samples`` holds most of it.
+# Index of the long sequence in the batch: early, so that ``distinct_samples`` holds most of it.
 LONG_PLACE = 2
-# Of a response token in the loss, on average; each sequence has a weight of its own.
+# Mean loss weight of a response token. Each sequence has its own.
 WEIGHT = 0.05
-# What the gradients of successive updates are multiplied by, relative to the norm at which they are clipped: some are
-# clipped and some are not. Adam divides by the gradient's size, so clipping all or none would not show.
+# Factors of the gradients of successive updates, relative to the norm at which they are clipped, so that some are
+# clipped and some are not. Adam divides by the gradient's size, so clipping all of them or none would not show.
 UPDATE_SCALES = (1.5, 0.4, 4.0)
 
 
 def make_samples(count: int, vocab: int, *, seed: int = 0, longest: int = LONGEST) -> list[Sample]:
-    """Random sequences of different lengths with prompt and response, and advantages of both signs."""
+    """Make random sequences of different lengths with prompt and response, and advantages of both signs."""
     rng = np.random.default_rng(seed)
     samples = []
     for _ in range(count):
@@ -38,7 +39,7 @@ def make_samples(count: int, vocab: int, *, seed: int = 0, longest: int = LONGES
 
 
 def verify_samples(count: int, vocab: int, *, seed: int = 0, long: int = LONG) -> list[Sample]:
-    """``make_samples``, one of them as long as ``long`` tokens."""
+    """Make ``make_samples`` with one sequence of ``long`` tokens."""
     samples = make_samples(count, vocab, seed=seed)
     rng = np.random.default_rng(seed + 1)
     mask: np.ndarray = np.arange(long) >= long // 2
@@ -47,15 +48,15 @@ def verify_samples(count: int, vocab: int, *, seed: int = 0, long: int = LONG) -
 
 
 def weights_of(samples: Sequence[Sample]) -> np.ndarray:
-    """``[S]`` float64 loss weights, all different: one that counts for another sequence shows."""
+    """Return float64 loss weights ``[S]``, all different, so that using another sequence's weight shows."""
     return WEIGHT * np.linspace(0.4, 1.6, len(samples))
 
 
 def distinct_samples(vocab: int, *, seed: int = 0, long: int = LONG) -> list[Sample]:
-    """As many of ``verify_samples`` as fit (the last one cut) with every token id at most once and never 0.
+    """Return as many ``verify_samples`` as fit (the last one cut) with every token id at most once and never 0.
 
-    The id then tells which sample and position a row of activations belongs to, however sequences were packed, padded
-    (with 0) and split over ranks.
+    The id then tells the sample and position that a row of activations belongs to, however sequences were packed,
+    padded (with 0) and split over ranks.
     """
     ids = np.random.default_rng(seed).permutation(np.arange(1, vocab))
     samples: list[Sample] = []
@@ -68,7 +69,7 @@ def distinct_samples(vocab: int, *, seed: int = 0, long: int = LONG) -> list[Sam
 
 
 def token_places(samples: Sequence[Sample], vocab: int) -> np.ndarray:
-    """``[vocab]`` int64: the row of each token id among all tokens that are fed (all but each sample's last), or -1."""
+    """Map each token id to its row among all fed tokens (all but each sample's last), or -1: int64 ``[vocab]``."""
     places: np.ndarray = np.full(vocab, -1, dtype=np.int64)
     fed = np.concatenate([sample.tokens[:-1] for sample in samples])
     places[fed] = np.arange(len(fed))

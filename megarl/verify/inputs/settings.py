@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's arguments -> the run config to verify. Loads no torch: a typo is reported at once."""
+"""Turn the command's arguments into the run config to verify. Loads no torch, so that a typo is reported at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,26 +9,26 @@ from megarl.config import RunConfig, check_run, override_config
 from megarl.errors import ConfigError, pick
 from megarl.verify.inputs.samples import LONG
 
-# Updates without ``--full``: one is clipped, and the next is not and goes on from a checkpoint.
+# Updates without ``--full``: the first is clipped; the second is not, and is repeated from a checkpoint.
 QUICK_STEPS = 2
 SECTIONS = ("parallel", "lora", "model", "train")
-# Adam moves an element by up to the learning rate whatever its gradient: 5e-4 keeps what rounding noise can do to one
-# element (1e-3 over three updates of a matrix of about 0.2) in sight, and is a learning rate that people train with.
+# Adam moves an element by up to the learning rate, whatever its gradient. 5e-4 keeps the effect of rounding noise on
+# one element small (1e-3 over three updates of a matrix of about 0.2), and is used in practice.
 TRAIN = {
     "steps": 3,
     "learning_rate": 5e-4,
     # Little more than the longest sequence, so that there are several micro-batches.
     "micro_batch_tokens": 128,
     "prompts_per_step": 64,
-    # Three updates at 5e-4 shrink the adapter by 8e-4: without it the update is off by a tenth.
+    # Three updates at 5e-4 shrink the adapter by 8e-4; without the decay the update would be off by a tenth.
     "weight_decay": 0.5,
 }
-# Of the policy, on both sides.
+# Temperature of the policy on both sides.
 TEMPERATURE = 0.8
 
 
 def verify_tree(model: str | Path, *, full: bool = True) -> dict[str, Any]:
-    """The config before overrides: float32, short sequences, three updates (two unless ``full``). No task, sampler."""
+    """Return the config before overrides: float32, short sequences, three updates (two unless ``full``)."""
     half = LONG // 2
     return {
         "model": {"path": str(model), "dtype": "float32"},
@@ -39,16 +39,16 @@ def verify_tree(model: str | Path, *, full: bool = True) -> dict[str, Any]:
 
 
 def verify_config(model: str | Path, overrides: Sequence[str] = (), *, full: bool = True) -> RunConfig:
-    """The config of ``megarl verify MODEL overrides``.
+    """Return the config of ``megarl verify MODEL overrides``.
 
     Args:
         model: a Hugging Face folder.
-        overrides: ``section.key=value`` of the sections ``SECTIONS``, by the run config's names.
-        full: with three updates, as ``--full``; else two.
+        overrides: ``section.key=value`` for the sections ``SECTIONS``, with the run config's names.
+        full: three updates, as ``--full``; else two.
 
     Raises:
-        ConfigError: another section, or a value that is wrong or cannot be verified.
-        UnsupportedError: a layout or option that is valid but not proven.
+        ConfigError: the section is another one, or a value is wrong or cannot be verified.
+        UnsupportedError: a layout or option is valid but not tested.
     """
     for override in overrides:
         section = override.partition("=")[0].partition(".")[0]
@@ -62,10 +62,10 @@ def verify_config(model: str | Path, overrides: Sequence[str] = (), *, full: boo
 
 
 def check_dropout(dropout: float, field: str) -> None:
-    """Refuse dropout: masks are drawn anew in every layout, so no two computations can be compared.
+    """Refuse dropout: every layout draws other masks, so no two computations could be compared.
 
     Raises:
-        ConfigError: naming the field.
+        ConfigError: dropout is not 0; the message names the field.
     """
     if dropout:
         raise ConfigError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference: one process of Hugging Face + PEFT in float64, and the loss it is compared with."""
+"""The reference: one process of Hugging Face + PEFT in float64, and the loss that both sides use."""

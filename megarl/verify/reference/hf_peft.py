@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The truth: one process of Hugging Face + PEFT, sequence by sequence, no packing, no padding."""
+"""Compute the truth with Hugging Face + PEFT in one process, sequence by sequence, without packing and padding."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,10 @@ from megarl.model.weights.full_config import names_of
 from megarl.types import Sample
 from megarl.verify.compare import SLACK, Outcome, relative_error
 from megarl.verify.explain.experts import hold_zeros, unstack
-from megarl.verify.launch import say
+from megarl.verify.launch import report_progress
 
-# Least rounding of a float32 gradient, relative to its tensor's largest element: a sum of some hundred terms.
+# Least rounding error of a float32 gradient, relative to its tensor's largest element: that of a sum of some hundred
+# terms.
 ROUNDING = 1e-6
 
 
@@ -26,11 +27,11 @@ class Update(NamedTuple):
     """One update of the reference.
 
     Attributes:
-        gradients: before clipping, by parameter; copies.
-        norm: of all of them together.
-        optimizer: that made it; the parameters still hold the clipped gradient.
-        logprobs: ``[R]`` of each sample, before it.
-        entropy: mean over the response tokens of all samples before it, nats.
+        gradients: copies of the gradients before clipping, by parameter.
+        norm: norm of all gradients together.
+        optimizer: the optimizer that made the update. The parameters still hold the clipped gradient.
+        logprobs: logprobs of each sample before the update, ``[R]``.
+        entropy: mean over the response tokens of all samples before the update, in nats.
     """
 
     gradients: dict[str, torch.Tensor]
@@ -43,7 +44,7 @@ class Update(NamedTuple):
 def load_reference(
     model: Path, adapter: Path | None, dtype: torch.dtype = torch.float32, attention: str = "eager"
 ) -> torch.nn.Module:
-    """The Hugging Face model, with a trainable PEFT adapter if one is given."""
+    """Load the Hugging Face model, with a trainable PEFT adapter if one is given."""
     # transformers' other kernels for experts refuse float64.
     base = AutoModelForCausalLM.from_pretrained(
         model, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
@@ -54,11 +55,11 @@ def load_reference(
     adapted.experts_apart = not load_peft_config(adapter).target_parameters
     if adapted.experts_apart:
         hold_zeros(adapted)
-    return adapted.eval()  # no dropout, whatever the adapter was trained with
+    return adapted.eval()  # evaluation mode switches off dropout, whatever the adapter was trained with
 
 
 def response_logits(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Logits ``[R, vocabulary]`` that predict the response tokens of one sample, at least float32."""
+    """Return the logits that predict the response tokens of one sample, at least float32: ``[R, vocabulary]``."""
     device = next(model.parameters()).device
     logits = model(input_ids=torch.from_numpy(sample.tokens)[None].to(device)).logits[0, :-1]
     logits = logits[torch.from_numpy(sample.response_mask[1:]).to(device)]
@@ -66,7 +67,7 @@ def response_logits(model: torch.nn.Module, sample: Sample, temperature: float =
 
 
 def logprobs_of(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Logprobs ``[R]`` of the response tokens of one sample."""
+    """Return the logprobs of one sample's response tokens, ``[R]``."""
     return _chosen(response_logits(model, sample, temperature), sample)
 
 
@@ -77,7 +78,7 @@ def _chosen(logits: torch.Tensor, sample: Sample) -> torch.Tensor:
 
 @torch.no_grad()
 def all_logprobs(model: torch.nn.Module, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-    """``logprobs_of`` of every sample, as NumPy."""
+    """Return ``logprobs_of`` every sample as NumPy arrays."""
     return [logprobs_of(model, sample, temperature).cpu().numpy() for sample in samples]
 
 
@@ -89,16 +90,17 @@ def run_reference(
     rounded: Sequence[Mapping[str, torch.Tensor]] = (),
     keep: list[dict[str, torch.Tensor]] | None = None,
 ) -> Outcome:
-    """Logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with the gradient clipped.
+    """Compute logprobs, gradients of ``-sum(weight * advantage * logprob)``, and AdamW updates with clipped gradients.
 
     Args:
-        model: from ``load_reference``, with an adapter; trained in place.
-        samples: their gradients are added up in this order.
-        weights: for each update ``[S]``, the loss weight of each sample's tokens.
-        config: ``sampler.temperature`` and of ``train`` the learning rate, AdamW's settings and ``max_grad_norm``.
-        rounded: each update's gradient in the dtype under test; ``leeway`` is for ``SLACK`` times what it is off. In
-            later updates that is more than rounding: it follows from what Adam made of the rounding before.
-        keep: gets each update's gradients, by parameter, on the CPU.
+        model: the reference, from ``load_reference``, with an adapter; trained in place.
+        samples: the batch. Gradients are added up in this order.
+        weights: for each update, the loss weight of each sample's tokens, ``[S]``.
+        config: the run config; ``sampler.temperature``, and of ``train`` the learning rate, AdamW's settings and
+            ``max_grad_norm``.
+        rounded: each update's gradient in the dtype under test. ``leeway`` allows ``SLACK`` times its error. In later
+            updates that is more than rounding, because Adam has magnified the earlier rounding.
+        keep: list to which each update's gradients are appended, by parameter, on the CPU.
     """
     trainable = _trainable(model)
     with model.disable_adapter():
@@ -107,7 +109,7 @@ def run_reference(
     leeway = {name: torch.zeros_like(parameter) for name, parameter in trainable.items()}
     norms = []
     for step, update in enumerate(each_update(model, samples, weights, config)):
-        say(f"Hugging Face + PEFT: update {step + 1} of {len(weights)} done")
+        report_progress(f"Hugging Face + PEFT: update {step + 1} of {len(weights)} done")
         norms.append(update.norm)
         if keep is not None:
             keep.append({name: gradient.cpu() for name, gradient in update.gradients.items()})
@@ -127,7 +129,7 @@ def run_reference(
 def each_update(
     model: torch.nn.Module, samples: Sequence[Sample], weights: Sequence[np.ndarray], config: RunConfig
 ) -> Iterator[Update]:
-    """Train in place as ``run_reference`` does; yields after each update."""
+    """Train in place as ``run_reference`` does; yield after each update."""
     trainable, train = _trainable(model), config.train
     optimizer = torch.optim.AdamW(
         trainable.values(),
@@ -148,7 +150,7 @@ def each_update(
 def gradient_norm(
     model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, temperature: float
 ) -> float:
-    """Global norm of the gradient of ``run_reference``'s loss; the model is left as it was."""
+    """Return the global norm of the gradient of ``run_reference``'s loss. The model is not changed."""
     _add_gradients(model, samples, weights_S, temperature)
     norm = torch.nn.utils.get_total_norm([p.grad for p in _trainable(model).values()])
     model.zero_grad()
@@ -158,7 +160,7 @@ def gradient_norm(
 def _add_gradients(
     model: torch.nn.Module, samples: Sequence[Sample], weights_S: np.ndarray, temperature: float
 ) -> tuple[list[np.ndarray], float]:
-    """Leave the gradients of ``run_reference``'s loss in ``grad``; returns logprobs and mean entropy."""
+    """Leave the gradients of ``run_reference``'s loss in ``grad``; return logprobs and mean entropy."""
     model.zero_grad()
     logprobs, entropies = [], []
     for sample, weight in zip(samples, weights_S, strict=True):
@@ -175,27 +177,27 @@ def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _in_our_file(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """PEFT's tensors as megarl's file has them: with experts one by one, unless they are ``target_parameters``."""
+    """Convert PEFT's tensors to megarl's file: experts one by one, unless they are ``target_parameters``."""
     return unstack(tensors, names_of(model.config.to_dict())) if model.experts_apart else dict(tensors)
 
 
 def _in_file(name: str) -> str:
-    """A parameter's name in PEFT's file."""
+    """Return a parameter's name in PEFT's file."""
     return name.replace(".default", "")
 
 
 def sensitivity(
     parameter: torch.nn.Parameter, rounding: float, optimizer: torch.optim.AdamW, step: int
 ) -> torch.Tensor:
-    """How far AdamW's ``step``-th update may move each element otherwise, for a gradient off by ``rounding``.
+    """Return how far AdamW's update of each element may differ if the gradient is off by ``rounding``.
 
-    The update is ``lr * m / (sqrt(v) + eps)`` (Kingma & Ba, arXiv:1412.6980), at most ``lr`` of either sign.
+    The update is ``lr * m / (sqrt(v) + eps)`` (Kingma & Ba, arXiv:1412.6980), at most ``lr`` in either direction.
 
     Args:
-        parameter: after the update, with the gradient that made it.
-        rounding: of the gradient, relative to its largest element.
-        optimizer: that made the update.
-        step: from 1.
+        parameter: the parameter after the update, with the gradient that made it.
+        rounding: error of the gradient, relative to its largest element.
+        optimizer: the optimizer that made the update.
+        step: number of the update, from 1.
     """
     [group] = optimizer.param_groups
     second = optimizer.state[parameter]["exp_avg_sq"] / (1 - group["betas"][1] ** step)
@@ -204,6 +206,6 @@ def sensitivity(
 
 
 def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of PEFT's adapter matrices under the names of its file, on the CPU."""
+    """Return copies of PEFT's adapter matrices under the names of its file, on the CPU."""
     tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}

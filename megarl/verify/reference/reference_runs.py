@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference's side, in its own processes: the truth, the yardstick, and reading what megarl saved."""
+"""Run the reference in its own processes: compute truth and yardstick, and read back what megarl saved."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -36,16 +36,16 @@ from megarl.verify.compare import (
     is_worse,
 )
 from megarl.verify.inputs.samples import weights_of
-from megarl.verify.launch import free_memory, run_ranks, say
+from megarl.verify.launch import free_memory, report_progress, run_ranks
 from megarl.verify.reference.hf_peft import all_logprobs, gradient_norm, load_reference, run_reference
-from megarl.verify.reference.router_margins import Gaps
+from megarl.verify.reference.router_margins import RouterMargins
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# Weights, one largest tensor more, activations of short sequences.
+# Factor of the memory of the weights: one largest tensor more, and activations of short sequences.
 HEADROOM = 1.3
-# Under which name a case keeps the yardstick.
-OWN = "own"
-# To find samples without ties.
+# Name under which a case stores the yardstick.
+YARDSTICK = "yardstick"
+# Number of attempts to find samples without ties.
 ATTEMPTS = 3
 
 Item = TypeVar("Item")
@@ -54,7 +54,7 @@ Item = TypeVar("Item")
 def run_shared(
     function: Callable[[Item], Any], items: Sequence[Item], report: Callable[[str], None] | None = None
 ) -> list[Any]:
-    """Call ``function(item)`` in reference processes: one per core on a CPU host, else one; results in order."""
+    """Call ``function(item)`` in reference processes: one per core on a CPU host, else one. Results are in order."""
     if not items:
         return []
     processes = 1 if torch.cuda.is_available() else min(len(items), os.cpu_count() or 1)
@@ -63,7 +63,7 @@ def run_shared(
 
 
 def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
-    disable_progress_bar()  # transformers' own, of every folder it reads
+    disable_progress_bar()  # transformers' own progress bar for each folder it reads
     results = []
     for item in items[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         results.append(function(item))
@@ -72,7 +72,7 @@ def _share(function: Callable[[Item], Any], items: list[Item]) -> list[Any]:
 
 
 def choose(case: Case) -> tuple[str, torch.device]:
-    """Dtype and device of the truth: float64 if the weights fit, on the GPU before the host.
+    """Choose dtype and device of the truth: float64 if the weights fit; the GPU before the host.
 
     Raises:
         UnsupportedError: one process cannot hold the model in float32 either.
@@ -99,45 +99,47 @@ def choose(case: Case) -> tuple[str, torch.device]:
 
 
 def make_truth(case: Case) -> str:
-    """Compute and keep the truth, unless that was done before; returns its dtype."""
+    """Compute and store the truth, unless it is stored already; return its dtype."""
     if case.has("truth-is"):
         return case.read("truth-is")[0]
     dtype, device = choose(case)
-    outcome, gaps = _run_truth(case, dtype, device)
+    outcome, margins = _run_truth(case, dtype, device)
     for _ in range(ATTEMPTS):
         samples = case.samples()
-        clear = gaps.clear(samples)
-        # Where experts tie in most samples, as in a large model, there is no batch without.
+        clear = margins.without_ties(samples)
+        # In a large model experts tie in most samples; then no batch is free of ties.
         if not len(samples) / 2 <= len(clear) < len(samples):
             break
-        say(f"{case.name}: experts tie in {len(samples) - len(clear)} of {len(samples)} samples, which are left out")
+        report_progress(
+            f"{case.name}: experts tie in {len(samples) - len(clear)} of {len(samples)} samples, which are left out"
+        )
         case.keep_samples(clear)
-        # The updates are others without them.
-        outcome, gaps = _run_truth(case, dtype, device)
+        # Fewer samples change the updates.
+        outcome, margins = _run_truth(case, dtype, device)
     case.write("truth", outcome)
     case.write("truth-is", (dtype, device))
     return dtype
 
 
-def _run_truth(case: Case, dtype: str, device: torch.device) -> tuple[Outcome, Gaps]:
+def _run_truth(case: Case, dtype: str, device: torch.device) -> tuple[Outcome, RouterMargins]:
     rounded: list[dict[str, torch.Tensor]] = []
     if case.dtype == "float32":
-        say(f"{case.name}: Hugging Face + PEFT in float32 on {device.type}: its own rounding")
+        report_progress(f"{case.name}: Hugging Face + PEFT in float32 on {device.type}: its own rounding")
         model = _rounding(case, dtype).to(device)
         _set_scale(case, model)
-        own = run_reference(model, case.samples(), case.all_weights(), case.config, keep=rounded)
+        rounding = run_reference(model, case.samples(), case.all_weights(), case.config, keep=rounded)
         if dtype != case.dtype:
-            case.write(OWN, own)  # of which ``make_own`` can make the yardstick
+            case.write(YARDSTICK, rounding)  # make_yardstick can use it as the yardstick
         del model
-        free_memory()  # ``choose`` made room for one model
-    say(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}: the truth")
+        free_memory()  # ``choose`` left room for one model only
+    report_progress(f"{case.name}: Hugging Face + PEFT in {dtype} on {device.type}: the truth")
     model = load_reference(case.model, case.adapter, DTYPES[dtype]).to(device)
     if case.dtype != "float32":
         _set_scale(case, model)
-    gaps = Gaps()
-    # What rounds more than float32 has ties everywhere, and a rule that allows for them.
-    with gaps.listen(model) if case.dtype == "float32" else nullcontext():
-        return run_reference(model, case.samples(), case.all_weights(), case.config, rounded), gaps
+    margins = RouterMargins()
+    # A dtype coarser than float32 has ties everywhere, and a rule that allows for them.
+    with margins.listen(model) if case.dtype == "float32" else nullcontext():
+        return run_reference(model, case.samples(), case.all_weights(), case.config, rounded), margins
 
 
 def _set_scale(case: Case, model: torch.nn.Module) -> None:
@@ -146,24 +148,24 @@ def _set_scale(case: Case, model: torch.nn.Module) -> None:
 
 
 def _rounding(case: Case, truth: str) -> torch.nn.Module:
-    """The reference in the dtype under test; with other kernels where the truth itself is in that dtype."""
+    """Load the reference in the dtype under test, with other kernels if the truth itself is in that dtype."""
     return load_reference(case.model, case.adapter, DTYPES[case.dtype], "sdpa" if truth == case.dtype else "eager")
 
 
-def make_own(case: Case) -> dict[str, Finding]:
-    """Compute and keep the yardstick; returns how far each row of it is off.
+def make_yardstick(case: Case) -> dict[str, Finding]:
+    """Compute and store the yardstick; return the error of each of its rows.
 
-    Where the truth had to be computed in the dtype under test, the yardstick takes other kernels and adds gradients up
-    in the opposite order: what remains is rounding.
+    If the truth had to be computed in the dtype under test, the yardstick uses other kernels and adds gradients up in
+    the opposite order, so that their difference is rounding.
     """
-    if not case.has(OWN):
-        case.write(OWN, _run_own(case))
-    return {finding.row: finding for finding in compare(case.read(OWN), case.read("truth"), case.rule)}
+    if not case.has(YARDSTICK):
+        case.write(YARDSTICK, _run_yardstick(case))
+    return {finding.row: finding for finding in compare(case.read(YARDSTICK), case.read("truth"), case.rule)}
 
 
-def _run_own(case: Case) -> Outcome:
+def _run_yardstick(case: Case) -> Outcome:
     dtype, device = case.read("truth-is")
-    say(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}: the yardstick")
+    report_progress(f"{case.name}: Hugging Face + PEFT in {case.dtype} on {device.type}: the yardstick")
     model = _rounding(case, dtype).to(device)
     order = slice(None, None, -1 if dtype == case.dtype else 1)
     weights = [weights_S[order] for weights_S in case.all_weights()]
@@ -174,8 +176,8 @@ def _run_own(case: Case) -> Outcome:
 
 
 def read_back(place: Place) -> list[tuple[Finding, float]]:
-    """Load what megarl saved into Hugging Face + PEFT; ``(finding, the yardstick's error)`` of four rows."""
-    say(f"{place.key}: Hugging Face + PEFT load what was saved")
+    """Load what megarl saved into Hugging Face + PEFT; return ``(finding, the yardstick's error)`` of four rows."""
+    report_progress(f"{place.key}: Hugging Face + PEFT load what was saved")
     case, rule = place.case, place.case.rule
     dtype, device = case.read("truth-is")
     samples = case.samples()
@@ -191,32 +193,32 @@ def read_back(place: Place) -> list[tuple[Finding, float]]:
     truth = logprobs(case.model, adapter, dtype)
     loaded = compare_logprobs(PEFT_LOAD, case.read(f"{place.layout}/after"), truth, rule)
     merged_loaded = compare_logprobs(MERGED_LOAD, logprobs(merged, None, dtype), truth, rule)
-    own = own_merged = 0.0
-    if rule.needs_own(loaded):
-        own = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
-    if rule.needs_own(merged_loaded):
+    adapter_error = merged_error = 0.0
+    if rule.needs_yardstick(loaded):
+        adapter_error = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
+    if rule.needs_yardstick(merged_loaded):
         theirs = logprobs(case.model, adapter, case.dtype, merge=True)
-        own_merged = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
+        merged_error = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
     weights = [
         merged_weights(row, case.model, adapter, folder, rule)
         for row, folder in ((MERGED_WEIGHTS, merged), (EXPORTED_WEIGHTS, place.folder / "exported"))
     ]
-    return [(loaded, own), (merged_loaded, own_merged), *weights]
+    return [(loaded, adapter_error), (merged_loaded, merged_error), *weights]
 
 
 def merged_weights(row: str, model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
-    """Merged tensors against ``W + scaling * B @ A`` in float64; the yardstick is that sum, rounded once."""
-    worst, own = Finding(row, "", -1.0), 0.0
+    """Compare merged tensors with ``W + scaling * B @ A`` in float64. The yardstick is that sum, rounded once."""
+    worst, rounding = Finding(row, "", -1.0), 0.0
     for name, exact, tensor in exact_sums(model, adapter, merged):
         finding = rule.measure(row, {name: tensor}, {name: exact})
         if is_worse(finding.error, worst.error):
             worst = finding
-            own = rule.measure(row, {name: exact.to(tensor.dtype)}, {name: exact}).error
-    return worst, own
+            rounding = rule.measure(row, {name: exact.to(tensor.dtype)}, {name: exact}).error
+    return worst, rounding
 
 
 def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """``(name, exact sum in float64, merged tensor)`` of every tensor of the merged folder."""
+    """Yield ``(name, exact sum in float64, merged tensor)`` for every tensor of the merged folder."""
     from safetensors import safe_open
 
     before, after, names = WeightFolder(model), WeightFolder(merged), names_of(read_config(model))
@@ -226,8 +228,8 @@ def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, 
         matrices = AdapterFile(source, targets, names)
         for name in after.file_of:
             tensor = after.get_slice(name)[:]
-            # The base that is merged into is the one that was trained on, rounded to the model's dtype.
-            base = name if name in before.file_of else EMBEDDING[1]  # tied, and parted by the merge
+            # The base as it was trained on: rounded to the model's dtype.
+            base = name if name in before.file_of else EMBEDDING[1]  # a tied embedding that the merge has untied
             exact = before.get_slice(base)[:].to(tensor.dtype).double()
             module = name.removesuffix(".weight")
             if module in targets:

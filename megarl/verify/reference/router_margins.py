@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that no two computations need send to the same experts.
+"""Find samples whose router logits are nearly tied, so that rounding may change the chosen expert.
 
-Two experts whose router logits agree to within rounding are a toss-up: the token goes to the one or the other, nothing
-is wrong, and everything after it differs. Which samples of a batch hold such tokens, in any pass of its updates, only
-the reference can tell; they are left out of what is verified in float32, whose bounds assume that rounding stays small.
+If the router logits of two experts agree within rounding, the token may go to either. Neither is wrong, but everything
+after it differs. Only the reference can tell which samples of a batch hold such tokens, in any pass of its updates.
+They are left out in float32, whose bounds assume that rounding errors stay small.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,24 +14,24 @@ import torch
 
 from megarl.types import Sample
 
-# Of a token's largest logit: ten times what float32 makes of the logits of a model of some layers.
+# Relative to a token's largest logit: ten times the float32 error of router logits in a model of some layers.
 NEAREST = 1e-5
 
 
-class Gaps:
-    """The least distance between a chosen and a rejected expert by sequence, over all passes while it listens.
+class RouterMargins:
+    """The smallest margin between a chosen and a rejected expert, per sequence, over all passes while it listens.
 
     Attributes:
-        least: token ids -> smallest gap of any token in any router, relative to the token's largest logit.
+        least: maps token ids to the smallest margin of any token in any router, relative to the token's largest logit.
     """
 
     def __init__(self) -> None:
-        self.least: dict[tuple[int, ...], float] = {}
+        self.smallest: dict[tuple[int, ...], float] = {}
         self._now: tuple[int, ...] = ()
 
     @contextmanager
-    def listen(self, model: torch.nn.Module) -> Iterator["Gaps"]:
-        """Watch the passes of a Hugging Face model, one sequence each."""
+    def listen(self, model: torch.nn.Module) -> Iterator["RouterMargins"]:
+        """Record the passes of a Hugging Face model, one sequence each."""
         hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         hooks += [module.register_forward_hook(self._route) for module in model.modules() if _routes(module)]
         try:
@@ -40,10 +40,10 @@ class Gaps:
             for hook in hooks:
                 hook.remove()
 
-    def clear(self, samples: Sequence[Sample]) -> list[int]:
-        """Indices of the samples in which no two experts tie."""
-        gaps = [self.least.get(tuple(sample.tokens.tolist()), float("inf")) for sample in samples]
-        return [index for index, gap in enumerate(gaps) if gap > NEAREST]
+    def without_ties(self, samples: Sequence[Sample]) -> list[int]:
+        """Return the indices of the samples in which no two experts tie."""
+        margins = [self.smallest.get(tuple(sample.tokens.tolist()), float("inf")) for sample in samples]
+        return [index for index, margin in enumerate(margins) if margin > NEAREST]
 
     def _begin(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._now = tuple(kwargs["input_ids"][0].tolist())
@@ -53,11 +53,14 @@ class Gaps:
         logits = logits.detach()
         is_chosen = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, chosen, True)
         last, next_best = logits.masked_fill(~is_chosen, torch.inf), logits.masked_fill(is_chosen, -torch.inf)
-        gaps = (last.amin(-1) - next_best.amax(-1)) / logits.abs().amax(-1)
-        self.least[self._now] = min(self.least.get(self._now, float("inf")), float(gaps.min()))
+        margins = (last.amin(-1) - next_best.amax(-1)) / logits.abs().amax(-1)
+        self.smallest[self._now] = min(self.smallest.get(self._now, float("inf")), float(margins.min()))
 
 
 def _routes(module: torch.nn.Module) -> bool:
-    """Whether a module chooses the experts of the largest logits. Those of a group, or of logits with a bias, are
-    chosen otherwise; such families are verified without this."""
+    """Return True if a module chooses the experts with the largest logits.
+
+    Routers that choose within groups, or by logits with a bias, have other names; their families are verified without
+    this.
+    """
     return type(module).__name__.endswith("TopKRouter")

@@ -85,31 +85,31 @@ def test_nan_never_passes(truth):
     for rule in (FP32, BF16):
         finding = rows_of(dataclasses.replace(truth, gradients=gradients), truth, rule)[GRADIENTS]
         assert finding.worst == "a"
-        assert rule.needs_own(finding)
-        assert not rule.judge(finding, own=1e9).passed
-        assert not rule.judge(finding, own=math.nan).passed
+        assert rule.needs_yardstick(finding)
+        assert not rule.judge(finding, yardstick_error=1e9).passed
+        assert not rule.judge(finding, yardstick_error=math.nan).passed
 
 
 def test_the_fixed_bound_decides_unless_hugging_face_itself_misses_it():
     finding = Finding(ADAPTER, "a", 3e-4)
-    assert not FP32.judge(finding, own=1e-5).passed
-    assert not FP32.judge(finding, own=0.7e-4).passed
-    row = FP32.judge(finding, own=0.8e-4)
+    assert not FP32.judge(finding, yardstick_error=1e-5).passed
+    assert not FP32.judge(finding, yardstick_error=0.7e-4).passed
+    row = FP32.judge(finding, yardstick_error=0.8e-4)
     assert (row.passed, row.bound) == (True, 3.2e-4)
 
 
 def test_bf16_is_judged_by_hugging_faces_bf16_alone():
     finding = Finding(LOGPROBS, "sample 0", 1e-3)
-    assert BF16.judge(finding, own=0.92e-3).passed
-    assert not BF16.judge(finding, own=0.9e-3).passed
-    assert not BF16.judge(finding, own=0.0).passed
+    assert BF16.judge(finding, yardstick_error=0.92e-3).passed
+    assert not BF16.judge(finding, yardstick_error=0.9e-3).passed
+    assert not BF16.judge(finding, yardstick_error=0.0).passed
 
 
 @pytest.mark.parametrize("rule", [FP32, BF16])
 @pytest.mark.parametrize("row", [LOGPROBS, GRADIENTS, UPDATE, PEFT_LOAD, MERGED_WEIGHTS])
 def test_no_yardstick_excuses_a_lost_tensor(rule, row):
     for own in (0.9, 9.6, math.inf, math.nan):
-        assert not rule.judge(Finding(row, "a", 1.0), own=own).passed
+        assert not rule.judge(Finding(row, "a", 1.0), yardstick_error=own).passed
 
 
 def test_each_gradient_is_judged_alone_in_bf16(truth):
@@ -134,8 +134,8 @@ def test_a_gradient_that_is_noise_in_hugging_face_too_is_left_out_and_counted(tr
 
 def test_exact_rows_stay_exact():
     for rule in (FP32, BF16):
-        assert rule.judge(Finding(BASE_WEIGHTS, "w", 0.0), own=0.0).passed
-        assert not rule.judge(Finding(BASE_WEIGHTS, "w", 1e-30), own=0.0).passed
+        assert rule.judge(Finding(BASE_WEIGHTS, "w", 0.0), yardstick_error=0.0).passed
+        assert not rule.judge(Finding(BASE_WEIGHTS, "w", 1e-30), yardstick_error=0.0).passed
 
 
 def test_a_reloaded_checkpoint_is_judged_as_what_was_trained_in_one_go():
