@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight path from trainer to sampler: a protocol, its transports, and both ends."""
+"""Send weights from the trainer to the samplers: a protocol, its transports, and both ends."""

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transport protocol and its registry.
+"""Protocol of a transport, and the registry of transports.
 
-A transport moves byte buckets from one sender (trainer rank 0) to all receivers (one in each vLLM worker); what the
-bytes mean is no concern of it. The sender opens, and its ``endpoint`` (a small JSON-able dictionary) travels to the
-receivers by another way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that neither host
-memory nor a ring of device buffers has to hold the whole model. A new transport is one module and one line in
-``TRANSPORTS``.
+A transport moves buckets of bytes from one sender (trainer rank 0) to all receivers (one in each vLLM worker), whatever
+the bytes mean. The sender opens first. Its ``endpoint`` (a small JSON-able dictionary) reaches the receivers by another
+way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that neither host memory nor a ring of
+device buffers must hold the whole model. A new transport is one module and one line in ``TRANSPORTS``.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ class Frame(NamedTuple):
 
     Attributes:
         header: ``wire.TensorList.to_bytes`` of a bucket, or ``Manifest.to_bytes`` in the last frame.
-        payload: ``[nbytes]`` uint8, or None in the last frame. Valid for as long as a tensor refers to it.
+        payload: ``[nbytes]`` uint8; None in the last frame. Valid as long as a tensor refers to it.
     """
 
     header: bytes
@@ -31,18 +30,18 @@ class Frame(NamedTuple):
 
 
 class Sender(Protocol):
-    """The trainer's half; used by one thread."""
+    """The trainer's half. Used by one thread."""
 
     def endpoint(self) -> dict[str, Any]:
-        """What a receiver needs to find this sender; JSON-able."""
+        """Return the JSON-able address by which receivers find this sender."""
         ...
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Return ``[nbytes]`` uint8 to be filled and given to ``put``; may wait for a free slot."""
+        """Return ``[nbytes]`` uint8 to be filled and passed to ``put``. May wait for a free slot."""
         ...
 
     def put(self, header: bytes, payload: torch.Tensor) -> None:
-        """Send one bucket; ``payload`` came from ``buffer``."""
+        """Send one bucket. ``payload`` came from ``buffer``."""
         ...
 
     def end(self, manifest: bytes) -> None:
@@ -50,29 +49,29 @@ class Sender(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything. Called once every receiver is done, or after a failure; may be called twice."""
+        """Release everything. Called when every receiver is done, or after a failure; may be called twice."""
         ...
 
 
 class Receiver(Protocol):
-    """A sampler worker's half; used by one thread."""
+    """A sampler worker's half. Used by one thread."""
 
     def take(self) -> Frame:
         """Wait for the next frame."""
         ...
 
     def fail(self, reason: str) -> None:
-        """Report this receiver's failure to the sender as far as possible; never raises."""
+        """Report this receiver's failure to the sender if possible. Never raises."""
         ...
 
     def close(self) -> None:
-        """Release everything; may be called twice."""
+        """Release everything. May be called twice."""
         ...
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a sender is opened with.
+    """Parameters of a sender.
 
     Attributes:
         receivers: number of receivers over all engines.
@@ -83,9 +82,9 @@ class Link:
     timeout: float
 
 
-# Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and
-# ``open_receiver(endpoint, receiver_index)``, which raise WeightSyncError (unreachable peer, no space, timeout).
-# Imported when used: some need libraries that not every host has.
+# Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and ``open_receiver(endpoint,
+# receiver_index)``, which raise WeightSyncError (unreachable peer, no space, timeout). Imported on use, because some
+# transports need libraries that not every host has.
 TRANSPORTS: dict[str, str] = {
     "shm": "megarl.checkpoint_engine.shm",
     "gloo": "megarl.checkpoint_engine.gloo",
@@ -93,29 +92,29 @@ TRANSPORTS: dict[str, str] = {
 
 
 def load_transport(name: str, *halves: str) -> Any:
-    """The module, or the user's object, that opens both halves of a transport.
+    """Return the module, or the user's object, that opens both halves of a transport.
 
     Args:
         name: ``checkpoint_engine.transport``.
         halves: functions that it must have; default: both.
 
     Raises:
-        ConfigError: unknown, or it lacks one of them.
+        ConfigError: the transport is unknown or lacks a function.
     """
-    found = pick_or_load(TRANSPORTS, name, "transport", "checkpoint_engine.transport")
-    found = import_module(found) if isinstance(found, str) else found
+    opener = pick_or_load(TRANSPORTS, name, "transport", "checkpoint_engine.transport")
+    opener = import_module(opener) if isinstance(opener, str) else opener
     for half in halves or ("open_sender", "open_receiver"):
-        if not hasattr(found, half):
+        if not hasattr(opener, half):
             raise ConfigError(f"checkpoint_engine.transport is '{name}', which has no {half}")
-    return found
+    return opener
 
 
 def open_sender(name: str, link: Link) -> Sender:
     """Open the sending half.
 
     Raises:
-        ConfigError: unknown transport.
-        WeightSyncError: it cannot be opened on this host.
+        ConfigError: the transport is unknown.
+        WeightSyncError: the transport cannot be opened on this host.
     """
     return load_transport(name, "open_sender").open_sender(link)
 
@@ -124,11 +123,11 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
     """Open the receiving half.
 
     Args:
-        endpoint: the sender's; its ``"transport"`` names the module.
-        index: this receiver's, 0 .. receivers - 1.
+        endpoint: the sender's endpoint. Its ``"transport"`` names the module.
+        index: index of this receiver, 0 .. receivers - 1.
 
     Raises:
-        ConfigError: unknown transport.
+        ConfigError: the transport is unknown.
         WeightSyncError: the sender cannot be reached.
     """
     return load_transport(str(endpoint.get("transport")), "open_receiver").open_receiver(endpoint, index)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TCP between hosts: every bucket is broadcast to all receivers by torch's gloo.
+"""Transport over TCP between hosts: torch's gloo broadcasts every bucket to all receivers.
 
-The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched.
-It lives for one transfer (some milliseconds to set up), so that a receiver that was restarted is no special case.
-Interface: ``GLOO_SOCKET_IFNAME`` where it is set, else the one by which the hosts reach each other.
+The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched. It
+lives for one transfer (some milliseconds to set up), so that a restarted receiver needs no special case. It uses the
+interface ``GLOO_SOCKET_IFNAME`` if set, else the one by which the hosts reach each other.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from megarl.network import gloo_devices, listen, own_address
 
 PREFIX = "megarl"
 FAILED = f"{PREFIX}-failed"
-# What precedes each frame: bytes of the header, bytes of the payload (-1: none, the last frame).
+# Integers before each frame: bytes of the header, bytes of the payload (-1 in the last frame, which has none).
 SIZES = 2
 
 
 class _Group:
-    """Rank 0 sends, ranks 1 .. receivers receive; gloo's errors become ``WeightSyncError``."""
+    """A gloo group: rank 0 sends, ranks 1 .. receivers receive. Turns gloo's errors into ``WeightSyncError``."""
 
     def __init__(self, store: TCPStore, host: str, rank: int, size: int, timeout: float) -> None:
         self._store, self._timeout = store, timeout
@@ -52,7 +52,7 @@ class _Group:
 
 
 class GlooSender:
-    """Trainer half; the group forms at the first bucket, once the receivers have been told the endpoint."""
+    """Trainer half. The group forms at the first bucket, when the receivers know the endpoint."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -73,7 +73,7 @@ class GlooSender:
         self._port = self._store.port
 
     def endpoint(self) -> dict[str, Any]:
-        """Address of the store, group size and time limit."""
+        """Return the store's address, the group's size and the time limit."""
         return {
             "transport": "gloo",
             "host": self._host,
@@ -83,11 +83,11 @@ class GlooSender:
         }
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Plain memory."""
+        """Return plain memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def put(self, header: bytes, payload: torch.Tensor) -> None:
-        """Broadcast one bucket; returns when this rank's part is done."""
+        """Broadcast one bucket; return when this rank's part is done."""
         self._frame(header, payload.numel())
         self._join().broadcast(payload)
 
@@ -113,7 +113,7 @@ class GlooSender:
 
 
 class GlooReceiver:
-    """Worker half; joins when it is built."""
+    """Worker half. Joins the group when it is built."""
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         host, port, timeout = endpoint["host"], endpoint["port"], endpoint["timeout"]
@@ -140,7 +140,7 @@ class GlooReceiver:
         return Frame(header.numpy().tobytes(), payload)
 
     def fail(self, reason: str) -> None:
-        """Leave the reason in the store and the group: the sender's next broadcast fails and quotes it."""
+        """Store the reason and leave the group. The sender's next broadcast fails and quotes it."""
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set(FAILED, f"receiver {self._index}: {reason}")
@@ -162,7 +162,7 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> GlooReceiver:
 
 
 def _reason(store: TCPStore) -> str | None:
-    """What a receiver left in the store, if anything."""
+    """Return the reason that a receiver stored, if any."""
     with contextlib.suppress(RuntimeError):
         if store.check([FAILED]):
             return store.get(FAILED).decode()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sync from trainer to all samplers: prepare, transfer, verify, flip, retire. Fails closed."""
+"""Run one sync from the trainer to all samplers: prepare, transfer, verify, flip, retire. Fails closed."""
 
 import concurrent.futures
 import time
@@ -14,65 +14,65 @@ from megarl.checkpoint_engine.wire import Kind, Manifest, Receipt, check_sync
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
 
-# Seconds for what may not delay the report of a failure: telling samplers to refuse, closing the transport.
+# Seconds for the clean-up after a failure (samplers refuse, the transport closes), which must not delay its report.
 CLEANUP_SECONDS = 10.0
 
 
 class Source(Protocol):
-    """The trainer, all ranks together; ``CheckpointEngineMixin`` behind remote calls."""
+    """The trainer, all ranks together: ``CheckpointEngineMixin`` behind remote calls."""
 
     def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
-        """``prepare_sync`` on every rank; rank 0's endpoint."""
+        """Call ``prepare_sync`` on every rank; return rank 0's endpoint."""
         ...
 
     def send(self) -> Future[bytes]:
-        """``send_weights`` on every rank; rank 0's manifest."""
+        """Call ``send_weights`` on every rank; return rank 0's manifest."""
         ...
 
     def finish(self) -> Future[Any]:
-        """``finish_sync`` on every rank."""
+        """Call ``finish_sync`` on every rank."""
         ...
 
 
 class Sink(Protocol):
-    """One sampler engine; ``VllmSampler`` behind remote calls.
+    """One sampler engine: ``VllmSampler`` behind remote calls.
 
     Attributes:
-        name: for messages (``"sampler 0"``).
-        receivers: vLLM workers in this engine, each of which receives (``sampler.parallel.tensor``).
+        name: name in messages (``"sampler 0"``).
+        receivers: number of vLLM workers in this engine (``sampler.parallel.tensor``). Each one receives.
     """
 
     name: str
     receivers: int
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
-        """Receive and stage; this engine's receivers have the indices ``first`` and on. Their receipts."""
+        """Receive and stage in every worker, with receiver indices from ``first`` on; return their receipts."""
         ...
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future[Any]:
-        """Make the staged weights, which must have this checksum, the ones that are sampled from."""
+        """Switch to the staged weights, which must have this checksum."""
         ...
 
     def retire(self, version: int) -> Future[Any]:
-        """Drop every adapter but ``version``'s that no request uses."""
+        """Drop every unused adapter except ``version``'s."""
         ...
 
     def refuse(self, reason: str) -> Future[Any]:
-        """Generate nothing any more."""
+        """Refuse to generate from now on."""
         ...
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What a sync took.
+    """Size and duration of a sync.
 
     Attributes:
         version: policy version.
         kind: ``"adapter"`` or ``"base"``.
-        nbytes: bytes of all tensors, once (not per receiver).
+        nbytes: bytes of all tensors, counted once (not per receiver).
         count: number of tensors.
-        checksum: of the transfer.
-        seconds: phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``retire``) -> wall seconds.
+        checksum: checksum of the transfer.
+        seconds: wall seconds of each phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``retire``).
     """
 
     version: int
@@ -84,9 +84,9 @@ class SyncReport:
 
 
 class CheckpointEngineManager:
-    """Drives syncs between one source and all sinks; used from one thread.
+    """Drives syncs between one source and all sinks. Used from one thread.
 
-    After the first failure every sink has been told to refuse, and ``sync`` refuses too.
+    After the first failure every sink is told to refuse, and ``sync`` refuses too.
     """
 
     def __init__(self, source: Source, sinks: Sequence[Sink], config: CheckpointEngineConfig) -> None:
@@ -96,15 +96,16 @@ class CheckpointEngineManager:
         self._failure: str | None = None
 
     def sync(self, version: int, kind: Kind) -> SyncReport:
-        """Bring one version's weights to every sampler and make them current.
+        """Send one version's weights to every sampler and switch to them.
 
         Args:
             version: policy version.
-            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk) and after it changed;
-                ``"adapter"`` after every update.
+            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk) and after the base
+                changed; ``"adapter"`` after every update.
 
         Raises:
-            WeightSyncError: naming the participant, the phase and the cause. No sampler generates from then on.
+            WeightSyncError: the sync failed; the message names the participant, the phase and the cause. No sampler
+                generates from then on.
         """
         if self._failure:
             raise WeightSyncError(f"an earlier sync failed, so no other is started: {self._failure}")
@@ -122,7 +123,7 @@ class CheckpointEngineManager:
         return SyncReport(version, kind, manifest.nbytes, len(manifest.tensors), manifest.checksum, seconds)
 
     def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Manifest:
-        """All phases; every failure is a ``WeightSyncError``."""
+        """Run all phases; every failure is a ``WeightSyncError``."""
         firsts = list(_offsets(sink.receivers for sink in self._sinks))
         receivers = sum(sink.receivers for sink in self._sinks)
         with _phase("prepare", seconds):
@@ -150,7 +151,7 @@ class CheckpointEngineManager:
         return manifest
 
     def _verify(self, manifest: Manifest, version: int, kind: Kind, receipts: Sequence[bytes]) -> None:
-        """Every receiver must hold exactly what was sent, and what was sent must be what was asked for."""
+        """Check that every receiver holds exactly what was sent, and that it is what was asked for."""
         if (manifest.version, manifest.kind) != (version, kind):
             raise WeightSyncError(
                 f"the trainer sent the {manifest.kind} of version {manifest.version}, asked for was the {kind} of "
@@ -166,7 +167,7 @@ class CheckpointEngineManager:
             receipt.check(manifest)
 
     def _fail(self, reason: str) -> None:
-        """Remember, tell every sampler, close the transport; best effort, since any of them may be dead."""
+        """Store the reason, tell every sampler, close the transport. Best effort, since any of them may be dead."""
         self._failure = reason
         calls: list[Callable[[], Future]] = [partial(sink.refuse, reason) for sink in self._sinks]
         futures = []
@@ -177,10 +178,10 @@ class CheckpointEngineManager:
 
 
 def _gather(calls: dict[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
-    """Start all calls, wait for all or for the first failure; results in order.
+    """Start all calls, and wait for all of them or for the first failure. Results are in order.
 
     Raises:
-        WeightSyncError: naming the first participant that failed, or those that did not answer in time.
+        WeightSyncError: names the first participant that failed, or those that did not answer in time.
     """
     futures: dict[Future, str] = {}
     try:
@@ -201,7 +202,7 @@ def _gather(calls: dict[str, Callable[[], Future]], deadline: float, phase: str)
 
 
 def _offsets(sizes: Iterable[int]) -> Iterator[int]:
-    """Running sum that starts at 0."""
+    """Yield the running sum of the sizes before each one, from 0."""
     total = 0
     for size in sizes:
         yield total
@@ -210,7 +211,7 @@ def _offsets(sizes: Iterable[int]) -> Iterator[int]:
 
 @contextmanager
 def _phase(name: str, seconds: dict[str, float]) -> Iterator[None]:
-    """Add the wall time of a phase."""
+    """Store the wall time of a phase."""
     start = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - start

@@ -16,10 +16,10 @@ from megarl.errors import WeightSyncError
 
 
 class CheckpointEngineMixin:
-    """Gives a trainer rank ``prepare_sync``, ``send_weights`` and ``finish_sync``.
+    """Adds ``prepare_sync``, ``send_weights`` and ``finish_sync`` to a trainer rank.
 
-    Every rank calls all three in this order with the same arguments. All ranks run the export (a collective); rank 0
-    sends, and what it returns is what the manager works with.
+    Every rank calls all three in this order with the same arguments. All ranks run the export (a collective). Rank 0
+    sends, and its return values go to the manager.
     """
 
     rank: int
@@ -27,15 +27,15 @@ class CheckpointEngineMixin:
     _sender: "Sender | None" = None
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Collective: yield full tensors by PEFT's (adapter) or Hugging Face's (base) names, on every rank."""
+        """Yield full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective."""
         raise NotImplementedError(f"{type(self).__name__} must define export_weights")
 
     def export_adapter_config(self) -> dict[str, Any]:
-        """The adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
+        """Return the adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
         raise NotImplementedError(f"{type(self).__name__} must define export_adapter_config")
 
     def policy_version(self) -> int:
-        """The version that this rank's weights have now, by its own count of optimizer steps."""
+        """Return the version of this rank's weights, by its own count of optimizer steps."""
         raise NotImplementedError(f"{type(self).__name__} must define policy_version")
 
     def prepare_sync(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
@@ -48,10 +48,10 @@ class CheckpointEngineMixin:
             receivers: number of vLLM workers over all engines.
 
         Returns:
-            The endpoint as JSON (the transport's, and ``version`` and ``kind``) on rank 0, None elsewhere.
+            On rank 0 the endpoint as JSON (the transport's, plus ``version`` and ``kind``), elsewhere None.
 
         Raises:
-            WeightSyncError: the weights have another version; or the transport cannot be opened.
+            WeightSyncError: the weights have another version, or the transport cannot be opened.
         """
         self.finish_sync()
         check_sync(version, kind)
@@ -61,19 +61,19 @@ class CheckpointEngineMixin:
         self._sync = (version, kind, config)
         if self._sender is None:
             return None
-        where = {"transport": config.transport, "version": version, "kind": kind}
-        return json.dumps(where | self._sender.endpoint()).encode()
+        endpoint = {"transport": config.transport, "version": version, "kind": kind}
+        return json.dumps(endpoint | self._sender.endpoint()).encode()
 
     def send_weights(self) -> bytes | None:
-        """Export, and on rank 0 send.
+        """Export the weights, and send them on rank 0.
 
         Returns:
-            The manifest as JSON on rank 0, None elsewhere.
+            On rank 0 the manifest as JSON, elsewhere None.
 
         Raises:
-            WeightSyncError: the weights have another version; or the transport failed. The export was then still run
-                to its end, so that no other rank waits in a collective.
-            Exception: as the export raised it, on any rank.
+            WeightSyncError: the weights have another version, or the transport failed. The export is still run to its
+                end then, so that no other rank waits in a collective.
+            Exception: the export raised it, on any rank.
         """
         if self._sync is None:
             raise WeightSyncError("send_weights was called without prepare_sync")
@@ -94,27 +94,27 @@ class CheckpointEngineMixin:
             )
             return manifest.to_bytes()
         except BaseException:
-            # The first error says why; the export may fail as well.
+            # Keep the first error, which has the cause; the export may fail as well.
             with contextlib.suppress(Exception):
                 _run_to_end(weights)
             raise
 
     def finish_sync(self) -> None:
-        """Close the transport. Safe at any time; the manager calls it after success and after failure."""
+        """Close the transport. Safe at any time. The manager calls it after success and after failure."""
         sender, self._sender, self._sync = self._sender, None, None
         if sender is not None:
             sender.close()
 
     def _check_version(self, version: int) -> None:
-        """Raise ``WeightSyncError`` unless the weights are those of ``version``: the caller's count may be wrong."""
-        if (own := self.policy_version()) != version:
+        """Raise ``WeightSyncError`` unless the weights are those of ``version``; the caller's count may be wrong."""
+        if (actual := self.policy_version()) != version:
             raise WeightSyncError(
                 f"trainer rank {self.rank} was asked to send policy version {version}, but its weights are those of "
-                f"version {own} (their number of optimizer steps)"
+                f"version {actual} (their number of optimizer steps)"
             )
 
 
 def _run_to_end(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Take part in an export whose tensors this rank does not need."""
+    """Consume an export whose tensors this rank does not need, as its collectives require."""
     for _ in weights:
         pass

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes -> buckets. Pure and lazy: a stream of tensors is cut without knowing its end."""
+"""Plan buckets from tensor sizes. Pure and lazy: the stream may be of unknown length."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
 
-# Offsets are multiples of it, so that every dtype can view the bucket's bytes and copies are vectorised.
+# Offsets are multiples of this, so that every dtype can view the bucket's bytes and copies are vectorised.
 ALIGNMENT = 64
 
 
@@ -14,12 +14,12 @@ def plan_buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> 
     """Cut a stream into buckets, in order.
 
     Args:
-        items: whatever is to be placed.
+        items: items to be placed.
         nbytes: size of one item in bytes.
-        limit: bytes that a bucket may hold; an item above it gets a bucket of its own.
+        limit: bytes that a bucket may hold. A larger item gets a bucket of its own.
 
     Yields:
-        ``[(item, byte offset), ...]``: never empty, offsets aligned to ``ALIGNMENT``.
+        ``[(item, byte offset), ...]``: never empty; offsets are multiples of ``ALIGNMENT``.
     """
     bucket: list[tuple[T, int]] = []
     end = 0
@@ -36,5 +36,5 @@ def plan_buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> 
 
 
 def aligned(offset: int) -> int:
-    """The next multiple of ``ALIGNMENT`` at or after ``offset``."""
+    """Return the first multiple of ``ALIGNMENT`` at or after ``offset``."""
     return -(-offset // ALIGNMENT) * ALIGNMENT

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM worker extension: weights arrive here, are proven, and are handed to vLLM.
+"""vLLM worker extension that receives weights, verifies them and hands them to vLLM.
 
 Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.ReceiverExtension"`` and call its methods with
-``collective_rpc``. Arguments and results are bytes, str or int: tensors inside untyped RPC arguments do not decode.
-Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
+``collective_rpc``. Arguments and results are bytes, str or int, because tensors inside untyped RPC arguments do not
+decode. Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
 """
 
 import json
@@ -21,7 +21,8 @@ from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Receipt
 from megarl.errors import MegarlError, WeightSyncError
 
-# vLLM imports this module before it builds the model. Later is too late: it runs the model once, and captures graphs.
+# vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
+# graphs.
 receiver_router.install()
 if current_platform.is_cpu():
     receiver_cpu.install()
@@ -29,7 +30,7 @@ if current_platform.is_cpu():
 
 
 class ReceiverExtension:
-    """Mixed into vLLM's ``Worker``. Adapters are kept by LoRA id for as long as they are resident."""
+    """Mixed into vLLM's ``Worker``. Holds adapters by LoRA id as long as they are resident."""
 
     model_runner: Any
     vllm_config: Any
@@ -37,11 +38,11 @@ class ReceiverExtension:
     _megarl_staged: dict[int, StagedAdapter]
 
     def megarl_start(self) -> int:
-        """Make vLLM read adapters from the staged ones instead of from disk; return this worker's rank.
+        """Make vLLM read adapters from the staged ones instead of from disk. Returns this worker's rank.
 
         Raises:
             WeightSyncError: the engine was started without LoRA.
-            UnsupportedError: it holds experts in a way that is not proven.
+            UnsupportedError: the engine holds experts in a layout that is not tested.
         """
         manager = getattr(self.model_runner, "lora_manager", None)
         if manager is None:
@@ -52,28 +53,30 @@ class ReceiverExtension:
         return self.rank
 
     def megarl_receive(self, endpoint: bytes, first: int) -> bytes:
-        """Receive one transfer; stage it (adapter) or load it (base).
+        """Receive one transfer. An adapter is staged, a base is loaded.
 
         Args:
-            endpoint: the sender's, as JSON.
+            endpoint: the sender's endpoint as JSON.
             first: receiver index of this engine's first worker.
 
         Returns:
             ``Receipt.to_bytes``.
 
         Raises:
-            WeightSyncError: transport failure; a tensor that is damaged, missing, unexpected, not finite or of the
-                wrong shape.
+            WeightSyncError: the transport failed; or a tensor is damaged, missing, unexpected, not finite or of a wrong
+                shape.
         """
         index = first + self.rank
-        where = json.loads(endpoint)
-        receiver = open_receiver(where, index)
+        announced = json.loads(endpoint)
+        receiver = open_receiver(announced, index)
         try:
             inbox = Inbox(receiver, index)
-            receipt = self._megarl_take_base(inbox) if where["kind"] == "base" else self._megarl_take_adapter(inbox)
+            receipt = self._megarl_take_base(inbox) if announced["kind"] == "base" else self._megarl_take_adapter(inbox)
             for asked in ("version", "kind"):
-                if getattr(receipt, asked) != where[asked]:
-                    raise WeightSyncError(f"{asked} {where[asked]!r} was announced, {getattr(receipt, asked)!r} came")
+                if getattr(receipt, asked) != announced[asked]:
+                    raise WeightSyncError(
+                        f"{asked} {announced[asked]!r} was announced, {getattr(receipt, asked)!r} came"
+                    )
             return receipt.to_bytes()
         except Exception as error:
             receiver.fail(str(error))
@@ -84,22 +87,22 @@ class ReceiverExtension:
             receiver.close()
 
     def megarl_differences(self, lora_id: int) -> list[str]:
-        """Modules whose weights in vLLM's kernels' buffers are not bit for bit the staged ones; empty when all are."""
+        """Name the modules whose weights in the kernels' buffers differ in any bit from the staged adapter."""
         staged = self._megarl_staged.get(lora_id)
         if staged is None:
             return [f"LoRA id {lora_id} is not staged"]
         return adapter_differences(self.model_runner.lora_manager, staged, lora_id)
 
     def megarl_drop(self, lora_id: int) -> None:
-        """Forget a staged adapter (vLLM's own copy goes with ``remove_lora``)."""
+        """Drop a staged adapter. vLLM's copy is dropped by ``remove_lora``."""
         self._megarl_staged.pop(lora_id, None)
 
     def megarl_resident(self) -> tuple[list[int], list[int]]:
-        """LoRA ids that are staged, and those that vLLM holds."""
+        """Return the LoRA ids that are staged, and those that vLLM holds."""
         return sorted(self._megarl_staged), sorted(self.model_runner.lora_manager.list_adapters())
 
     def _megarl_take_adapter(self, inbox: Inbox) -> Receipt:
-        """Stage an adapter. Tensors are cloned, because a view would keep the transport's bucket alive."""
+        """Stage an adapter. Its tensors are cloned, because a view would keep the transport's bucket alive."""
         tensors = {name: tensor.clone() for name, tensor in inbox}
         manifest, receipt = inbox.finish()
         manager = self.model_runner.lora_manager
@@ -107,13 +110,13 @@ class ReceiverExtension:
         return receipt
 
     def _megarl_take_base(self, inbox: Inbox) -> Receipt:
-        """Load base weights as they come."""
+        """Load base weights as they arrive."""
         self._megarl_staged.clear()
         load_base(self.model_runner, self.vllm_config, inbox)
         return inbox.finish()[1]
 
     def _megarl_load_adapter(self, request: LoRARequest) -> Any:
-        """Replaces vLLM's reading from disk."""
+        """Return a staged adapter; replaces vLLM's reading from disk."""
         staged = self._megarl_staged.get(request.lora_int_id)
         if staged is None:
             raise WeightSyncError(f"adapter '{request.lora_name}' was never received; there is nothing to load")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base weights into a running vLLM model, tensor by tensor, with the proof that every parameter was covered.
+"""Load base weights into a running vLLM model, tensor by tensor, and check that every parameter was covered.
 
-vLLM keeps parameters in the kernels' own layout (prepacked on CPU), so weights go through its layerwise reload, which
-restores the checkpoint's layout, loads and processes one layer at a time into the same storage. A parameter that no
-tensor reaches would keep its old value without an error there; here that raises.
+vLLM keeps parameters in the kernels' own layout (prepacked on CPU). Weights therefore go through its layerwise reload,
+which restores the checkpoint's layout, and loads and processes one layer at a time into the same storage. vLLM's reload
+silently keeps the old value of a parameter that no tensor reaches; here that raises.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,17 +26,17 @@ Named = tuple[str, torch.Tensor]
 
 
 def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
-    """Replace every base parameter; all adapters are dropped.
+    """Replace every base parameter. All adapters are dropped.
 
     Args:
         runner: vLLM's model runner.
         vllm_config: the worker's config.
-        weights: (Hugging Face name, full tensor), read one by one.
+        weights: (Hugging Face name, full tensor) pairs, read one by one.
 
     Raises:
-        WeightSyncError: a tensor that the model lacks, is not finite or has the wrong shape; a parameter that no
-            tensor reached. The model is then half replaced and must not be used.
-        UnsupportedError: experts in a layout that a reload would not give.
+        WeightSyncError: the model lacks a tensor, a tensor is not finite or has a wrong shape, or no tensor reached a
+            parameter. The model is then partly replaced and must not be used.
+        UnsupportedError: the experts are in a layout that a reload would not restore.
     """
     model, inner = runner.get_model(), runner.lora_manager._adapter_manager
     names = load_names(model, inner)
@@ -45,7 +45,7 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
     pending = set(names)
 
     def checked() -> Iterator[Named]:
-        """The tensors under the names that vLLM loads them by; raises ``WeightSyncError`` as ``load_base`` says."""
+        """Yield the tensors under the names by which vLLM loads them. Raises as ``load_base`` does."""
         for name, tensor in weights:
             mapped = mapper._map_name(name) if mapper is not None else name
             if mapped not in pending:
@@ -77,13 +77,13 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
 
 
 def load_names(model: Any, inner: Any) -> dict[str, str]:
-    """Unfused parameter name -> the name by which ``model.load_weights`` takes it.
+    """Map each unfused parameter's name to the name by which ``model.load_weights`` takes it.
 
-    vLLM 0.26 has no ``load_weights`` on its LoRA wrappers and wants ``.base_layer.`` in the names of what they wrap.
+    vLLM 0.26 has no ``load_weights`` on its LoRA wrappers and needs ``.base_layer.`` in the names of wrapped modules.
 
     Args:
-        model: vLLM's.
-        inner: its LoRA model manager.
+        model: vLLM's model.
+        inner: vLLM's LoRA model manager.
     """
     plain = hasattr(BaseLayerWithLoRA, "load_weights")
     packed = getattr(model, "packed_modules_mapping", {})
@@ -106,7 +106,7 @@ def load_names(model: Any, inner: Any) -> dict[str, str]:
 
 
 def _owners(model: Any) -> dict[str, Any]:
-    """Name -> layer, of layers with a parameter of their own: the first one where a parameter is tied."""
+    """Map names to layers with parameters of their own. A tied parameter belongs to the first layer that has it."""
     seen: set[int] = set()
     owners = {}
     for name, layer in model.named_modules():
@@ -118,7 +118,7 @@ def _owners(model: Any) -> dict[str, Any]:
 
 
 def _is_untouched(layer: Any) -> bool:
-    """Whether vLLM's own count says that nothing, or of experts not everything, was loaded into the layer."""
+    """Return True if, by vLLM's count, nothing was loaded into the layer, or not everything of a layer of experts."""
     info = get_layerwise_info(layer)
     return info.can_load() and (not info.load_numel or receiver_moe.holds_base(layer))
 
@@ -126,7 +126,7 @@ def _is_untouched(layer: Any) -> bool:
 def _repack_tied(model: Any, owners: dict[str, Any]) -> None:
     """Process layers whose parameters are tied to another layer's, which the reload skips.
 
-    On CPU an output layer tied to the embedding multiplies by its own packed copy, which would stay the old one.
+    On a CPU an output layer tied to the embedding uses a packed copy of its own, which would keep the old values.
     """
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -136,7 +136,7 @@ def _repack_tied(model: Any, owners: dict[str, Any]) -> None:
 
 
 def _drop_adapters(runner: Any) -> None:
-    """Forget all adapters: vLLM 0.32 must (its LoRA state refers to the old base), 0.26 then behaves alike."""
+    """Drop all adapters. vLLM 0.32 requires it (its LoRA state refers to the old base); 0.26 must behave alike."""
     if hasattr(runner, "reset_lora_state"):
         runner.reset_lora_state()
     else:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA kernels of vLLM's CPU back end, without a copy of the adapter for every token.
+"""LoRA kernels for vLLM's CPU back end that do not copy the adapter for every token.
 
-vLLM 0.32's torch kernels gather one A and one B per token (``weights[token_indices]``), which for a prefill of some
-thousand tokens moves gigabytes in every layer. Tokens of one adapter share one matrix product here; the arithmetic and
-its dtypes are the same. Tokens without an adapter (index -1) get nothing, where the original gives them the last
-slot's.
+vLLM 0.32's torch kernels gather one A and one B per token (``weights[token_indices]``). For a prefill of some thousand
+tokens that moves gigabytes in every layer. Here all tokens of an adapter share one matrix product, with the same
+arithmetic in the same dtypes. Tokens without an adapter (index -1) get nothing; vLLM's kernels give them the last
+slot's adapter.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import torch
 
 
 def install() -> None:
-    """Replace the kernels in vLLM's CPU wrapper; does nothing where vLLM has none."""
+    """Replace the kernels in vLLM's CPU wrapper. Does nothing if vLLM has no such wrapper."""
     try:
         from vllm.lora.punica_wrapper import punica_cpu
     except ImportError:
@@ -26,7 +26,7 @@ def install() -> None:
 def bgmv_shrink(
     inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, indices: torch.Tensor, scaling: float = 1.0
 ) -> None:
-    """``output[t, :r] = scaling * inputs[t] @ weights[indices[t]].T``."""
+    """Compute ``output[t, :r] = scaling * inputs[t] @ weights[indices[t]].T``."""
     for rows, matrix in _by_adapter(weights, indices, output.dtype):
         output[rows, : matrix.shape[0]] = scaling * (inputs[rows].to(output.dtype) @ matrix.T)
 
@@ -38,7 +38,7 @@ def bgmv_expand(
     indices: torch.Tensor,
     add_inputs: bool = True,
 ) -> None:
-    """``output[t] (+)= inputs[t] @ weights[indices[t]].T``, over the columns that both have."""
+    """Compute ``output[t] (+)= inputs[t] @ weights[indices[t]].T``, over the columns that both have."""
     width = min(weights.shape[-2], output.shape[1])
     bgmv_expand_slice(inputs, weights, output, indices, 0, width, add_inputs)
 
@@ -52,7 +52,7 @@ def bgmv_expand_slice(
     size: int,
     add_inputs: bool = True,
 ) -> None:
-    """``bgmv_expand`` into columns ``offset : offset + size``."""
+    """Compute ``bgmv_expand`` into columns ``offset : offset + size``."""
     for rows, matrix in _by_adapter(weights, indices, output.dtype):
         part = inputs[rows].to(output.dtype) @ matrix[:size].T
         if add_inputs:
@@ -62,29 +62,29 @@ def bgmv_expand_slice(
 
 
 def sgmv_shrink(inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *metadata: Any) -> None:
-    """``bgmv_shrink`` with one index per sequence; ``metadata`` is vLLM's prefill metadata, then the scaling."""
+    """Compute ``bgmv_shrink`` per sequence; ``metadata`` is vLLM's prefill metadata, then the scaling."""
     bgmv_shrink(inputs, weights, output, _per_token(metadata), metadata[-1])
 
 
 def sgmv_expand(inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *metadata: Any) -> None:
-    """``bgmv_expand`` with one index per sequence; the last of ``metadata`` is ``add_inputs``."""
+    """Compute ``bgmv_expand`` per sequence; the last of ``metadata`` is ``add_inputs``."""
     bgmv_expand(inputs, weights, output, _per_token(metadata), metadata[-1])
 
 
 def sgmv_expand_slice(inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, *metadata: Any) -> None:
-    """``bgmv_expand_slice`` with one index per sequence; ``metadata`` ends with offset, size, ``add_inputs``."""
+    """Compute ``bgmv_expand_slice`` per sequence; ``metadata`` ends with offset, size, ``add_inputs``."""
     bgmv_expand_slice(inputs, weights, output, _per_token(metadata), *metadata[-3:])
 
 
 def _per_token(metadata: tuple[Any, ...]) -> torch.Tensor:
-    """vLLM's prefill metadata (starts, lengths, indices, ...) -> the adapter index of each token."""
+    """Return each token's adapter index from vLLM's prefill metadata (starts, lengths, indices, ...)."""
     return torch.repeat_interleave(metadata[2], metadata[1])
 
 
 def _by_adapter(
     weights: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[slice | torch.Tensor, torch.Tensor]]:
-    """For each adapter in use: its tokens, and its matrix ``[out, in]`` in ``dtype``."""
+    """Yield, for each adapter in use, its tokens and its matrix ``[out, in]`` in ``dtype``."""
     slots = torch.unique(indices).tolist()
     for slot in slots:
         if slot >= 0:

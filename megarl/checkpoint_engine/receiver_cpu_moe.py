@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts under LoRA on vLLM's CPU back end.
+"""Run routed experts with LoRA on vLLM's CPU back end.
 
-With LoRA switched on, vLLM 0.32 runs every mixture of experts through its Triton experts, whether or not an adapter
-has experts, and Triton needs a GPU. Here the same base weights and the same per-slot adapter buffers, which vLLM has
-loaded, checked and scaled, go through torch.
+With LoRA enabled, vLLM 0.32 runs every mixture of experts through its Triton kernels, whether or not an adapter has
+experts, and Triton needs a GPU. This module computes with torch from the same base weights and per-slot adapter
+buffers, which vLLM has loaded, checked and scaled.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from megarl.errors import UnsupportedError
 
 
 def install() -> None:
-    """Replace the Triton experts' computation; does nothing where vLLM has none."""
+    """Replace the computation of the Triton experts. Does nothing if vLLM has none."""
     try:
         from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
     except ImportError:
@@ -26,7 +26,7 @@ def install() -> None:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Adapter buffers, each ``[slots, experts, ...]``, and the slot of each token, -1 for none.
+    """Adapter buffers, each ``[slots, experts, ...]``, and the slot of each token (-1 for none).
 
     Shapes: H hidden, I inner, r rank. Gate and up: A ``[r, H]``, B ``[I, r]``; down: A ``[r, I]``, B ``[H, r]``.
     """
@@ -56,7 +56,7 @@ def _apply(
     expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """vLLM's ``FusedMoEExpertsModular.apply`` for unquantised SwiGLU experts that are all on this rank."""
+    """vLLM's ``FusedMoEExpertsModular.apply``, for unquantised SwiGLU experts that are all on this rank."""
     if getattr(activation, "value", activation) != "silu":
         raise UnsupportedError(f"experts on a CPU support the activation 'silu', not {activation}")
     if expert_map is not None or apply_router_weight_on_input or a1q_scale is not None or a2_scale is not None:
@@ -84,14 +84,14 @@ def run_experts(
     chosen: torch.Tensor,
     slots: _Slots | None,
 ) -> torch.Tensor:
-    """``[T, H]`` float32: the weighted sum of each token's experts.
+    """Return the weighted sum of each token's experts, float32 ``[T, H]``.
 
     Args:
         hidden: ``[T, H]``.
-        w1: ``[E, 2I, H]``, gate then up.
+        w1: gate then up, ``[E, 2I, H]``.
         w2: ``[E, H, I]``.
-        weights, chosen: ``[T, K]``, routing probabilities and expert indices.
-        slots: adapters, or None.
+        weights, chosen: routing probabilities and expert indices, ``[T, K]``.
+        slots: the adapters' buffers, or None.
     """
     total = torch.zeros(hidden.shape, dtype=torch.float32)
     for expert in torch.unique(chosen).tolist():
@@ -117,7 +117,7 @@ def _add(
     slots: torch.Tensor,
     expert: int,
 ) -> None:
-    """Add each slot's delta to its rows; the parts lie side by side in ``out``. Scaling is in B already."""
+    """Add each slot's delta to its rows. The parts lie side by side in ``out``. The scaling is already in B."""
     for slot in torch.unique(slots).tolist():
         if slot < 0:
             continue

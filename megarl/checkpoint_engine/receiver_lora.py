@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A received PEFT adapter -> vLLM's LoRA weights: names, shapes, scaling, and the proof that they are in place.
+"""Convert a received PEFT adapter to vLLM's LoRA weights: names, shapes, scaling. Verify that they are in place.
 
-vLLM's ``PEFTHelper`` of 0.26 knows one rank and one alpha. Each module's scaling (PEFT's: ``alpha / r``, or
-``alpha / sqrt(r)`` with rsLoRA, Kalajdzievski 2023) is therefore multiplied into its B, once, in float32, and vLLM is
-told rank = alpha, whose scaling is 1.
+vLLM 0.26's ``PEFTHelper`` has one rank and one alpha. Each module's scaling (PEFT's: ``alpha / r``, or ``alpha /
+sqrt(r)`` with rsLoRA, Kalajdzievski 2023) is therefore multiplied into its B once, in float32, and vLLM is given alpha
+= rank, so that its own scaling is 1.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
 from megarl.peft.rules import rank_and_scaling, read_config
 
 SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-# Modules that vLLM can adapt in another layout (lora_embedding_A, logits) than the linear one proven here.
+# Modules that vLLM adapts in another layout (lora_embedding_A, logits) than the linear one tested here.
 NOT_LINEAR = (EMBEDDING, OUTPUT)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One module's matrices: ``a`` [rank, in], ``b`` [out, rank] with the scaling inside, in vLLM's LoRA dtype."""
+    """One module's matrices in vLLM's LoRA dtype: ``a`` [rank, in]; ``b`` [out, rank], times the scaling."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -38,25 +38,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class StagedAdapter:
-    """A proven adapter: module's Hugging Face name -> its pair."""
+    """A checked adapter: maps each module's Hugging Face name to its pair."""
 
     pairs: dict[str, Pair]
     rank: int
 
 
 def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> StagedAdapter:
-    """Prove an adapter against the model and fold its scaling.
+    """Check an adapter against the model, and multiply its scaling into B.
 
     Args:
         manager: vLLM's worker LoRA manager.
-        tensors: PEFT's on-disk name -> full tensor on the CPU.
+        tensors: maps PEFT's on-disk names to full tensors on the CPU.
         config: PEFT's ``adapter_config.json``.
 
     Raises:
-        WeightSyncError: a tensor that no module takes, a target or half of a pair that is missing, a wrong shape or
-            rank, a value that is not finite.
-        AdapterError, UnsupportedError: see ``megarl.peft.rules.read_config``; an adapter of a part of the experts; one
-            of a router that vLLM would ignore.
+        WeightSyncError: no module takes a tensor, a target or half of a pair is missing, or a tensor has a wrong shape
+            or rank or is not finite.
+        AdapterError, UnsupportedError: see ``megarl.peft.rules.read_config``. Also if the adapter covers a part of the
+            experts, or a router that vLLM would ignore.
     """
     peft_config = read_config(config)
     inner, shapes = manager._adapter_manager, linear_shapes(manager)
@@ -87,7 +87,7 @@ def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[s
 
 
 def build_lora_model(manager: Any, staged: StagedAdapter, lora_id: int) -> LoRAModel:
-    """Return vLLM's own form of a staged adapter; the staged tensors stay untouched."""
+    """Return a staged adapter in vLLM's form. The staged tensors are not changed."""
     tensors = {}
     for module, pair in staged.pairs.items():
         tensors[PREFIX + module + SUFFIXES["a"]] = pair.a.clone()
@@ -110,10 +110,10 @@ def build_lora_model(manager: Any, staged: StagedAdapter, lora_id: int) -> LoRAM
 def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> list[str]:
     """Compare the buffers that vLLM's kernels read with the staged adapter, bit for bit.
 
-    Every wrapped module is looked at: those without a pair must hold zeros. Catches what vLLM drops without an error.
+    Every wrapped module is compared; those without a pair must hold zeros. This finds what vLLM drops without an error.
 
     Returns:
-        Names of modules that differ.
+        Names of the modules that differ.
     """
     inner = manager._adapter_manager
     if lora_id not in inner.lora_index_to_id:
@@ -135,7 +135,7 @@ def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> li
 
 
 def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
-    """Hugging Face name of every linear module that vLLM can adapt -> (input size, output size), unsharded."""
+    """Map every linear module that vLLM can adapt to (input size, output size), unsharded, by Hugging Face name."""
     found: dict[str, tuple[int, int]] = {}
     for module, parts in _wrapped(manager._adapter_manager):
         if receiver_moe.is_experts(module):
@@ -147,7 +147,7 @@ def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
 
 
 def rename_mapper(model: Any) -> Any:
-    """vLLM's Hugging Face -> vLLM renaming without stacking, or None (0.32 and 0.26 name it differently)."""
+    """Return vLLM's renaming of Hugging Face names without stacking, or None (0.32 and 0.26 name it differently)."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name in ("get_rename_mapper", "get_unstacked_mapper"):
         if hasattr(mapper, name):
@@ -156,7 +156,7 @@ def rename_mapper(model: Any) -> Any:
 
 
 def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Module -> (A, B); every tensor must be one half of a complete pair."""
+    """Map modules to (A, B). Every tensor must be one half of a complete pair."""
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         half = next((half for half, suffix in SUFFIXES.items() if name.endswith(suffix)), None)
@@ -173,8 +173,10 @@ def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, to
 def _check_targets(
     halves: Any, shapes: dict[str, tuple[int, int]], config: LoraConfig, parameters: dict[str, str]
 ) -> None:
-    """What came must be exactly what the config targets in this model; ``parameters`` are modules that it targets as
-    such."""
+    """Refuse tensors that are not exactly those of the config's targets in this model.
+
+    ``parameters`` are modules that the config targets as parameters.
+    """
     unknown = halves.keys() - shapes.keys()
     if unknown:
         raise WeightSyncError(f"no linear module of the model takes the adapter of {listed(unknown)}")
@@ -190,7 +192,7 @@ def _check_targets(
 
 
 def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:
-    """(wrapped linear module or experts of vLLM, Hugging Face names of its parts in order)."""
+    """Yield (vLLM's wrapped linear or experts, Hugging Face names of its parts in order)."""
     for name, module in inner.modules.items():
         linear = name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size")
         if linear or receiver_moe.is_experts(module):
@@ -198,7 +200,7 @@ def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The matrices A and B in one slot of what the kernels read, in the order of the parts."""
+    """Return A and B of one slot from the buffers that the kernels read, in the order of the parts."""
     if receiver_moe.is_experts(module):
         return receiver_moe.buffers(module, slot)
     return [stacked[slot, 0] for stacked in module.lora_a_stacked], [
@@ -207,7 +209,7 @@ def _buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Ten
 
 
 def _output_sizes(layer: Any, slices: int) -> list[int]:
-    """Unsharded output size of each slice of a (fused) vLLM linear layer."""
+    """Return the unsharded output size of each slice of a (fused) vLLM linear layer."""
     if hasattr(layer, "total_num_kv_heads"):
         # output_sizes of a QKV layer counts replicated KV heads once per rank.
         value_size = getattr(layer, "v_head_size", layer.head_size)
@@ -217,7 +219,7 @@ def _output_sizes(layer: Any, slices: int) -> list[int]:
 
 
 def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[Any]]:
-    """This rank's part of each matrix, by vLLM's own slicing."""
+    """Return this rank's part of each matrix, by vLLM's own slicing."""
     if receiver_moe.is_experts(module):
         return receiver_moe.shards(module, a, b)
     if len(a) > 1:
@@ -228,7 +230,7 @@ def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[An
 
 
 def _holds(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    """Whether a padded buffer holds exactly ``expected`` (None: nothing) and zeros around it."""
+    """Return True if a padded buffer holds exactly ``expected`` (None: nothing), and zeros around it."""
     if expected is None:
         return not buffer.any()
     rows, columns = expected.shape

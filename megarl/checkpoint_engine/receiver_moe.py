@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in vLLM: the names and shapes of their weights, the buffers of their adapters.
+"""Mixtures of experts in vLLM: names and shapes of their weights, buffers of their adapters.
 
 Adapter files hold one pair for each projection of each expert. vLLM takes them by these names, stacks those of a layer,
-and keeps them in buffers ``[slots, experts, ...]`` of one module. It lists the parts of that module expert by expert:
-gate, down, up.
+and keeps them in buffers ``[slots, experts, ...]`` of one module. It lists that module's parts expert by expert: gate,
+down, up.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from megarl.checkpoint_engine.wire import listed
 from megarl.errors import UnsupportedError
 
 PROJECTIONS = ("gate", "down", "up")
-# The parameters of a layer's experts, and the kernels that keep them as the checkpoint has them.
+# Parameters of a layer's experts, and the kernels that keep them in the checkpoint's layout.
 BASE_WEIGHTS = ("w13_weight", "w2_weight")
 PLAIN_KERNELS = ("TritonExperts",)
 
@@ -25,12 +25,12 @@ Tensors = list[torch.Tensor | None]
 
 
 def is_experts(module: Any) -> bool:
-    """Whether a module that vLLM wrapped is the experts of a layer."""
+    """Return True if a module that vLLM wrapped is a layer's experts."""
     return isinstance(module, FusedMoEWithLoRA)
 
 
 def experts_of(inner: Any) -> Iterator[tuple[str, Any, list[str]]]:
-    """(name, module, Hugging Face names of its parts) of the experts of every layer.
+    """Yield (name, module, Hugging Face names of its parts) for the experts of every layer.
 
     Args:
         inner: vLLM's LoRA model manager.
@@ -41,11 +41,11 @@ def experts_of(inner: Any) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 def check_engine(inner: Any) -> None:
-    """Refuse engines whose experts lie in another way than the one proven here.
+    """Refuse engines whose experts are in another layout than the tested one.
 
     Raises:
-        UnsupportedError: expert parallelism, experts that vLLM takes as one stacked tensor, that share matrices, that
-            are held twice or have no gate.
+        UnsupportedError: the engine has expert parallelism, or experts that vLLM takes as one stacked tensor, that
+            share matrices, that are held twice, or that have no gate.
     """
     for name, module, parts in experts_of(inner):
         for refused, reason in (
@@ -62,7 +62,7 @@ def check_engine(inner: Any) -> None:
 
 
 def shapes(module: Any, parts: list[str]) -> dict[str, tuple[int, int]]:
-    """Part -> (input size, output size), unsharded."""
+    """Map each part to (input size, output size), unsharded."""
     hidden, inner = module.hidden_size, module.intermediate_size_per_partition * module.tp_size
     sizes = {"gate": (hidden, inner), "down": (inner, hidden), "up": (hidden, inner)}
     return {part: sizes[PROJECTIONS[number % len(PROJECTIONS)]] for number, part in enumerate(parts)}
@@ -72,11 +72,12 @@ def check_stackable(inner: Any, ranks: Mapping[str, int]) -> None:
     """Refuse adapters that vLLM cannot stack.
 
     Args:
-        inner: vLLM's LoRA model manager.
+        inner: maps adapted modules to their ranks.
         ranks: adapted module -> its rank.
 
     Raises:
-        UnsupportedError: some projections or experts of a layer only, or one projection at several ranks.
+        UnsupportedError: the adapter has only some projections or experts of a layer, or one projection at several
+            ranks.
     """
     for name, _, parts in experts_of(inner):
         adapted = [part for part in parts if part in ranks]
@@ -97,7 +98,7 @@ def check_stackable(inner: Any, ranks: Mapping[str, int]) -> None:
 
 
 def buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The matrices A and B in one slot of what the kernels read, in the order of the parts."""
+    """Return A and B of one slot from the buffers that the kernels read, in the order of the parts."""
     found = []
     for w13, w2 in (
         (module.w13_lora_a_stacked, module.w2_lora_a_stacked),
@@ -110,7 +111,7 @@ def buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tens
 
 
 def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
-    """This rank's part of each matrix, by vLLM's own slicing; ``a`` and ``b`` in the order of the parts."""
+    """Return this rank's part of each matrix, by vLLM's own slicing. ``a`` and ``b`` are in the order of the parts."""
     slices = (
         (module._slice_w13_a, module._slice_w13_b),
         (module._slice_w2_a, module._slice_w2_b),
@@ -120,7 +121,7 @@ def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _sliced(matrices: Tensors, slices: list[Callable[[torch.Tensor], torch.Tensor]]) -> Tensors:
-    """vLLM slices one projection of all experts at once, ``[experts, rows, columns]``."""
+    """Slice the matrices; vLLM slices one projection of all experts at once, ``[experts, rows, columns]``."""
     found: Tensors = [None] * len(matrices)
     for number, cut in enumerate(slices):
         every = slice(number, None, len(slices))
@@ -131,24 +132,24 @@ def _sliced(matrices: Tensors, slices: list[Callable[[torch.Tensor], torch.Tenso
 
 
 def is_switched(module: Any, slot: int, adapted: bool) -> bool:
-    """Whether the kernels use the slot exactly if it holds an adapter of the experts."""
+    """Return True if the kernels use the slot exactly when it holds an adapter of the experts."""
     return bool(module.adapter_enabled[slot]) == adapted
 
 
 def base_names(name: str, parts: list[str], plain: bool) -> dict[str, str]:
-    """Hugging Face name of an expert's weight -> the name by which ``model.load_weights`` takes it.
+    """Map the Hugging Face name of each expert's weight to the name by which ``model.load_weights`` takes it.
 
     Args:
-        name: of the experts' module.
-        parts: of it.
-        plain: whether vLLM finds its way through LoRA wrappers by itself (0.32).
+        name: name of the experts' module.
+        parts: names of its parts.
+        plain: True if vLLM resolves LoRA wrappers itself (0.32).
     """
     inside = name if plain else f"{name}.base_layer"
     return {f"{part}.weight": f"{inside}{part.removeprefix(name)}.weight" for part in parts}
 
 
 def base_shapes(inner: Any) -> dict[str, tuple[int, int]]:
-    """Hugging Face name of each expert's weight -> its shape; vLLM itself pads smaller ones without an error."""
+    """Map the Hugging Face name of each expert's weight to its shape. vLLM pads smaller ones without an error."""
     return {
         f"{part}.weight": (outputs, inputs)
         for _, module, parts in experts_of(inner)
@@ -157,19 +158,19 @@ def base_shapes(inner: Any) -> dict[str, tuple[int, int]]:
 
 
 def holds_base(layer: Any) -> bool:
-    """Whether a layer of the model holds the base weights of experts."""
+    """Return True if a layer of the model holds the base weights of experts."""
     return all(hasattr(layer, weight) for weight in BASE_WEIGHTS)
 
 
 @contextmanager
 def loading_base(inner: Any) -> Iterator[None]:
-    """While base weights are loaded, make the experts take plain names.
+    """Make the experts accept plain names while base weights are loaded.
 
-    With LoRA they expect ``.base_layer.`` inside an expert's name and drop all others without an error; 0.26 then also
-    looks for its own parameters under such names and fails.
+    With LoRA they expect ``.base_layer.`` inside an expert's name and drop all others without an error. 0.26 also looks
+    for its own parameters under such names and fails.
 
     Raises:
-        UnsupportedError: a kernel that keeps the weights in a layout of its own, which a reload would not give.
+        UnsupportedError: a kernel keeps the weights in a layout of its own, which a reload would not restore.
     """
     wrapped = [module.base_layer.routed_experts for _, module, _ in experts_of(inner)]
     for name, module, _ in experts_of(inner):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of mixtures of experts in vLLM: that their adapters count.
+"""Make adapters of routers take effect in vLLM's mixtures of experts.
 
 vLLM's experts may call their layer's router themselves. vLLM (0.26, 0.32) then wraps the router with LoRA, wraps the
-experts, and sets the wrapped router on the experts' wrapper; the experts below it keep calling the router without an
-adapter, and say nothing.
+experts, and sets the wrapped router on the experts' wrapper. The experts inside it silently keep calling the router
+without an adapter.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from megarl.errors import UnsupportedError
 
 
 def install() -> None:
-    """Make vLLM connect routers as soon as it has wrapped a model: before it compiles or captures anything."""
+    """Make vLLM connect routers right after it wraps a model, before it compiles or captures anything."""
     create = LoRAModelManager._create_lora_modules
 
     def create_and_connect(self: Any) -> None:
@@ -29,10 +29,10 @@ def install() -> None:
 
 
 def connect_routers(modules: Iterable[Any]) -> None:
-    """Where a layer's experts call the router themselves, make them call the one with the adapter.
+    """Make experts that call their layer's router themselves call the router with the adapter.
 
     Args:
-        modules: what vLLM wrapped.
+        modules: the modules that vLLM wrapped.
     """
     modules = list(modules)
     wrappers = {id(module.base_layer): module for module in modules if isinstance(module, BaseLayerWithLoRA)}
@@ -43,7 +43,7 @@ def connect_routers(modules: Iterable[Any]) -> None:
 
 
 def ignored_routers(inner: Any) -> set[str]:
-    """Names of wrapped routers whose adapters would not count: the experts call another module in their place."""
+    """Return the names of wrapped routers whose adapters would be ignored, because the experts call another module."""
     called = [module.base_layer for _, module, _ in experts_of(inner)]
     bypassed = {
         id(getattr(runner.gate, "base_layer", runner.gate))
@@ -58,7 +58,7 @@ def check_routers(inner: Any, adapted: Iterable[str]) -> None:
     """Refuse adapters of routers that this vLLM would ignore.
 
     Raises:
-        UnsupportedError: naming them.
+        UnsupportedError: there are such routers; the message names them.
     """
     if ignored := ignored_routers(inner) & set(adapted):
         raise UnsupportedError(

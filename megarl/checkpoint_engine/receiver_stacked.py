@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of stacked experts, as PEFT's ``target_parameters`` has them -> vLLM's pairs, one for each projection.
+"""Convert adapters of stacked experts (PEFT's ``target_parameters``) to vLLM's pairs, one for each projection.
 
-PEFT (0.21) keeps one pair for all E experts of a parameter: A ``[E * r, in]`` with one expert's rows after the other's,
-B ``[out, r * E]`` of which expert e has every E-th column from e on. Gate and up are of one parameter and share A;
-B has gate's rows before up's. vLLM (0.32) splits its 3D format in the same way (``_convert_3d_to_2d_moe_lora``), but
-only in engines that were started for it; 0.26 has no such option.
+PEFT (0.21) keeps one pair for all E experts of a parameter: A ``[E * r, in]``, with the rows of one expert after those
+of the other, and B ``[out, r * E]``, in which expert e has the columns e, e + E, e + 2E, ... Gate and up are one
+parameter and share A; B has gate's rows before up's. vLLM (0.32) splits its 3D format in the same way
+(``_convert_3d_to_2d_moe_lora``), but only in engines that were started for it; 0.26 has no such option.
 """
 
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class Unstacked(NamedTuple):
 
     Attributes:
         halves: module -> (A, B).
-        keys: module -> the parameter's name, by which PEFT's patterns match it.
-        absent: projections that the adapter leaves alone, in layers where vLLM needs all or none.
+        keys: module -> the parameter's name, with which PEFT's patterns are compared.
+        absent: projections that the adapter does not cover, in layers where vLLM needs all or none.
     """
 
     halves: dict[str, tuple[torch.Tensor, torch.Tensor]]
@@ -38,18 +38,18 @@ class Unstacked(NamedTuple):
 
 
 def unstack(inner: Any, halves: Halves, modules: Mapping[str, tuple[int, int]], config: LoraConfig) -> Unstacked:
-    """Split what is stacked; everything else keeps its pair.
+    """Split the stacked pairs. All other modules keep their pairs.
 
     Args:
         inner: vLLM's LoRA model manager.
-        halves: PEFT's module -> (A, B), as they came.
-        modules: what vLLM can adapt -> (input size, output size).
-        config: with ``target_parameters``.
+        halves: PEFT's module -> (A, B), as received.
+        modules: modules that vLLM can adapt -> (input size, output size).
+        config: PEFT's config, with ``target_parameters``.
 
     Raises:
-        WeightSyncError: a pair that is missing, or that the experts cannot share.
+        WeightSyncError: a pair is missing, or the experts cannot share it.
     """
-    left = {_known(name, modules): pair for name, pair in halves.items()}
+    remaining = {_known(name, modules): pair for name, pair in halves.items()}
     keys = {name: f"{_in_transformers(name)}.weight" for name in modules}
     absent: dict[str, tuple[int, int]] = {}
     for _, module, parts in experts_of(inner):
@@ -60,19 +60,19 @@ def unstack(inner: Any, halves: Halves, modules: Mapping[str, tuple[int, int]], 
             keys |= dict.fromkeys(members, f"{experts}.{leaf}")
             if leaf in adapted:
                 wrapper = f"{experts}.base_layer" if leaf == GATE_UP and DOWN in adapted else experts
-                left |= _split(wrapper, left, members, module.local_num_experts)
+                remaining |= _split(wrapper, remaining, members, module.local_num_experts)
             elif adapted:
                 absent |= {part: shapes(module, parts)[part] for part in members}
-    return Unstacked(left, {name: key for name, key in keys.items() if _targeted(key, config)}, absent)
+    return Unstacked(remaining, {name: key for name, key in keys.items() if _targeted(key, config)}, absent)
 
 
 def _split(
-    name: str, left: dict[str, tuple[torch.Tensor, torch.Tensor]], members: list[str], experts: int
+    name: str, remaining: dict[str, tuple[torch.Tensor, torch.Tensor]], members: list[str], experts: int
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Take a stacked pair out of ``left``; member -> its pair."""
-    if name not in left:
+    """Remove a stacked pair from ``remaining`` and return each member's pair."""
+    if name not in remaining:
         raise WeightSyncError(f"adapter_config.target_parameters covers '{name}', but no tensor of it came")
-    a, b = left.pop(name)
+    a, b = remaining.pop(name)
     parts = len(members) // experts
     if a.shape[0] % experts or b.shape[1] % experts or b.shape[0] % parts:
         raise WeightSyncError(
@@ -89,7 +89,7 @@ def _split(
 
 
 def _targeted(key: str, config: LoraConfig) -> bool:
-    """PEFT's matching of ``target_parameters``."""
+    """Match by PEFT's rule for ``target_parameters``."""
     return any(f".{key}".endswith(f".{target}") for target in config.target_parameters or ())
 
 
@@ -98,6 +98,6 @@ def _in_transformers(name: str) -> str:
 
 
 def _known(name: str, modules: Mapping[str, Any]) -> str:
-    """A module's name in vLLM."""
+    """Return a module's name in vLLM."""
     other = name.replace(BLOCKS[0], BLOCKS[1])
     return other if name not in modules and other in modules else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory: buckets are files in /dev/shm that receivers map. Same host only.
+"""Transport by shared memory: buckets are files in /dev/shm that receivers map. Same host only.
 
 Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::
 
@@ -10,8 +10,8 @@ Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::
     end.head           the manifest
     failed             a receiver's error; ends the transfer at both ends
 
-A mapped file lives on after it is unlinked, so the sender unlinks each bucket once every receiver has it: at most
-``DEPTH`` buckets exist at a time. ``shm_folders`` removes what dead senders leave.
+A mapped file stays usable after it is unlinked. The sender unlinks each bucket once every receiver has mapped it, so at
+most ``DEPTH`` buckets exist at a time. ``shm_folders`` removes what dead senders leave behind.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ DEPTH = 2
 
 
 def host_id() -> str:
-    """Identity of this machine since its last boot (``boot_id``): equal for processes that can share memory."""
+    """Return this machine's identity since its last boot (``boot_id``), equal for processes that can share memory."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class ShmSender:
-    """Trainer half. Raises ``WeightSyncError`` without space, after the timeout, or when a receiver failed."""
+    """Trainer half. Raises ``WeightSyncError`` if space runs out, after the timeout, or when a receiver failed."""
 
     def __init__(self, link: Link) -> None:
         remove_stale()
@@ -50,16 +50,16 @@ class ShmSender:
         self._folder, self._lock = make_folder()
 
     def endpoint(self) -> dict[str, Any]:
-        """Folder, host identity and time limit."""
+        """Return the folder, the host's identity and the time limit."""
         return {"transport": "shm", "folder": str(self._folder), "host": host_id(), "timeout": self._timeout}
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Map a new file of ``nbytes``; waits while ``DEPTH`` buckets are unread."""
+        """Map a new file of ``nbytes``. Waits while ``DEPTH`` buckets are unread."""
         while self._count - self._oldest >= DEPTH:
             self._release_oldest()
         with open(self._folder / f"{self._count:05}.data", "w+b") as file:
             try:
-                # Reserves the pages: without it a full /dev/shm kills the process with SIGBUS at the first write.
+                # Reserve the pages. Otherwise a full /dev/shm kills the process with SIGBUS at the first write.
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             except OSError as error:
                 free = shutil.disk_usage(ROOT).free
@@ -79,7 +79,7 @@ class ShmSender:
         _publish(self._folder / "end.head", manifest)
 
     def close(self) -> None:
-        """Remove the folder; receivers keep what they have mapped."""
+        """Remove the folder. Receivers keep what they have mapped."""
         shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -133,17 +133,17 @@ class ShmReceiver:
             return Frame(end.read_bytes(), None)
         header = head.read_bytes()
         with open(self._folder / f"{stem}.data", "r+b") as file:
-            # Copy on write: torch wants a writable buffer, and a write here must never reach the other receivers.
+            # Copy on write: torch needs a writable buffer, and a write here must never reach the other receivers.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         (self._folder / f"{stem}.ack.{self._index}").touch()
         self._next += 1
         return Frame(header, torch.frombuffer(mapped, dtype=torch.uint8))
 
     def close(self) -> None:
-        """Nothing to release: mappings go with the tensors that use them."""
+        """Do nothing: mappings are released with the tensors that use them."""
 
     def fail(self, reason: str) -> None:
-        """Tell the sender and the other receivers, so that they need not wait for their timeouts."""
+        """Tell the sender and the other receivers, so that they do not wait for their timeouts."""
         with contextlib.suppress(OSError):
             _publish(self._folder / "failed", f"receiver {self._index}: {reason}".encode())
 
@@ -159,20 +159,20 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> ShmReceiver:
 
 
 def _publish(path: Path, data: bytes) -> None:
-    """Write a file so that it appears at once and whole."""
+    """Write a file so that it appears complete, at once."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     hidden.write_bytes(data)
     hidden.rename(path)
 
 
 def _raise_if_failed(folder: Path) -> None:
-    """Raise ``WeightSyncError`` where a receiver has reported a failure."""
+    """Raise ``WeightSyncError`` if a receiver has reported a failure."""
     with contextlib.suppress(FileNotFoundError):
         raise WeightSyncError((folder / "failed").read_text())
 
 
 def _wait(ready: Callable[[], bool], deadline: float, problem: str) -> None:
-    """Poll with growing pauses (0.1 ms to 5 ms: a transfer of an adapter takes a few ms)."""
+    """Poll with growing pauses, from 0.1 ms to 5 ms; transferring an adapter takes a few ms."""
     pause = 1e-4
     while not ready():
         if time.monotonic() > deadline:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of shared memory whose owner can be seen to be alive. No torch: the reaper removes those of the dead, too.
+"""Folders of shared memory that tell whether their owner lives. No torch: the reaper uses this module too.
 
-A folder's lock is held (flock) for as long as the sender lives. Folders whose lock is free belong to dead processes:
-the end of a run and the start of the next transfer remove them.
+The sender holds a folder's lock (flock) as long as it lives. A folder whose lock is free belongs to a dead process. The
+end of a run and the start of the next transfer remove such folders.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 ROOT = Path("/dev/shm")
-# Between making a folder and giving it its name pass microseconds.
+# A folder gets its name microseconds after it is made. One that is hidden for longer has a dead owner.
 HIDDEN_SECONDS = 60.0
 
 
 def remove_stale() -> list[str]:
-    """Remove what dead senders of this user left behind; return the folders' names."""
+    """Remove what this user's dead senders left behind; return the names of the folders."""
     stale = [folder for folder in ROOT.glob(f"megarl-{os.getuid()}-*") if not is_locked(folder)]
     stale += [folder for folder in ROOT.glob(f".megarl-{os.getuid()}-*") if _is_old(folder)]
     for folder in stale:
@@ -27,7 +27,7 @@ def remove_stale() -> list[str]:
 
 
 def _is_old(folder: Path) -> bool:
-    """Whether a folder that never got its name cannot be one that is just being made."""
+    """Return True if a folder without its final name is too old to be one that is just being made."""
     try:
         return time.time() - folder.stat().st_mtime > HIDDEN_SECONDS
     except OSError:
@@ -37,7 +37,7 @@ def _is_old(folder: Path) -> bool:
 def make_folder() -> tuple[Path, int]:
     """Make a locked folder; return it and the lock's descriptor."""
     name = f"megarl-{os.getuid()}-{os.getpid()}-"
-    # The name becomes visible to ``remove_stale`` only once the lock is held.
+    # ``remove_stale`` sees the folder only when its lock is held.
     hidden = Path(tempfile.mkdtemp(prefix=f".{name}", dir=ROOT))
     lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -45,7 +45,7 @@ def make_folder() -> tuple[Path, int]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether the folder's sender is alive."""
+    """Return True if the folder's sender is alive."""
     try:
         descriptor = os.open(folder / "lock", os.O_RDWR)
     except OSError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors -> buckets -> tensors, over any transport. Digests are computed at both ends from the bytes themselves."""
+"""Turn tensors into buckets and back, over any transport. Both ends compute digests from the bytes themselves."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -39,17 +39,17 @@ def send_tensors(
 
     Args:
         sender: open sender.
-        tensors: (name, tensor) of any device; float32, float16 or bfloat16. Consumed bucket by bucket.
+        tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket.
         version: policy version.
         kind: ``"adapter"`` or ``"base"``.
         adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
-        bucket_bytes: limit of one bucket.
+        bucket_bytes: limit of one bucket in bytes.
 
     Returns:
         The manifest that was sent.
 
     Raises:
-        WeightSyncError: a dtype that cannot be sent, or the transport's failure.
+        WeightSyncError: a dtype cannot be sent, or the transport failed.
     """
     places: list[Place] = []
     digests: list[str] = []
@@ -68,9 +68,9 @@ def send_tensors(
 
 
 class Inbox:
-    """The receiving end of one transfer: iterate, then ``finish``.
+    """The receiving end of one transfer: iterate over it, then call ``finish``.
 
-    Iterating yields ``(name, tensor)``; each tensor is a view of its bucket and was checked against its digest.
+    Iterating yields ``(name, tensor)``. Each tensor is a view of its bucket and was checked against its digest.
     """
 
     def __init__(self, receiver: Receiver, index: int) -> None:
@@ -98,13 +98,13 @@ class Inbox:
                 yield place.name, tensor
 
     def finish(self) -> tuple[Manifest, Receipt]:
-        """Compare what arrived with the manifest.
+        """Compare the received tensors with the manifest.
 
         Returns:
-            The manifest, and the receipt computed from the bytes that arrived.
+            The manifest, and the receipt computed from the received bytes.
 
         Raises:
-            WeightSyncError: naming the tensors that are missing, unexpected or different.
+            WeightSyncError: tensors are missing, unexpected or different; the message names them.
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
@@ -124,12 +124,12 @@ class Inbox:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite, in one pass over the bytes: ``isfinite`` on a CPU makes several."""
+    """Return True if no value is NaN or infinite. One pass over the bytes; ``isfinite`` on a CPU makes several."""
     return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
 def digest(raw: np.ndarray) -> str:
-    """xxh3-64 of bytes ``[n]`` uint8, hexadecimal."""
+    """Return the xxh3-64 of bytes ``[n]`` uint8, in hexadecimal."""
     return xxhash.xxh3_64_hexdigest(raw.data)
 
 
@@ -144,7 +144,7 @@ def _fill(payload: torch.Tensor, bucket: int, offset: int, name: str, tensor: to
 
 
 def _view(payload: torch.Tensor, place: Place) -> torch.Tensor:
-    """The tensor inside a bucket."""
+    """Return the tensor inside a bucket."""
     dtype, shape = DTYPES.get(place.dtype), place.shape
     part = payload[place.offset : place.offset + place.nbytes]
     if dtype is None or part.nbytes != place.nbytes or math.prod(shape) * dtype.itemsize != place.nbytes:
@@ -153,7 +153,7 @@ def _view(payload: torch.Tensor, place: Place) -> torch.Tensor:
 
 
 def _compare(received: TensorList, announced: TensorList) -> None:
-    """Raise ``WeightSyncError`` naming the tensors in which two lists differ."""
+    """Raise ``WeightSyncError`` that names the tensors in which two lists differ."""
     arrived, sent = (
         {place.name: (place, found) for place, found in zip(part.places, part.digests, strict=True)}
         for part in (received, announced)

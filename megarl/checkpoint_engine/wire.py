@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that both ends of a weight transfer share, and their JSON form.
 
-A transfer is a sequence of buckets followed by one manifest. Every tensor carries its own digest, so that an error can
-name the tensor; the checksum of a whole transfer covers names, dtypes, shapes and digests in sending order. An adapter
-of a mixture has tens of thousands of tensors: what is said of each at every sync is its digest, the rest once.
+A transfer is a sequence of buckets followed by one manifest. Every tensor has its own digest, so that an error can name
+the tensor. The checksum of a whole transfer covers names, dtypes, shapes and digests in sending order. An adapter of a
+mixture has tens of thousands of tensors, so at every sync only their digests are computed; the rest is encoded once.
 """
 
 import json
@@ -22,20 +22,20 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 # Characters of a tensor's digest.
 DIGEST = 16
-# Buckets whose places are kept, encoded and parsed: more than a run's base and adapter have together.
+# Number of buckets whose encoded and parsed places are cached: more than a run's base and adapter have together.
 CACHED = 4096
 
 
 class Place(NamedTuple):
-    """Where one tensor lies and what it must be; the same at every sync of a run.
+    """Location and properties of one tensor; the same at every sync of a run.
 
     Attributes:
         name: PEFT's on-disk name (adapter) or the Hugging Face name (base).
-        dtype: torch's name of it, without the module (``"bfloat16"``).
+        dtype: torch's name of the dtype, without the module (``"bfloat16"``).
         shape: full, unsharded shape.
         bucket: index of the bucket that holds it.
         offset: byte offset in that bucket.
-        nbytes: bytes.
+        nbytes: size in bytes.
     """
 
     name: str
@@ -50,10 +50,11 @@ class Place(NamedTuple):
 class TensorList:
     """The tensors of a bucket or of a transfer, in sending order.
 
-    On the wire the places, encoded and parsed once per process however many syncs use them, come before the digests.
+    On the wire the places come before the digests. They are encoded and parsed once per process, however many syncs use
+    them.
 
     Attributes:
-        places: one per tensor.
+        places: one place per tensor.
         digests: xxh3-64 of each tensor's bytes, 16 hexadecimal digits.
     """
 
@@ -69,7 +70,7 @@ class TensorList:
         return sum(place.nbytes for place in self.places)
 
     def checksum(self, adapter_config: dict[str, Any] | None = None) -> str:
-        """xxh3-128 over name, dtype, shape and digest of the tensors in order, and the adapter's config."""
+        """Return xxh3-128 over name, dtype, shape and digest of the tensors in order, and over the adapter's config."""
         state = xxhash.xxh3_128(_encode(adapter_config))
         state.update(_identity(self.places))
         state.update("".join(self.digests).encode())
@@ -81,7 +82,7 @@ class TensorList:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Parse ``to_bytes``'s form; raises ``WeightSyncError`` where it is malformed."""
+        """Parse the result of ``to_bytes``. Raises ``WeightSyncError`` if it is malformed."""
         head, _, digests = data.partition(b"\n")
         try:
             places = _decode_places(head)
@@ -97,13 +98,13 @@ class TensorList:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that one transfer holds; the sender's word, against which each receiver's is compared.
+    """Contents of one transfer as the sender states them. Each receipt is compared with it.
 
     Attributes:
         version: policy version.
         kind: ``"adapter"`` or ``"base"``.
-        tensors: all of them, names unique.
-        adapter_config: PEFT's ``adapter_config.json`` (adapters), else None.
+        tensors: all tensors; names are unique.
+        adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
     """
 
     version: int
@@ -140,10 +141,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Parse ``to_bytes``'s form.
+        """Parse the result of ``to_bytes``.
 
         Raises:
-            WeightSyncError: not JSON, a field missing or unknown.
+            WeightSyncError: it is not JSON, or a field is missing or unknown.
         """
         head, _, tensors = data.partition(b"\n")
         tree = _decode(head, "manifest")
@@ -155,7 +156,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What one receiver really holds, computed from the bytes that arrived.
+    """Contents of one transfer as a receiver holds them, computed from the received bytes.
 
     Attributes:
         version: policy version.
@@ -163,7 +164,7 @@ class Receipt:
         receiver: index of the receiver, 0 .. receivers - 1 over all engines.
         count: number of tensors.
         nbytes: bytes of all tensors.
-        checksum: as ``Manifest.checksum``.
+        checksum: checksum of the transfer, as ``Manifest.checksum``.
     """
 
     version: int
@@ -177,7 +178,7 @@ class Receipt:
         """Compare with what was sent.
 
         Raises:
-            WeightSyncError: naming the first field that differs, and both values.
+            WeightSyncError: a field differs; the message names the first one and both values.
         """
         for field, sent in (
             ("version", manifest.version),
@@ -198,7 +199,7 @@ class Receipt:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Parse ``to_bytes``'s form; raises ``WeightSyncError`` where it is malformed."""
+        """Parse the result of ``to_bytes``. Raises ``WeightSyncError`` if it is malformed."""
         tree = _decode(data, "receipt")
         if set(tree) != {field.name for field in fields(cls)}:
             raise WeightSyncError(f"malformed receipt: fields {sorted(tree)}")
@@ -214,7 +215,7 @@ def check_sync(version: int, kind: str) -> None:
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
-    """The first few names in order, quoted, and how many more there are; for messages."""
+    """Return the first few names in order, quoted, and the number of the others; for messages."""
     ordered = sorted(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(f"'{name}'" for name in ordered[:most]) + more
@@ -235,21 +236,21 @@ def _decode_places(data: bytes) -> tuple[Place, ...]:
 
 @lru_cache(maxsize=CACHED)
 def _identity(places: tuple[Place, ...]) -> bytes:
-    """What a checksum covers of the places: not how they were cut into buckets."""
+    """Return the part of the places that a checksum covers; the division into buckets is not in it."""
     return _encode([place[:3] for place in places])
 
 
 def _encode(tree: Any) -> bytes:
-    """Compact JSON with sorted keys: equal trees have equal bytes."""
+    """Encode as compact JSON with sorted keys, so that equal trees have equal bytes."""
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _decode(data: bytes, what: str) -> dict[str, Any]:
+def _decode(data: bytes, record: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         tree = json.loads(data)
     except ValueError as error:
-        raise WeightSyncError(f"malformed {what}: {error}") from error
+        raise WeightSyncError(f"malformed {record}: {error}") from error
     if not isinstance(tree, dict):
-        raise WeightSyncError(f"malformed {what}: a JSON object was expected")
+        raise WeightSyncError(f"malformed {record}: a JSON object was expected")
     return tree

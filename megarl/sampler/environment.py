@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process environment of a sampler. Set before vLLM is imported; imports nothing of it."""
+"""Set a sampler process's environment, before vLLM is imported. Imports no vLLM."""
 
 import os
 
@@ -8,22 +8,22 @@ def prepare_environment(threads: int | None = None) -> dict[str, str]:
     """Set the variables that vLLM reads when it is imported. Call it first in the process that holds the engine.
 
     Args:
-        threads: OpenMP threads of the engine (its CPU backend computes with them). Default: all cores that this
+        threads: OpenMP threads of the engine (vLLM's CPU back end computes with them). Default: all cores that this
             process may use.
 
     Returns:
-        What was set.
+        The variables that were set.
     """
     values = {
         "HF_HUB_OFFLINE": "1",  # models are local folders; never ask a hub
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return the logprobs of what it sampled
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # quicker start; AsyncLLM has one engine process all the same
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it cannot return logprobs of the sampled tokens
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # starts faster; AsyncLLM has an engine process anyway
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Binding by vLLM would put two engines, or engine and trainer, on the same cores.
+        # vLLM's own binding would put two engines, or engine and trainer, on the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # Threads that spin while they wait starve whoever shares the cores: with a busy neighbour on 2 cores, 2
-        # spinning threads made 60 to 300 tokens/s of SmolLM2-135M's shape, 2 sleeping ones 340.
+        # Threads that spin while waiting starve other processes on the same cores. With a busy neighbour on 2 cores, 2
+        # spinning threads made 60 to 300 tokens/s of SmolLM2-135M's shape; 2 sleeping threads made 340.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "OMP_NUM_THREADS": str(threads or len(os.sched_getaffinity(0))),
     }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which policy version may be sampled from. Pure bookkeeping, no vLLM: this is where a sampler fails closed."""
+"""Decide which policy version may be sampled from. Pure bookkeeping without vLLM; this makes a sampler fail closed."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from megarl.errors import StaleVersionError, WeightSyncError
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that arrived but are not sampled from yet."""
+    """Weights that have arrived and are not sampled from yet."""
 
     version: int
     kind: Kind
@@ -20,9 +20,9 @@ class Staged:
 
 
 class VersionGate:
-    """State of one engine: base present or not, resident version, requests in flight.
+    """State of one engine: whether the base is present, the resident version, the requests in flight.
 
-    A refusal is final: what a failed sync left in the engine is unknown, so only a new engine samples again.
+    A refusal is final. What a failed sync left in the engine is unknown, so only a new engine may sample again.
     """
 
     def __init__(self, base_ready: bool) -> None:
@@ -35,17 +35,17 @@ class VersionGate:
 
     @property
     def resident(self) -> int | None:
-        """The version that may be sampled from."""
+        """The version that may be sampled from; None if there is none."""
         return self._resident
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered."""
+        """Number of requests that are being answered."""
         return sum(self._in_flight.values())
 
     @contextmanager
     def request(self, version: int) -> Iterator[None]:
-        """Hold ``version`` for the duration of a request.
+        """Keep ``version`` resident for the duration of a request.
 
         Raises:
             WeightSyncError: an earlier sync failed.
@@ -60,14 +60,14 @@ class VersionGate:
             yield
         finally:
             self._in_flight[version] -= 1
-        # A refusal while the request ran: what it drew is not trusted.
+        # If a refusal came while the request ran, its completions are not trusted.
         self.check_usable()
 
     def stage(self, receipts: list[Receipt]) -> None:
-        """Note what all workers of the engine received; they must agree.
+        """Record what all workers of the engine received. They must agree.
 
         Raises:
-            WeightSyncError: they differ, or a base arrived while requests run.
+            WeightSyncError: the workers' receipts differ.
         """
         found = {Staged(receipt.version, receipt.kind, receipt.checksum) for receipt in receipts}
         if len(found) != 1:
@@ -77,7 +77,7 @@ class VersionGate:
             self._loaded.add(self._staged.version)
 
     def base_arrives(self) -> None:
-        """Called before base weights are replaced: from here on no version is resident.
+        """Mark all versions as not resident, before base weights are replaced.
 
         Raises:
             WeightSyncError: requests are running; their tokens would mix two bases.
@@ -87,7 +87,7 @@ class VersionGate:
         self._base_ready, self._resident = False, None
 
     def check_flip(self, version: int, kind: Kind, checksum: str) -> None:
-        """Raise ``WeightSyncError`` unless exactly these weights are staged and the base is there for an adapter."""
+        """Raise ``WeightSyncError`` unless exactly these weights are staged, and for an adapter the base is present."""
         self.check_usable()
         asked = Staged(version, kind, checksum)
         if self._staged != asked:
@@ -96,7 +96,7 @@ class VersionGate:
             raise WeightSyncError(f"adapter version {version} came before the base weights; sync kind 'base' first")
 
     def flip(self) -> None:
-        """Make the staged weights current."""
+        """Switch to the staged weights."""
         assert self._staged is not None
         if self._staged.kind == "adapter":
             self._resident = self._staged.version
@@ -106,14 +106,14 @@ class VersionGate:
         self._staged = None
 
     def check_room(self, version: int, slots: int) -> None:
-        """Called before an adapter arrives, once idle ones are retired.
+        """Check, before an adapter arrives and after idle ones were retired, that the engine has a slot for it.
 
         Args:
-            version: about to arrive.
-            slots: versions that the engine can hold at once.
+            version: version that is about to arrive.
+            slots: number of versions that the engine can hold at once.
 
         Raises:
-            WeightSyncError: versions that still serve requests, and the resident one, take all slots.
+            WeightSyncError: all slots are taken by the resident version and versions that still serve requests.
         """
         live = sorted(self._loaded - {version})
         if len(live) >= slots:
@@ -124,7 +124,7 @@ class VersionGate:
             )
 
     def retirable(self, keep: int | None) -> list[int]:
-        """Versions that are loaded, are not ``keep`` and serve no request."""
+        """Return the loaded versions that serve no request, except ``keep``."""
         return sorted(version for version in self._loaded if version != keep and not self._in_flight[version])
 
     def retired(self, version: int) -> None:
@@ -133,10 +133,10 @@ class VersionGate:
         self._in_flight.pop(version, None)
 
     def refuse(self, reason: str) -> None:
-        """Generate nothing any more; the first reason stays."""
+        """Refuse to generate from now on; the first reason is kept."""
         self._refused = self._refused or reason
 
     def check_usable(self) -> None:
-        """Raise ``WeightSyncError`` with the reason after a refusal."""
+        """Raise ``WeightSyncError`` with the reason if the engine refuses."""
         if self._refused:
             raise WeightSyncError(f"the sampler refuses to generate: {self._refused}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RunConfig -> vLLM's settings. Pure dictionaries and numbers, no vLLM."""
+"""Turn a RunConfig into vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -13,19 +13,19 @@ from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
 from megarl.files import read_json
 
-# vLLM's MaxLoRARanks: the sizes its kernels' buffers may have.
+# vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Policy versions that an engine holds at once: the old one may still decode while the new one is added. vLLM gives each
-# a slot; one more than there are slots would evict an adapter that is in use, which kills the engine.
+# Policy versions that an engine holds at once: the old one may still decode while the new one is added. Each needs a
+# slot. One version more than slots would evict an adapter in use, which kills the engine.
 LIVE_VERSIONS = 2
-# Tokens of one engine step. On CPU, chunked prefill is off, since with per-request seeds it crashes (vLLM 0.32).
+# Tokens of one engine step. On CPU chunked prefill is off, because it crashes with per-request seeds (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-# Modules whose adapters vLLM holds in another layout than linears', if at all.
+# Modules whose adapters vLLM holds in another layout than a linear's, or not at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
-# Sizes of an attention head that vLLM's kernels have on a CPU (0.32: CPUAttentionBackend). With others it starts and
-# dies of the first request.
+# Sizes of an attention head that vLLM's CPU kernels support (0.32: CPUAttentionBackend). With others it starts, and
+# dies at the first request.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-# Arguments of vLLM that a setting decides -> the setting.
+# vLLM's argument -> the megarl setting that decides it.
 SETTINGS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -40,7 +40,7 @@ SETTINGS = {
     "max_lora_rank": "lora.r",
     "data_parallel_size": "sampler.engines",
 }
-# Arguments that would move an engine's ranks to where no weights are sent.
+# Arguments that would place an engine's ranks where no weights are sent.
 PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
@@ -49,8 +49,8 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
     """Return keyword arguments of vLLM's ``AsyncEngineArgs``.
 
     Args:
-        config: the run's.
-        engine_index: 0 .. sampler.engines - 1; shifts the seed.
+        config: the run's config.
+        engine_index: index of the engine, 0 .. sampler.engines - 1; shifts the seed.
         device: ``"cpu"`` or ``"cuda"``.
     """
     sampler = config.sampler
@@ -60,10 +60,10 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
         "model": str(Path(config.model.path).expanduser()),
         "dtype": config.model.dtype,
         "tensor_parallel_size": sampler.parallel.tensor,
-        # A base that never arrived then samples noise from dummy weights, which no version check would let through.
+        # With dummy weights, an engine whose base never arrives samples noise, and no version check lets it through.
         "load_format": "dummy" if config.checkpoint_engine.base_weights == "send" else "auto",
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # the model's own top_p, top_k, penalties must not leak in
+        "generation_config": "vllm",  # keeps the model's own top_p, top_k and penalties out
         "seed": sampler.seed + engine_index,
         "max_model_len": length,
         "max_num_seqs": sampler.max_num_seqs,
@@ -72,11 +72,11 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
         "enforce_eager": eager,
         "kv_cache_memory_bytes": int(sampler.kv_cache_gib * 2**30),
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from
+        "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "enable_lora": True,
         "max_lora_rank": max_lora_rank(config),
         "max_loras": LIVE_VERSIONS,
-        "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter that is in use would kill the engine
+        "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter in use would kill the engine
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
@@ -87,14 +87,14 @@ def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[
 
 
 def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
-    """Refuse what megarl says to vLLM itself.
+    """Refuse arguments that megarl passes to vLLM itself.
 
     Args:
         given: ``sampler.engine_args``.
         owned: names of the arguments that megarl sets.
 
     Raises:
-        ConfigError: naming the argument and the setting to use, where there is one.
+        ConfigError: an argument is megarl's; the message names it, and the setting to use if there is one.
     """
     for name in sorted({*owned, *PLACED} & given.keys()):
         setting = SETTINGS.get(name)
@@ -103,7 +103,7 @@ def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
 
 
 def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's ``SamplingParams``: every one that changes the distribution is explicit."""
+    """Return keyword arguments of vLLM's ``SamplingParams``. Every one that changes the distribution is explicit."""
     sampler = config.sampler
     return {
         "n": sampler.samples_per_prompt,
@@ -128,15 +128,15 @@ def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> d
 
 
 def check_sampled(config: RunConfig) -> None:
-    """Refuse what the sampler has not been shown to compute, before anything is started.
+    """Refuse models and settings that the sampler is not known to compute correctly, before anything is started.
 
     Raises:
-        ConfigError: a folder without a readable config.json, a stop token that the model cannot draw, or a KV cache
-            that cannot hold one sequence.
-        UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head.
+        ConfigError: the folder has no readable config.json, the model cannot draw a stop token, or the KV cache cannot
+            hold one sequence.
+        UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head, is not supported.
     """
     if config.sampler.engine_args:
-        engine_arguments(config, 0, "cuda")  # refuses those that megarl sets
+        engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets
     shape = read_model_shape(config.model.path)
     family = FAMILIES.get(str(shape.get("model_type")))
     if family is None or family.sampler is None:
@@ -167,11 +167,11 @@ def check_sampled(config: RunConfig) -> None:
 
 
 def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: int) -> None:
-    """Refuse what vLLM computes otherwise than transformers and the trainer, or has not been shown to compute alike."""
+    """Refuse attention that vLLM computes differently from transformers, or that is not tested."""
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     if kind in ("dynamic", "longrope"):
-        # vLLM stretches "dynamic" frequencies at every length, transformers beyond max_position_embeddings only.
+        # vLLM scales "dynamic" frequencies at every length, transformers only beyond max_position_embeddings.
         raise UnsupportedError(f"model.path: the sampler does not support rope_type '{kind}' of its config.json")
     if reason := support.refused(shape):
         raise UnsupportedError(f"model.path: the sampler does not support {reason} of its config.json")
@@ -184,7 +184,7 @@ def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: 
 
 
 def _check_cache(config: RunConfig, shape: Mapping[str, Any]) -> None:
-    """vLLM says so only after it has loaded the model; it rounds up to whole blocks, and has the last word."""
+    """Refuse a KV cache that cannot hold one sequence; vLLM reports that only after it has loaded the model."""
     sampler, heads = config.sampler, shape.get("num_attention_heads") or 1
     if "kv_cache_dtype" in sampler.engine_args:
         return
@@ -200,19 +200,19 @@ def _check_cache(config: RunConfig, shape: Mapping[str, Any]) -> None:
 
 
 def _head_dim(shape: Mapping[str, Any]) -> int:
-    """0 where config.json leaves it to the family's default."""
+    """Return the size of an attention head; 0 if config.json leaves it to the family's default."""
     return shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
 
 
 def check_device(config: RunConfig, device: str) -> None:
-    """Refuse what vLLM cannot compute on the device that the run has got.
+    """Refuse models that vLLM cannot compute on the run's device.
 
     Args:
-        config: the run's.
+        config: the run's config.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        UnsupportedError: the model's head size, on a CPU.
+        UnsupportedError: the model's head size is not supported on a CPU.
     """
     shape = read_model_shape(config.model.path)
     size = _head_dim(shape)
@@ -224,7 +224,7 @@ def check_device(config: RunConfig, device: str) -> None:
 
 
 def _lora(config: RunConfig) -> dict[str, Any]:
-    """PEFT's settings of the adapter: the section's, or those of the one it starts from."""
+    """Return the adapter's PEFT settings: the section's, or those of ``lora.init_from``."""
     if config.lora.init_from:
         return read_json(
             Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from", ConfigError
@@ -233,15 +233,15 @@ def _lora(config: RunConfig) -> dict[str, Any]:
 
 
 def max_lora_rank(config: RunConfig) -> int:
-    """The smallest buffer rank that holds every module's.
+    """Return the smallest buffer rank that holds every module's rank.
 
     Raises:
-        UnsupportedError: a rank above vLLM's largest.
+        UnsupportedError: a rank exceeds vLLM's largest.
     """
     lora = _lora(config)
     rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
     if lora.get("target_parameters"):
-        # PEFT then stacks experts named in target_modules too, gate and up in one pair of twice the rank.
+        # PEFT then also stacks experts in target_modules; their gate and up become one pair of twice the rank.
         rank = max(rank, 2 * lora["r"])
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
@@ -250,13 +250,13 @@ def max_lora_rank(config: RunConfig) -> int:
 
 
 def stop_tokens(model_path: str) -> tuple[int, ...]:
-    """Ids that end a completion: ``eos_token_id`` of generation_config.json, else of config.json.
+    """Return the ids that end a completion: ``eos_token_id`` of generation_config.json, else of config.json.
 
     Returns:
-        Sorted ids; empty when the model names none (completions then end at their maximal length).
+        Sorted ids; empty if the model names none (completions then end at their maximal length).
 
     Raises:
-        ConfigError: ``eos_token_id`` is neither an integer nor a list of them.
+        ConfigError: ``eos_token_id`` is neither an integer nor a list of integers.
     """
     folder = Path(model_path).expanduser()
     for name in ("generation_config.json", "config.json"):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One vLLM engine that answers from one verified policy version: token ids in, token ids and logprobs out.
+"""Run one vLLM engine that answers from one verified policy version: token ids in, token ids and logprobs out.
 
-Needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets up the default
-process group and the thread count of whatever process holds it.
+It needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets the default
+process group and the thread count of the process that holds it.
 
-Reproducibility: each prompt has its own seed, made from ``sampler.seed``, the engine's index, the version and the
-position in the version's calls. The same calls therefore give the same completions, up to the rounding that vLLM's
-kernels owe to the batch (its composition depends on timing).
+Reproducibility: each prompt has a seed made from ``sampler.seed``, the engine's index, the version and the position in
+the version's calls. The same calls therefore give the same completions, except for rounding that depends on the
+composition of vLLM's batches, hence on timing.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ from megarl.types import Completion
 
 
 class VllmSampler:
-    """One engine on vLLM's ``AsyncLLM``; its methods are those of ``checkpoint_engine.manager.Sink`` and ``generate``.
+    """One engine on vLLM's ``AsyncLLM``. Its methods are ``generate`` and those of ``checkpoint_engine.manager.Sink``.
 
-    Policy version v is LoRA id v + 1 (ids start at 1) under the name ``policy-v<v>``: one to one, since the prefix
-    cache keys on the name. Other methods may be called while ``generate`` runs.
+    Policy version v has LoRA id v + 1 (ids start at 1) and the name ``policy-v<v>``. Names are unique per version,
+    because the prefix cache keys on them. Other methods may be called while ``generate`` runs.
 
     Args:
-        config: the run's.
-        engine_index: 0 .. sampler.engines - 1.
+        config: the run's config.
+        engine_index: index of the engine, 0 .. sampler.engines - 1.
     """
 
     def __init__(self, config: RunConfig, *, engine_index: int) -> None:
@@ -52,19 +52,19 @@ class VllmSampler:
 
     @property
     def receivers(self) -> int:
-        """vLLM workers of this engine, each of which receives weights."""
+        """Number of vLLM workers of this engine. Each one receives weights."""
         return self._config.sampler.parallel.tensor
 
     @property
     def version(self) -> int | None:
-        """The policy version that may be sampled from, None before the first sync."""
+        """The policy version that may be sampled from; None before the first sync."""
         return self._gate.resident
 
     async def start(self) -> None:
         """Start the engine.
 
         Raises:
-            ConfigError: ``sampler.engine_args`` names an argument that vLLM lacks.
+            ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
             WorkerError: vLLM did not start; the cause is chained.
         """
         from vllm import AsyncEngineArgs
@@ -88,16 +88,16 @@ class VllmSampler:
         """Sample from one policy version.
 
         Args:
-            prompts: ``[P]`` int64 token ids each, 1 <= P <= sampler.max_prompt_tokens.
+            prompts: token ids of each prompt, int64 ``[P]``, 1 <= P <= sampler.max_prompt_tokens.
             version: the policy version that must answer.
 
         Returns:
-            For each prompt, ``sampler.samples_per_prompt`` completions.
+            ``sampler.samples_per_prompt`` completions for each prompt.
 
         Raises:
             StaleVersionError: another version is resident, or none.
-            WeightSyncError: a sync failed before or meanwhile.
-            DataError: a prompt that is empty, too long, or holds an unknown token.
+            WeightSyncError: a sync failed before or during the call.
+            DataError: a prompt is empty, too long, or holds an unknown token.
             WorkerError: the engine died or failed.
         """
         for number, prompt in enumerate(prompts):
@@ -120,15 +120,15 @@ class VllmSampler:
         """Receive one transfer in every worker and stage it.
 
         Args:
-            endpoint: the sender's, as JSON.
+            endpoint: the sender's endpoint as JSON.
             first: receiver index of this engine's first worker.
 
         Returns:
             Each worker's receipt.
 
         Raises:
-            WeightSyncError: what arrived is not exactly what was sent, or does not fit the model; or older versions
-                still serve requests and leave no room. The sampler refuses to generate from then on.
+            WeightSyncError: the received weights are not exactly those that were sent, or do not fit the model; or
+                older versions still serve requests and leave no slot. The sampler refuses to generate from then on.
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
@@ -145,10 +145,10 @@ class VllmSampler:
             return receipts
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
-        """Make the staged weights current, after the proof that vLLM's kernels read exactly them.
+        """Switch to the staged weights, after checking that vLLM's kernels read exactly them.
 
         Raises:
-            WeightSyncError: other weights are staged, or vLLM holds something else than what was staged.
+            WeightSyncError: other weights are staged, or vLLM does not hold the staged ones.
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
@@ -166,7 +166,7 @@ class VllmSampler:
             self._gate.flip()
 
     async def retire(self, version: int) -> None:
-        """Drop every adapter but ``version``'s, those excepted that still serve a request (a later call drops them).
+        """Drop every adapter except ``version``'s. Versions that still serve a request are dropped by a later call.
 
         Raises:
             WorkerError: the engine died.
@@ -175,22 +175,22 @@ class VllmSampler:
             await self._drop_idle(version)
 
     async def refuse(self, reason: str) -> None:
-        """Generate nothing any more; running requests fail too. Final for this engine."""
+        """Refuse to generate from now on; running requests fail too. Final for this engine."""
         self._gate.refuse(reason)
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
-        """For each worker, the LoRA ids that are staged and those that vLLM holds."""
+        """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""
         return await self._rpc("megarl_resident")
 
     async def close(self) -> None:
-        """Stop the engine and its processes; may be called twice."""
+        """Stop the engine and its processes. May be called twice."""
         engine, self._engine = self._engine, None
         self._gate.refuse("it was closed")
         if engine is not None:
             engine.shutdown()
 
     async def _sample(self, prompt: np.ndarray, version: int, seed: int) -> list[Completion]:
-        """All completions of one prompt."""
+        """Return all completions of one prompt."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -217,7 +217,7 @@ class VllmSampler:
         return [self._completion(prompt, one, version) for one in output.outputs]
 
     def _completion(self, prompt: np.ndarray, output: Any, version: int) -> Completion:
-        """vLLM's output -> our record; raises ``WorkerError`` for anything incomplete."""
+        """Convert vLLM's output to a Completion. Raises ``WorkerError`` if anything is incomplete."""
         ids = np.asarray(output.token_ids, dtype=np.int64)
         logprobs = np.asarray(
             [step[token].logprob for step, token in zip(output.logprobs, ids.tolist(), strict=True)], dtype=np.float32
@@ -235,7 +235,7 @@ class VllmSampler:
         )
 
     def _check_prompt(self, number: int, prompt: np.ndarray) -> None:
-        """Refuse what vLLM would truncate, reject or crash on."""
+        """Refuse prompts that vLLM would truncate, reject or crash on."""
         if prompt.ndim != 1 or prompt.dtype != np.int64:
             raise DataError(f"prompt {number} must be one-dimensional int64, got {prompt.dtype} {prompt.shape}")
         limit = self._config.sampler.max_prompt_tokens
@@ -247,7 +247,7 @@ class VllmSampler:
             raise DataError(f"prompt {number} holds a token outside the vocabulary of {self._vocabulary}")
 
     def _alive(self) -> Any:
-        """The engine, or ``WorkerError``."""
+        """Return the engine; raise ``WorkerError`` if it is not running."""
         if self._engine is None:
             raise WorkerError(f"sampler {self._index} is not started or was closed")
         return self._engine
@@ -260,7 +260,7 @@ class VllmSampler:
             self._gate.retired(old)
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call the extension in every worker."""
+        """Call a method of the extension in every worker."""
         return await self._call(self._alive().collective_rpc(method, args=args))
 
     async def _answer(self, awaitable: Any, timeout: float | None = None) -> Any:
@@ -268,7 +268,7 @@ class VllmSampler:
         return await answer_of(awaitable, self._alive(), f"sampler {self._index}", timeout)
 
     async def _call(self, awaitable: Any) -> Any:
-        """Await vLLM; its errors become ``WorkerError`` (dead) or ``WeightSyncError`` (what a worker raised)."""
+        """Await vLLM. Errors become ``WorkerError`` if the engine is dead, else ``WeightSyncError``."""
         try:
             return await self._answer(awaitable, self._config.checkpoint_engine.timeout_seconds)
         except TimeoutError as error:
@@ -279,7 +279,7 @@ class VllmSampler:
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
-        """Whatever fails in here, cancellation included, closes the gate."""
+        """Close the gate if anything in the block fails, cancellation included."""
         try:
             yield
         except BaseException as error:
@@ -288,26 +288,26 @@ class VllmSampler:
 
 
 def _lora_request(version: int) -> Any:
-    """vLLM's handle on a version; the path is never read, but must not be empty."""
+    """Return vLLM's handle of a version. The path is never read, but must not be empty."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"policy-v{version}", version + 1, "megarl")
 
 
 def _seed(config: RunConfig, engine: int, version: int, call: int, prompt: int) -> int:
-    """31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
+    """Return the 31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
     return xxhash.xxh3_64_intdigest(repr((config.sampler.seed, engine, version, call, prompt)).encode()) >> 33
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost message: vLLM wraps a failure in several of its own, and quotes what a worker raised."""
+    """Return the innermost message; vLLM wraps a failure in several errors and quotes the worker's."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)
 
 
 def _resolve(device: str) -> str:
-    """``train.device``; ``"auto"`` is CUDA where torch sees it."""
+    """Resolve ``train.device``: ``"auto"`` is CUDA if torch sees a GPU."""
     import torch
 
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

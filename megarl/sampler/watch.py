@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait for what a vLLM engine answers, but no longer than the engine lives.
+"""Wait for an answer of a vLLM engine, but no longer than the engine lives.
 
-When its process dies, vLLM (0.32) fails the requests that are running, but leaves other calls (``add_lora``,
-``collective_rpc``) without an answer: a run whose engine died in a weight sync would stand still until that times out.
+When the engine's process dies, vLLM (0.32) fails running requests but leaves other calls (``add_lora``,
+``collective_rpc``) without an answer. A run whose engine died during a weight sync would then wait until that times
+out.
 """
 
 import asyncio
@@ -11,22 +12,22 @@ from typing import Any
 
 from megarl.errors import WorkerError
 
-# Between two looks at whether the engine is still there.
+# Seconds between checks that the engine lives.
 LOOK_SECONDS = 0.2
 
 
 async def answer_of(awaitable: Awaitable[Any], engine: Any, name: str, timeout: float | None = None) -> Any:
-    """What ``awaitable`` returns or raises.
+    """Return or raise the result of ``awaitable``.
 
     Args:
-        awaitable: a call of the engine, or several; cancelled if it ends without an answer.
+        awaitable: a call of the engine, or several; cancelled if this function ends without an answer.
         engine: vLLM's ``AsyncLLM``.
-        name: of the engine, for messages.
-        timeout: seconds, or None.
+        name: name of the engine in messages.
+        timeout: seconds, or None for no limit.
 
     Raises:
         WorkerError: the engine died first.
-        TimeoutError: no answer in time.
+        TimeoutError: there was no answer in time.
     """
     clock = asyncio.get_running_loop().time
     deadline = float("inf") if timeout is None else clock() + timeout
@@ -34,7 +35,7 @@ async def answer_of(awaitable: Awaitable[Any], engine: Any, name: str, timeout: 
     try:
         while not task.done():
             if engine.errored:
-                # vLLM's own error says more, where there is one.
+                # Wait once more: vLLM's own error, if it comes, says more.
                 await asyncio.wait({task}, timeout=LOOK_SECONDS)
                 break
             if clock() >= deadline:
