@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA reinforcement learning on Megatron-Core with vLLM sampling. See README.md.
 
-The public names below are imported when they are first used: ``import megarl`` loads neither torch nor vLLM.
+Public names are imported on first use, so ``import megarl`` loads neither torch nor vLLM.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.types import Sample
     from megarl.verify.command import verify_model
 
-# Public name -> the module that has it.
+# Public name -> the module that defines it.
 _HOMES = {
     "MegatronModel": "megarl.model.megatron_model",
     "NllLoss": "megarl.loss",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error megarl raises on purpose.
+"""Define every error that megarl raises on purpose.
 
-Each class is also the standard exception a caller would expect (``ConfigError`` is a ``ValueError``), so code that
-does not know megarl still handles them. Messages name the field, the value and the fix.
+Each class is also the standard exception that a caller would expect (``ConfigError`` is a ``ValueError``), so code that
+does not know megarl handles it too. Messages name the field, the value and the fix.
 """
 
 import difflib
@@ -18,7 +18,7 @@ class ConfigError(MegarlError, ValueError):
 
 
 class UnsupportedError(MegarlError, NotImplementedError):
-    """The request is valid but not proven here; the message says what is supported."""
+    """The request is valid but not supported here; the message says what is supported."""
 
 
 class DataError(MegarlError, ValueError):
@@ -42,7 +42,7 @@ class CheckpointError(MegarlError, RuntimeError):
 
 
 class WeightSyncError(MegarlError, RuntimeError):
-    """Weights did not reach the sampler exactly; the run stops rather than sample from others."""
+    """Weights did not reach the sampler exactly; the run stops instead of sampling from other weights."""
 
 
 class StaleVersionError(MegarlError, RuntimeError):
@@ -61,8 +61,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or ``""``.
 
     Args:
-        name: what the user wrote.
-        known: the names that would have been right.
+        name: the name that the user wrote.
+        known: the names that are possible.
     """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
@@ -77,10 +77,10 @@ def first_few(problems: Sequence[str], most: int = 5) -> str:
 
 
 def pick(registry: dict, name: str, what: str, error: type[MegarlError] = ConfigError):
-    """Return ``registry[name]``, or raise ``error`` listing the registered names and the nearest one.
+    """Return ``registry[name]``; raise ``error`` with the registered names and the nearest one if it is missing.
 
     Args:
-        registry: name -> entry.
+        registry: maps names to entries.
         name: the requested name.
         what: what the registry holds, for the message (``"loss"``, ``"task"``).
         error: the class to raise.

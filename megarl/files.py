@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files and folders that appear whole or not at all, whatever kills the writer; locks; paths as users write them.
+"""Write files and folders atomically, lock folders, read JSON, resolve the user's paths.
 
-Imports no torch: config and controller use it too.
+Files and folders appear complete or not at all, however the writer ends. Imports no torch, because config and
+controller use this module too.
 """
 
 import contextlib
@@ -20,27 +21,27 @@ from megarl.errors import CheckpointError, ConfigError, MegarlError
 LOCK = ".lock"
 LOCK_SECONDS = 300.0
 HIDDEN = ".{}.partial"
-# Characters of a wrong path that are quoted.
+# Number of characters of a wrong path that a message quotes.
 SHOWN = 80
 
 
 def publish(target: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a hidden folder beside ``target``, force all of it to disk, and give it the name by one rename.
+    """Fill a hidden folder beside ``target``, flush it to disk, and rename it to ``target``.
 
-    What killed writers left beside it is removed first, under a lock that every ``publish`` into the same parent
-    takes: a folder that is still being written is never touched.
+    What killed writers left beside it is removed first, under a lock that every ``publish`` into the same parent takes.
+    A folder that is still being written is never touched.
 
     Args:
-        target: must not exist; its parent must.
-        fill: writes into the folder it is given. When it raises, nothing is left.
+        target: the folder to make; must not exist. Its parent must exist.
+        fill: writes into the folder that it is given. If it raises, nothing is left.
 
     Raises:
-        CheckpointError: another process has been writing beside it for ``LOCK_SECONDS``.
+        CheckpointError: another process has been writing in the same parent for ``LOCK_SECONDS``.
         OSError: the folder cannot be written.
     """
     with _only_writer(target.parent) as alone:
-        for left in target.parent.glob(HIDDEN.format("*")) if alone else ():
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in target.parent.glob(HIDDEN.format("*")) if alone else ():
+            shutil.rmtree(leftover, ignore_errors=True)
         partial = target.with_name(HIDDEN.format(target.name))
         shutil.rmtree(partial, ignore_errors=True)
         try:
@@ -55,7 +56,7 @@ def publish(target: Path, fill: Callable[[Path], None]) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder that ``publish`` made; killed half way, it leaves nothing under the folder's name."""
+    """Remove a folder that ``publish`` made. If killed half way, it leaves nothing under the folder's name."""
     hidden = folder.with_name(HIDDEN.format(folder.name))
     shutil.rmtree(hidden, ignore_errors=True)
     folder.rename(hidden)
@@ -63,13 +64,13 @@ def discard(folder: Path) -> None:
 
 
 def _flush_all(folder: Path) -> None:
-    """Force a folder and all that is in it to disk, so that no crash after a rename leaves it empty."""
+    """Flush a folder and all that is in it to disk, so that a crash after a rename cannot leave it empty."""
     for path in (*folder.rglob("*"), folder):
         _flush(path)
 
 
 def _flush(path: Path) -> None:
-    """Force a file, or the entries of a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,14 +80,14 @@ def _flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; the kernel frees it however this process ends. False where it cannot be locked."""
+    """Hold the folder's lock until the block or the process ends; yield False if the file system has no locks."""
     with (folder / LOCK).open("a") as handle:
         locked = _lock(handle, folder)
         try:
             yield locked
         finally:
             if locked:
-                # Not by closing alone: a process forked meanwhile would go on holding it.
+                # Unlocked explicitly: a process forked meanwhile would keep the lock after the file is closed here.
                 fcntl.flock(handle, fcntl.LOCK_UN)
 
 
@@ -109,9 +110,9 @@ def _lock(handle: IO[str], folder: Path) -> bool:
 
 @contextlib.contextmanager
 def write_directory(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes ``target`` when the block ends well, by a rename; else nothing is left.
+    """Yield an empty directory that is renamed to ``target`` if the block succeeds; otherwise nothing is left.
 
-    An old directory there is removed only once the new one has its place.
+    An old directory at ``target`` is removed only when the new one has replaced it.
     """
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     old = target.with_name(f".{target.name}.{os.getpid()}.old")
@@ -129,19 +130,19 @@ def write_directory(target: Path) -> Iterator[Path]:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Put a text file in place, as ``replacing``."""
+    """Write a text file atomically; see ``replacing``."""
     with replacing(file) as handle:
         handle.write(text)
 
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[IO[str]]:
-    """Yield a text file that takes ``file``'s place when the block ends well, by one rename once it is on disk.
+    """Yield a text file that is flushed and renamed to ``file`` if the block succeeds.
 
-    A failure leaves the old one as it was.
+    A failure leaves the old file as it was.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     partial = file.with_name(HIDDEN.format(file.name))
     try:
@@ -156,15 +157,15 @@ def replacing(file: Path) -> Iterator[IO[str]]:
 
 
 def read_json(file: Path, where: str, error: type[MegarlError]) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Args:
-        file: to read.
-        where: what the message starts with: the setting or folder that names the file.
+        file: the file to read.
+        where: start of the message: the setting or folder that names the file.
         error: class to raise.
 
     Raises:
-        MegarlError: of the class ``error``: the file is missing, or is no JSON object.
+        MegarlError: of the class ``error``: the file is missing, or does not hold a JSON object.
     """
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))
@@ -178,16 +179,16 @@ def read_json(file: Path, where: str, error: type[MegarlError]) -> dict[str, Any
 
 
 def append_line(file: Path, line: str) -> None:
-    """Add a line to a file, all of it or nothing, and force it to disk. The file is made where its folder exists.
+    """Append a line to a file, completely or not at all, and flush it to disk. Makes the file if its folder exists.
 
     Raises:
-        OSError: it cannot be written; the file ends as it did before.
+        OSError: the line cannot be written; the file is as before.
     """
     with file.open("ab", buffering=0) as handle:
         before = os.fstat(handle.fileno()).st_size
         try:
             data = memoryview(f"{line}\n".encode())
-            while data:  # a full disk takes a part first
+            while data:  # a full disk may accept a part of it
                 data = data[handle.write(data) :]
             os.fsync(handle.fileno())
         except BaseException:
@@ -197,10 +198,10 @@ def append_line(file: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def writing(file: Path, error: type[MegarlError] = CheckpointError) -> Iterator[None]:
-    """Say by name what the block could not write.
+    """Turn an OSError in the block into an error that names the file.
 
     Raises:
-        MegarlError: of the class ``error``, in place of an OSError.
+        MegarlError: of the class ``error``, instead of an OSError.
     """
     try:
         yield
@@ -209,14 +210,15 @@ def writing(file: Path, error: type[MegarlError] = CheckpointError) -> Iterator[
 
 
 def user_path(field: str, value: str | Path) -> Path:
-    """A path that a user wrote, absolute, with ``~`` replaced; it need not exist.
+    """Return a path that a user wrote as an absolute one, with ``~`` replaced. It need not exist.
 
     Args:
-        field: dotted name of the setting, or of the option, for the message.
+        field: dotted name of the setting, or name of the option, for the message.
         value: the path.
 
     Raises:
-        ConfigError: no file can have this path: an unknown ``~user``, a name too long, a zero byte, no permission.
+        ConfigError: no file can have this path: an unknown ``~user``, a name that is too long, a zero byte, no
+            permission.
     """
     try:
         path = Path(value).expanduser().absolute()
@@ -231,15 +233,15 @@ def user_path(field: str, value: str | Path) -> Path:
 
 
 def find_file(field: str, value: str, folder: Path | None = None) -> Path:
-    """The absolute path of an existing file that a user named.
+    """Return the absolute path of an existing file that a user named.
 
     Args:
         field: dotted name of the setting, for the message.
-        value: the path; a relative one is looked up in ``folder`` first, then in the current folder.
-        folder: of the recipe.
+        value: the path. A relative one is looked up in ``folder`` first, then in the current folder.
+        folder: folder of the recipe.
 
     Raises:
-        ConfigError: no such file.
+        ConfigError: there is no such file.
     """
     given = user_path(field, value)
     relative = folder is not None and not value.startswith(("~", "/"))
@@ -252,7 +254,7 @@ def find_file(field: str, value: str, folder: Path | None = None) -> Path:
 
 
 class FolderLock:
-    """Holds a folder for this process alone, until it ends or ``release``; the kernel frees it however it ends.
+    """Locks a folder for this process until ``release`` or its end; the kernel frees it however the process ends.
 
     Attributes:
         held: False on a file system without locks.
@@ -262,10 +264,10 @@ class FolderLock:
         """Take the lock.
 
         Args:
-            folder: exists.
+            folder: the folder; must exist.
 
         Raises:
-            CheckpointError: another process has it; names that process.
+            CheckpointError: another process holds the lock; the message names it.
             OSError: the lock file cannot be written.
         """
         self.folder = folder
@@ -290,23 +292,23 @@ class FolderLock:
         self._handle.flush()
 
     def check(self) -> None:
-        """Find out whether the folder is still there.
+        """Check that the folder is still the one that was locked.
 
         Raises:
-            CheckpointError: it was deleted, or replaced by another one.
+            CheckpointError: the folder was deleted, or replaced by another one.
         """
-        own = os.fstat(self._handle.fileno())
+        locked_file = os.fstat(self._handle.fileno())
         try:
             there = os.stat(self.folder / LOCK)
         except OSError as error:
             raise CheckpointError(
                 f"run folder '{self.folder}' is gone: it was deleted or moved while the run went on"
             ) from error
-        if (own.st_dev, own.st_ino) != (there.st_dev, there.st_ino):
+        if (locked_file.st_dev, locked_file.st_ino) != (there.st_dev, there.st_ino):
             raise CheckpointError(
                 f"run folder '{self.folder}' is another one now: it was replaced while the run went on"
             )
 
     def release(self) -> None:
-        """Let others have the folder; safe to call twice."""
+        """Release the lock. Safe to call twice."""
         self._handle.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own code where a registered name goes: ``file.py:Name`` or ``package.module:Name``."""
+"""Load the user's own objects by name: ``file.py:Name`` or ``package.module:Name``."""
 
 import importlib
 import importlib.util
@@ -15,31 +15,32 @@ from megarl.files import find_file
 
 
 def pick_or_load(registry: Mapping[str, Any], name: str, what: str, field: str, folder: Path | None = None) -> Any:
-    """An entry of a registry, or the object that ``name`` says where to find.
+    """Return an entry of a registry, or the object that ``name`` locates.
 
     Args:
-        registry: name -> entry.
+        registry: maps names to entries.
         name: a registered name, ``file.py:Name`` or ``package.module:Name``.
         what: what the registry holds, for the message (``"loss"``).
         field: dotted name of the setting.
         folder: see ``load_object``.
 
     Raises:
-        ConfigError: an unknown name, or one of ``load_object``.
+        ConfigError: the name is unknown, or ``load_object`` fails.
     """
     return load_object(name, field, folder) if ":" in name else pick(dict(registry), name, what)
 
 
 def load_object(spec: str, field: str, folder: Path | None = None) -> Any:
-    """Import what a setting names.
+    """Import the object that a setting names.
 
     Args:
         spec: ``file.py:Name`` or ``package.module:Name``.
         field: dotted name of the setting, for messages.
-        folder: where a relative file is looked up first, then in the current folder; None: the current folder only.
+        folder: folder in which a relative file is looked up before the current folder; None: the current folder only.
 
     Raises:
-        ConfigError: malformed, no such file or module, one that cannot be imported, or no such name in it.
+        ConfigError: the value is malformed, there is no such file or module, it cannot be imported, or it lacks the
+            name.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name.isidentifier():
@@ -58,15 +59,15 @@ def load_object(spec: str, field: str, folder: Path | None = None) -> Any:
 
 
 def import_file(file: Path, field: str, spec: str) -> Any:
-    """Import a Python file under a name that no other file gets.
+    """Import a Python file under a module name that is unique to it.
 
     Args:
-        file: ends in ``.py``; exists.
-        field: dotted name of the setting that names it.
+        file: the file; exists and ends in ``.py``.
+        field: dotted name of the setting that names the file.
         spec: the setting's value.
 
     Raises:
-        ConfigError: it cannot be imported; a MegarlError of its own passes.
+        ConfigError: the file cannot be imported. A MegarlError that it raises is passed on.
     """
     name = f"megarl_user_{file.stem}_{xxhash.xxh3_64(str(file).encode()).hexdigest()}"
     module_spec = importlib.util.spec_from_file_location(name, file)
@@ -85,7 +86,7 @@ def import_file(file: Path, field: str, spec: str) -> Any:
 
 
 def absolute(spec: str, field: str, folder: Path) -> str:
-    """``spec`` with its file by an absolute path: other processes have other working directories.
+    """Return ``spec`` with an absolute path of its file, because other processes have other working directories.
 
     Raises:
         ConfigError: there is no such file.

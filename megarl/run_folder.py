@@ -11,30 +11,30 @@ from megarl.files import user_path
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
 HELD_OUT = "held_out.json"
 CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
-# Rows, checkpoints and completions of steps that a resume goes back before.
+# Rows, checkpoints and completions of steps that were undone when a run resumed from an earlier step.
 DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
 STEP = "step-{:06d}"
-# Of a checkpoint: written last, so that a checkpoint with it is complete.
+# Last file written of a checkpoint, so that a checkpoint that has it is complete.
 STATE = "state.json"
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint (``STEP``) was saved."""
+    """Return the step after which a checkpoint (``STEP``) was saved."""
     return int(checkpoint.name.rpartition("-")[2])
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint can be resumed from: the file that names its contents is there."""
+    """Return True if a checkpoint can be resumed: the file that lists its contents is there."""
     return (checkpoint / STATE).is_file()
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints of a run folder, oldest first."""
+    """Return the complete checkpoints of a run folder, oldest first."""
     return sorted(filter(is_complete, (folder / CHECKPOINTS).glob("step-*")))
 
 
 def last_checkpoint(folder: Path) -> Path:
-    """The newest complete checkpoint.
+    """Return the newest complete checkpoint.
 
     Raises:
         CheckpointError: there is none.
@@ -46,15 +46,15 @@ def last_checkpoint(folder: Path) -> Path:
 
 
 def saved_config(run: str | Path, field: str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config that a run saved, and overrides on top.
+    """Load the config that a run saved, with overrides on top.
 
     Args:
-        run: the folder, as the user wrote it.
+        run: the run folder, as the user wrote it.
         field: the setting or argument that named it, for the message.
         overrides: see ``load_config``.
 
     Raises:
-        ConfigError: it is not a run folder; see ``load_config`` too.
+        ConfigError: it is not a run folder; see also ``load_config``.
     """
     saved = user_path(field, run) / CONFIG
     if not saved.is_file():

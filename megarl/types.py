@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen records that travel between the parts. No torch here: arrays are NumPy, so that tasks stay light.
+"""Frozen records that travel between the packages. Arrays are NumPy, not torch, so that tasks stay light.
 
 Shape letters: P prompt tokens, R response tokens, L = P + R tokens of a sequence.
 """
@@ -12,19 +12,19 @@ import numpy as np
 
 from megarl.errors import DataError
 
-# The largest reward, and metric of one. Twice this, the widest a group can spread, is still a float32, as
-# advantages are, and sums of squares of such rewards are still float64.
+# Largest reward, and largest metric of a reward. Twice this, the widest spread in a group, still fits float32 (the
+# dtype of advantages), and sums of squares of such rewards fit float64.
 LARGEST_REWARD = 1e38
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question a task asks.
+    """One question of a task.
 
     Attributes:
-        id: stable within the task's data set (``"train-17"``); appears in logs and rollouts.
+        id: identifier, stable within the task's data set (``"train-17"``); appears in logs and rollouts.
         messages: chat messages ``{"role": ..., "content": ...}`` that the chat template renders.
-        data: what the reward needs (the answer, the numbers allowed, ...); never shown to the model.
+        data: values that the reward needs (the answer, the allowed numbers, ...); never shown to the model.
     """
 
     id: str
@@ -34,14 +34,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the sampler returned for one prompt, token by token.
+    """One completion that the sampler returned for a prompt, token by token.
 
     Attributes:
-        prompt_ids: ``[P]`` int64, exactly the ids that were sent.
-        response_ids: ``[R]`` int64, exactly the ids that were drawn (the stop token included).
-        logprobs: ``[R]`` float32, log-probability of each drawn token under the distribution it was drawn from
-            (temperature applied).
-        versions: ``[R]`` int64, the policy version that made each token.
+        prompt_ids: exactly the ids that were sent, int64 ``[P]``.
+        response_ids: exactly the ids that were drawn, the stop token included, int64 ``[R]``.
+        logprobs: log-probability of each drawn token under the distribution that it was drawn from (temperature
+            applied), float32 ``[R]``.
+        versions: policy version that made each token, int64 ``[R]``.
         finish_reason: ``"stop"`` or ``"length"``.
     """
 
@@ -62,17 +62,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sample:
-    """One training sequence: tokens, which of them the policy chose, and what is known of each.
+    """One training sequence: its tokens, which of them the policy chose, and per-token inputs of the loss.
 
     Attributes:
         tokens: ``[L]`` int64.
-        response_mask: ``[L]`` bool, True where the policy chose the token. ``response_mask[0]`` is False (the first
-            token has no prediction). R = ``response_mask.sum()``.
+        response_mask: True where the policy chose the token, bool ``[L]``. ``response_mask[0]`` is False, because
+            nothing predicts the first token. R = ``response_mask.sum()``.
         advantage: scalar advantage of the sequence.
-        sampler_logprobs: ``[R]`` float32, from the sampler.
-        old_logprobs: ``[R]`` float32 or None, the trainer's own at the start of the step. None means that the loss
-            uses the current logprobs, detached (exact for a single on-policy update).
-        reference_logprobs: ``[R]`` float32 or None, with the adapter disabled.
+        sampler_logprobs: logprobs from the sampler, float32 ``[R]``, or None.
+        old_logprobs: the trainer's logprobs at the start of the step, float32 ``[R]``, or None. With None the loss uses
+            the current logprobs, detached (exact for a single on-policy update).
+        reference_logprobs: logprobs of the reference policy, float32 ``[R]``, or None.
     """
 
     tokens: np.ndarray

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch that every contender gets."""
+"""Make the batch that every contender gets."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from megarl.types import Sample
 
 
 def make_samples(settings: BenchSettings, vocab: int) -> list[Sample]:
-    """Random sequences of equal length. A sequence feeds all its tokens but the last."""
+    """Make random sequences of equal length. A sequence feeds all its tokens but the last."""
     rng = np.random.default_rng(settings.seed)
     trained = settings.response_tokens // settings.sequences
     mask = np.arange(settings.length + 1) > settings.length - trained

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step goes: marks on the device's own time line, read once the step is over."""
+"""Time the phases of a step by marks on the device's time line, read when the step is over."""
 
 import resource
 import time
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 class Clock:
-    """Times steps whose phases end at ``mark``."""
+    """Times steps. Each phase of a step ends at a call of ``mark``."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -21,7 +21,7 @@ class Clock:
         self._marks: list[tuple[str, Any]] = []
 
     def time(self, step: Callable[[], None]) -> None:
-        """Run a step and keep its phases and its ``total``, in milliseconds."""
+        """Run a step and store the milliseconds of its phases and their ``total``."""
         self._synchronise()
         begin = time.perf_counter()
         self._marks = [("", self._now())]
@@ -33,24 +33,24 @@ class Clock:
         self.steps.append(phases | {"total": total})
 
     def mark(self, phase: str) -> None:
-        """The phase of this name ends here; does not wait for the device."""
+        """End the phase of this name here. Does not wait for the device."""
         self._marks.append((phase, self._now()))
 
     def medians(self) -> dict[str, float]:
-        """Median of each phase over the steps since ``clear``, milliseconds."""
+        """Return the median milliseconds of each phase over the steps since ``clear``."""
         return {name: median(step[name] for step in self.steps) for name in self.steps[0]}
 
     def clear(self) -> None:
-        """Forget all steps (the warm-up's) and their peak of memory, with what torch keeps of it for later."""
+        """Forget all steps (those of the warm-up), their peak memory, and the memory that torch has cached."""
         self.steps = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_gib(self) -> float:
-        """Most memory that torch held since ``clear``; on a CPU the process, since its start.
+        """Return the most memory that torch held since ``clear``; on a CPU, that of the process since its start.
 
-        Not what tensors took of it: the memory of CUDA graphs counts as free while they wait for their replay.
+        It counts reserved memory, not tensors: memory of CUDA graphs counts as free while they wait for their replay.
         """
         if self.device.type == "cpu":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contender in a process of its own: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile]`.
+"""Measure one contender in its own process: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile]`.
 
-A process each, because memory that one contender's allocator or compiler holds must not count for the next.
+Each contender gets a process, because memory that its allocator or compiler holds must not count for the next one.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ GEMM = "gemm"
 
 
 class Step(Protocol):
-    """What is measured."""
+    """Interface of a contender."""
 
     device: torch.device
     info: dict[str, Any]
@@ -32,25 +32,25 @@ class Step(Protocol):
 
 
 def build(name: Contender, settings: BenchSettings) -> Step:
-    """Make a contender; imports only what it needs."""
+    """Make a contender. Imports only what it needs."""
     if name == "peft":
-        from megarl.bench.theirs import PeftStep
+        from megarl.bench.peft_step import PeftStep
 
         return PeftStep(settings)
-    from megarl.bench.ours import OurStep
+    from megarl.bench.megarl_step import MegarlStep
 
     if name != "full":
-        return OurStep(settings, name, full=False)
-    return OurStep(settings, "te" if has_te() else "local", full=True)
+        return MegarlStep(settings, name, full=False)
+    return MegarlStep(settings, "te" if has_te() else "local", full=True)
 
 
 def has_te() -> bool:
-    """Whether the ``te`` back end can run here."""
+    """Return True if the ``te`` back end can run here."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: bool) -> dict[str, Any]:
-    """Warm up, time, and profile where asked.
+    """Warm up, measure, and profile if asked.
 
     Returns:
         ``tokens_per_second`` of whole steps, ``phases`` in milliseconds, ``peak_gib`` and more.
@@ -87,7 +87,7 @@ def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: 
 
 
 def measure_gemm(settings: BenchSettings) -> dict[str, Any]:
-    """The ceiling: TFLOP/s of one large square product in the measured dtype."""
+    """Measure the ceiling: TFLOP/s of one large square matrix product in the measured dtype."""
     on_cuda = settings.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda" if on_cuda else "cpu")
     size, products = (8192, 20) if on_cuda else (512, 1)
@@ -106,7 +106,7 @@ def measure_gemm(settings: BenchSettings) -> dict[str, Any]:
 
 
 def main(name: str, settings_json: str, folder: str, *flags: str) -> None:
-    """Measure and leave the result in the folder."""
+    """Measure, and write the result into the folder."""
     settings = BenchSettings.model_validate_json(settings_json)
     if name == GEMM:
         result = measure_gemm(settings)

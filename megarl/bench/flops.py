@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations that a training step cannot do without; recomputed ones are not counted.
+"""Count the floating-point operations that a training step needs; recomputed ones are not counted.
 
-A product of [a, b] and [b, c] takes 2abc. Per token and linear of O outputs and I inputs: 2OI forward, 2OI for the
-gradient of its input, 2OI for the gradient of its weight where that is trained. Causal attention of a sequence of L
-tokens sees (L + 1) / 2 keys per token: two products forward (scores, values), four backward. Norms, RoPE, activations
-and the softmax are left out.
+A product of [a, b] and [b, c] takes 2abc. Per token, a linear with O outputs and I inputs takes 2OI forward, 2OI for
+the gradient of its input, and 2OI for the gradient of its weight if that is trained. In causal attention over L tokens,
+each token sees (L + 1) / 2 keys on average, in two products forward (scores, values) and four backward. Norms, RoPE,
+activations and the softmax are left out.
 """
 
 from collections.abc import Mapping
@@ -19,9 +19,9 @@ class Work:
     """Operations per fed token.
 
     Attributes:
-        lora: a step that trains adapters.
-        full: a step that trains all weights.
-        forward: a forward pass with adapters.
+        lora: of a step that trains adapters.
+        full: of a step that trains all weights.
+        forward: of a forward pass with adapters.
     """
 
     lora: float
@@ -34,14 +34,14 @@ def work_per_token(config: Mapping[str, Any], *, rank: int, length: int, respons
 
     Args:
         config: parsed config.json.
-        rank: of the adapters on all linears.
-        length: tokens of a sequence.
+        rank: rank of the adapters, which are on all linears.
+        length: number of tokens in a sequence.
         response: share of the tokens whose logits are needed.
     """
     shapes = linear_shapes(config)
     layers = config["num_hidden_layers"]
     linears = layers * sum(outputs * inputs for outputs, inputs in shapes)
-    # Nothing below the first layer's q, k and v is trained with LoRA: their inputs need no gradient.
+    # With LoRA nothing below the first layer's q, k and v is trained, so their inputs need no gradient.
     first = sum(outputs * inputs for outputs, inputs in shapes[:3])
     adapters = layers * rank * sum(outputs + inputs for outputs, inputs in shapes)
     output = response * config["vocab_size"] * config["hidden_size"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the device does in a step: a table of operations in a file, and their time by kind."""
+"""Profile a step on the device: a table of operations in a file, and their time by kind of work."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-# Kind of work -> pattern of the names of kernels (on a CPU: of operations). The first that matches counts.
+# Kind of work -> pattern of kernel names (on a CPU: of operations). The first match counts.
 KINDS = {
     "attention": r"sdpa|flash|fmha|fused_attn|dot_do_o|convert_dq|qkv_tma",
     "communication": r"nccl|c10d",
@@ -25,7 +25,7 @@ def write_profile(step: Callable[[], None], device: torch.device, file: Path) ->
     """Profile one step and write the table of its most expensive operations.
 
     Returns:
-        Kind of work -> milliseconds of the device's time; every kind of ``KINDS`` and ``OTHER``.
+        Milliseconds of the device's time by kind of work, for every kind of ``KINDS`` and ``OTHER``.
     """
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -42,15 +42,15 @@ def write_profile(step: Callable[[], None], device: torch.device, file: Path) ->
     file.write_text(averages.table(sort_by=order, row_limit=60, max_name_column_width=100))
     if not on_cuda:
         return by_kind((row.key, row.self_cpu_time_total / 1e3) for row in averages)
-    # Rows of operations on the host repeat the time of the kernels that they launched.
+    # Rows of host operations repeat the time of the kernels that they launched, so only kernels are counted.
     kernels = (row for row in averages if row.device_type == DeviceType.CUDA)
     return by_kind((row.key, row.self_device_time_total / 1e3) for row in kernels)
 
 
 def by_kind(times: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Add up ``(name, milliseconds)`` by kind of work."""
-    found = dict.fromkeys([*KINDS, OTHER], 0.0)
+    """Add up ``(name, milliseconds)`` pairs by kind of work."""
+    milliseconds_by_kind = dict.fromkeys([*KINDS, OTHER], 0.0)
     for name, milliseconds in times:
         kind = next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), OTHER)
-        found[kind] += milliseconds
-    return found
+        milliseconds_by_kind[kind] += milliseconds
+    return milliseconds_by_kind

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `megarl bench train`."""
+"""Format the table of `megarl bench train`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ PHASES = ("forward", "logprobs", "backward", "optimizer")
 
 
 def table(report: dict[str, Any]) -> str:
-    """The comparison as text: one row per contender, times in milliseconds."""
+    """Return the comparison as text, with one row per contender and times in milliseconds."""
     done = [result for result in report["contenders"] if "error" not in result]
     lines = _aligned([COLUMNS, *(_row(result) for result in done)])
     lines += [f"{r['name']} failed: {r['error']}" for r in report["contenders"] if "error" in r]
@@ -27,7 +27,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _profiles(results: list[dict[str, Any]]) -> list[str]:
-    """The device's time in a profiled step, by kind of work; what is left of a step that was not profiled is idle."""
+    """Return the device's time by kind of work in a profiled step. "idle" is the rest of the unprofiled step's time."""
     if not results:
         return []
     rows = [("milliseconds of a step", *(_name(result) for result in results))]
@@ -74,7 +74,7 @@ def _share(value: float | None, form: str) -> str:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
-    """What a reader must know to read the numbers."""
+    """Return the notes that a reader needs to understand the numbers."""
     notes = ["peft: forward includes logits and loss. GEMM share: needed operations (no recomputed ones) per second."]
     for result in report["contenders"]:
         if result["name"] == "full" and result.get("optimizer") is False:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `megarl bench train` measures. Imports neither torch nor transformers, so that a typo is reported at once."""
+"""Settings of `megarl bench train`. Imports neither torch nor transformers, so that a typo is reported at once."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -22,14 +22,14 @@ class BenchSettings(Section):
     model: str
     """A named shape with random weights, or a Hugging Face folder."""
     contenders: list[Contender] = Field(["te", "local", "full", "peft"], min_length=1)
-    """``te`` and ``local``: LoRA in megarl on either back end. ``full``: megarl with all weights trained, on ``te``
-    where it runs, else ``local``. ``peft``: Hugging Face + PEFT with SDPA."""
+    """``te`` and ``local``: LoRA in megarl on that back end. ``full``: megarl with all weights trained, on ``te`` if it
+    runs here, else on ``local``. ``peft``: Hugging Face + PEFT with SDPA."""
     sequences: int = Field(4, ge=1)
-    """Sequences of the batch, all fed in one micro-batch."""
+    """Number of sequences in the batch, all fed in one micro-batch."""
     length: int = Field(512, ge=2)
-    """Tokens fed of each."""
+    """Number of tokens fed of each sequence."""
     response: float = Field(1.0, gt=0.0, le=1.0)
-    """The share of each sequence, at its end, whose tokens are trained on."""
+    """Share of each sequence's tokens, at its end, that are trained on."""
     r: int = Field(16, ge=1)
     """Rank of the adapters, on all linears."""
     warmup: int = Field(2, ge=1)
@@ -37,35 +37,35 @@ class BenchSettings(Section):
     steps: int = Field(5, ge=1)
     """Timed steps; their median is reported."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights and activations."""
+    """Dtype of weights and activations."""
     cuda_graphs: bool = False
-    """Of megarl's contenders, as ``train.cuda_graphs``."""
+    """``train.cuda_graphs`` of megarl's contenders."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: CUDA where torch sees it."""
+    """``auto`` uses CUDA if torch sees a GPU."""
     seed: int = 0
-    """Of weights and tokens."""
+    """Seed of weights and tokens."""
 
     @property
     def tokens(self) -> int:
-        """Tokens fed in a step."""
+        """Number of tokens fed in a step."""
         return self.sequences * self.length
 
     @property
     def response_tokens(self) -> int:
-        """Tokens trained on in a step."""
+        """Number of tokens trained on in a step."""
         return self.sequences * max(1, round(self.response * self.length))
 
 
 def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
-    """Settings for a named shape or a folder.
+    """Parse the settings for a named shape or a folder.
 
     Args:
         model: a key of ``SHAPES``, or a folder with a config.json.
-        overrides: ``"key=value"``, the value in YAML.
+        overrides: ``"key=value"`` strings, the value in YAML.
 
     Raises:
-        ConfigError: unknown shape, key or value.
-        UnsupportedError: a mixture of experts.
+        ConfigError: a shape, key or value is unknown.
+        UnsupportedError: the model is a mixture of experts.
     """
     tree: dict[str, Any] = {"model": model}
     if model in SHAPES:
@@ -92,10 +92,10 @@ def _checked(override: str) -> str:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """The model's config.json, of a named shape or from its folder.
+    """Return the model's config.json, of a named shape or from its folder.
 
     Raises:
-        ConfigError: neither a named shape nor a Hugging Face folder.
+        ConfigError: the model is neither a named shape nor a Hugging Face folder.
     """
     if model in SHAPES:
         return SHAPES[model].config()

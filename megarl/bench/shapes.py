@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes that can be measured without a download: random weights, sizes of published models."""
+"""Model shapes that can be measured without a download: random weights with the sizes of published models."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 shape and the batch it is measured with.
+    """The sizes of a Qwen3 model, and the batch it is measured with.
 
     Attributes:
-        hidden, layers, heads, kv_heads, head_dim, inner, vocab: sizes.
-        tied: whether the output layer is the embedding.
+        hidden, layers, heads, kv_heads, head_dim, inner, vocab: sizes of the model.
+        tied: True if the output layer shares the embedding's weight.
         sequences, length: the batch.
     """
 
@@ -27,7 +27,7 @@ class Shape:
     length: int
 
     def config(self) -> dict[str, Any]:
-        """As Hugging Face's config.json has it."""
+        """Return the shape as Hugging Face's config.json."""
         return {
             "model_type": "qwen3",
             "architectures": ["Qwen3ForCausalLM"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl bench train`: run the contenders one after the other, each in a process of its own, and compare them."""
+"""Run `megarl bench train`: measure the contenders one after the other, each in its own process, and compare them."""
 
 import importlib.util
 import json
@@ -22,21 +22,21 @@ LORA = ("te", "local", "peft")
 def bench_train(
     settings: BenchSettings, out: Path, *, profile: bool, report: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Measure every contender; one that fails does not stop the others.
+    """Measure every contender. A failed one does not stop the others.
 
     Args:
         settings: what to measure.
         out: folder for each contender's log, result and profile.
-        profile: whether to profile a step of each.
-        report: gets a line before each contender and after it.
+        profile: True to profile a step of each contender.
+        report: called with a line before and after each contender.
 
     Returns:
-        ``settings``, ``gemm_tflops``, ``work`` (operations per token) and ``contenders``, each with the derived
-        ``gemm_share``, ``over_peft``, ``memory_over_peft`` and ``lora_over_full`` where both sides ran.
+        ``settings``, ``gemm_tflops``, ``work`` (operations per token) and ``contenders``. Each contender has the
+        derived ``gemm_share``, ``over_peft``, ``memory_over_peft`` and ``lora_over_full`` if both sides ran.
 
     Raises:
         WorkerError: no contender succeeded.
-        CheckpointError: another bench writes to ``out``; one would read the other's results.
+        CheckpointError: another bench writes to ``out``; each would read the other's results.
     """
     out.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(out)
@@ -62,13 +62,13 @@ def _outcome(result: dict[str, Any]) -> str:
 
 
 def _runnable(settings: BenchSettings) -> list[str]:
-    """The contenders, without ``te`` where its package is not installed."""
+    """Return the contenders, without ``te`` if its package is not installed."""
     missing = importlib.util.find_spec("transformer_engine") is None
     return [name for name in settings.contenders if not (name == "te" and missing)]
 
 
 def run_contender(name: str, settings: BenchSettings, out: Path, *, profile: bool) -> dict[str, Any]:
-    """Run one in a process and read its result; ``error`` in it is the last line of what it printed."""
+    """Run one contender in a process and read its result. If it failed, ``error`` holds its last line of output."""
     result, log = out / f"{name}.json", out / f"{name}.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "megarl.bench.contender", name, settings.model_dump_json(), str(out)]
@@ -84,20 +84,20 @@ def run_contender(name: str, settings: BenchSettings, out: Path, *, profile: boo
 
 
 def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add what follows from several contenders together."""
+    """Add the numbers that compare several contenders."""
     work = work_per_token(
         model_config(settings.model), rank=settings.r, length=settings.length, response=settings.response
     )
-    found = {result["name"]: result for result in results if "error" not in result}
-    for name, result in found.items():
+    succeeded = {result["name"]: result for result in results if "error" not in result}
+    for name, result in succeeded.items():
         operations = work.full if name == "full" else work.lora
         result["gemm_share"] = (
             operations * result["tokens_per_second"] / 1e12 / gemm_tflops if gemm_tflops is not None else None
         )
-        if "peft" in found and name != "peft":
-            result["over_peft"] = result["tokens_per_second"] / found["peft"]["tokens_per_second"]
-            result["memory_over_peft"] = result["peak_gib"] / found["peft"]["peak_gib"]
-        full = found.get("full")
+        if "peft" in succeeded and name != "peft":
+            result["over_peft"] = result["tokens_per_second"] / succeeded["peft"]["tokens_per_second"]
+            result["memory_over_peft"] = result["peak_gib"] / succeeded["peft"]["peak_gib"]
+        full = succeeded.get("full")
         if full is not None and name in LORA and result["backend"] == full["backend"]:
             result["lora_over_full"] = _ratio(result, full)
     return {
@@ -109,7 +109,7 @@ def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[di
 
 
 def _ratio(lora: dict[str, Any], full: dict[str, Any]) -> float:
-    """How much faster the LoRA step is; without the optimizer on either side where the full one has none."""
+    """Return how much faster the LoRA step is. If the full step has no optimizer, LoRA's is subtracted."""
     if full["optimizer"]:
         return full["step_ms"] / lora["step_ms"]
     return full["step_ms"] / (lora["step_ms"] - lora["phases"]["optimizer"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line's own rules: `--train.steps=2` is `train.steps=2`, and a wrong command names the nearest one."""
+"""Parse the command line: `--train.steps=2` means `train.steps=2`, and a wrong command names the nearest one."""
 
 import argparse
 import re
@@ -8,23 +8,23 @@ from typing import Any, NoReturn
 
 from megarl.errors import nearest
 
-# ``section.key=value``, or ``--section.key=value``. Values of a section: the name before the first dot is a word.
+# ``section.key=value`` or ``--section.key=value``. The part before the first dot is a section's name.
 OVERRIDE = re.compile(r"(?:--)?([a-z_]+(?:\.[^\s./=]+)+=.*)", re.DOTALL)
 DASHED_KEY = re.compile(r"--[a-z_]+(?:\.[^\s./=]+)+")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose help keeps its line breaks and whose errors name the nearest command."""
+    """An argument parser that keeps line breaks in its help and names the nearest command in its errors."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
-        """Print one message and leave with status 2, as for a wrong recipe."""
+        """Print one message and exit with status 2, as for a wrong recipe."""
         self.exit(2, f"{self.prog}: {message}\nRun '{self.prog} --help' for usage.\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse what is no choice; for a command, by the nearest name."""
+        """Refuse a value that is not among the choices; for a command, name the nearest one."""
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             self.error(
                 f"unknown command '{value}'{nearest(value, action.choices)} (known: {', '.join(action.choices)})"
@@ -36,16 +36,16 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     """Parse a command line whose overrides may stand anywhere after the command, with or without leading dashes.
 
     Args:
-        parser: its commands may take ``overrides``.
+        parser: the parser. Its commands may take ``overrides``.
         argv: without the program's name.
 
     Returns:
-        What argparse returns; ``overrides`` hold ``section.key=value`` without dashes, in the order given.
+        The result of argparse. ``overrides`` holds ``section.key=value`` without dashes, in the order given.
     """
     plain, overrides = split_overrides(argv)
     arguments, rest = parser.parse_known_args(plain)
     takes = hasattr(arguments, "overrides")
-    # argparse takes positionals only before the first option; here they may follow. Keys of `bench` have no dots.
+    # argparse takes positionals only before the first option; here they may follow it. Keys of `bench` have no dots.
     late = [text.removeprefix("--") if "=" in text else text for text in rest] if takes else rest
     if wrong := [text for text in late if text.startswith("-") or not takes] or ([] if takes else overrides):
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
@@ -55,7 +55,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
 
 
 def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``(other arguments, overrides)``; ``--section.key value`` and ``--section.key=value`` lose their dashes."""
+    """Return ``(other arguments, overrides)``; ``--section.key value`` is an override too, without its dashes."""
     plain: list[str] = []
     overrides: list[str] = []
     rest = iter(argv)

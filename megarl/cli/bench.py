@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl bench`: measure on your own hardware."""
+"""Add `megarl bench`, which measures speed and memory on the user's hardware."""
 
 import argparse
 import json
@@ -27,7 +27,9 @@ def _train(arguments: argparse.Namespace) -> None:
     from megarl.bench.train import bench_train
 
     settings = parse_settings(arguments.model, arguments.overrides)
-    with progress("starting") as say:
-        report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=say)
+    with progress("starting") as show:
+        report = bench_train(
+            settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=report_progress
+        )
     print(table(report))
     print(json.dumps(report))

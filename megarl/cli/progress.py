@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a command that computes for minutes."""
+"""Show progress of a command that computes for minutes."""
 
 import contextlib
 import os
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(first: str) -> Iterator[Callable[[str], None]]:
-    """Show on standard error what is being done, with the seconds since the start.
+    """Show the current activity on standard error, with the seconds since the start.
 
-    On a terminal one line changes, elsewhere each text has a line. Python's warnings, of the libraries that are
-    imported inside, are silenced here and in child processes unless PYTHONWARNINGS is set.
+    On a terminal one line is updated; elsewhere each text gets a line. Python's warnings of libraries that are imported
+    inside are silenced here and in child processes, unless PYTHONWARNINGS is set.
 
     Args:
-        first: shown at once.
+        first: text to show at once.
     """
     from rich.console import Console
     from rich.markup import escape

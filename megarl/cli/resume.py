@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config that a run starts from: the recipe's, or on resume the run's own."""
+"""Load the config that a run starts from: the recipe's, or when resuming the run's own."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ KEY = "train.resume="
 
 
 def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
-    """Load the recipe; with ``train.resume=RUN``, the config that RUN was started with, so that it goes on as it was.
+    """Load the recipe, or with ``train.resume=RUN`` the config that RUN was started with.
 
-    Overrides given now apply on top in both cases. ``train.resume=auto`` looks for the run later: it is one that has
-    the recipe's settings.
+    In both cases the given overrides apply on top. ``train.resume=auto`` loads the recipe; the run with the recipe's
+    settings is looked up later.
 
     Raises:
         ConfigError: see ``load_config`` and ``check_run``; or RUN is not a run folder.
@@ -30,10 +30,11 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
-    """For `megarl resume RUN`: the config that RUN was started with, and overrides on top.
+    """Load the config that RUN was started with, with overrides on top (`megarl resume RUN`).
 
     Raises:
-        ConfigError: see ``load_config`` and ``check_run``; RUN is not a run folder; or an override names another one.
+        ConfigError: see ``load_config`` and ``check_run``; or RUN is not a run folder; or an override names another
+            run.
     """
     if other := _named(overrides):
         raise ConfigError(f"override '{KEY}{other}': `megarl resume {run}` says already what is resumed; remove it")
@@ -44,5 +45,5 @@ def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _named(overrides: Sequence[str]) -> str:
-    """The last value of ``train.resume`` among overrides, or nothing."""
+    """Return the last value of ``train.resume`` among the overrides, or ""."""
     return next((item.removeprefix(KEY) for item in reversed(overrides) if item.startswith(KEY)), "")

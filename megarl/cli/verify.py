@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl verify`: thin. The arguments are checked before anything heavy is imported."""
+"""Run `megarl verify`. The arguments are checked before anything heavy is imported."""
 
 import argparse
 import sys
@@ -34,11 +34,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    """Verify and print; 0 if every row passed, else 1.
+    """Verify, and print the reports. Returns 0 if every row passed, else 1.
 
     Raises:
-        ConfigError: bad arguments or settings, before anything was started.
-        MegarlError: what went wrong later.
+        ConfigError: arguments or settings are wrong; nothing was started.
+        MegarlError: verifying failed.
     """
     _check(arguments)
     from rich.console import Console
@@ -52,7 +52,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     except UnsupportedError as error:
         raise ConfigError(str(error)) from error
     with progress("importing torch, Megatron-Core and transformers") as report:
-        # Only now: torch, mcore and transformers take seconds to import, here and in the processes that are to come.
+        # Imported late: torch, mcore and transformers take seconds, here and in the processes to be started.
         from megarl.verify.launch import warm_up
 
         warm_up()

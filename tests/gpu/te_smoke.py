@@ -17,7 +17,7 @@ def main() -> None:
     import transformer_engine
 
     from megarl.bench.clock import Clock
-    from megarl.bench.ours import OurStep
+    from megarl.bench.megarl_step import MegarlStep
     from megarl.bench.settings import parse_settings
     from megarl.parallel.groups import destroy_groups
 
@@ -27,7 +27,7 @@ def main() -> None:
     )
     settings = parse_settings("tiny", ["sequences=3", "length=200"])
     for backend in ("local", "te"):
-        step = OurStep(settings, backend, full=False)
+        step = MegarlStep(settings, backend, full=False)
         clock = Clock(step.device)
         for _ in range(2):
             clock.time(lambda step=step, clock=clock: step.step(clock))

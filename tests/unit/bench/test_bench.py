@@ -20,7 +20,7 @@ from megarl.files import FolderLock
 def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
     """PEFT's own step, counted by torch, which sees attention only as products, and without their mask."""
     from megarl.bench.clock import Clock
-    from megarl.bench.theirs import PeftStep
+    from megarl.bench.peft_step import PeftStep
 
     settings = parse_settings("tiny", ["sequences=2", "length=8", "dtype=float32", "r=4"])
     contender = PeftStep(settings)

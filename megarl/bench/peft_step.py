@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same step in Hugging Face + PEFT, written as its users write it: SDPA, full logits, torch's AdamW."""
+"""Run the same step in Hugging Face + PEFT, as its users write it: SDPA, full logits, torch's AdamW."""
 
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ IGNORED = -100
 
 
 class PeftStep:
-    """A model with adapters and their optimizer; the interface of ``OurStep``."""
+    """A model with adapters and their optimizer. Has the interface of ``MegarlStep``."""
 
     def __init__(self, settings: BenchSettings) -> None:
         wanted = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(wanted)
         torch.manual_seed(settings.seed)
         config = LoraConfig(r=settings.r, lora_alpha=2 * settings.r, target_modules="all-linear", task_type="CAUSAL_LM")
-        # Its default keeps the adapters in float32 and computes them so: slower, and not what megarl does.
+        # PEFT's default keeps the adapters in float32 and computes in it: slower, and not what megarl does.
         self._model = get_peft_model(_build(settings, self.device), config, autocast_adapter_dtype=False).train()
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         lr = TrainConfig().learning_rate
@@ -43,7 +43,7 @@ class PeftStep:
         }
 
     def step(self, clock: Clock) -> None:
-        """Forward with logits and loss, backward, optimizer."""
+        """Run forward with logits and loss, backward and optimizer."""
         loss = self._mean_loss()
         clock.mark("forward")
         loss.backward()
@@ -54,11 +54,11 @@ class PeftStep:
 
     @torch.no_grad()
     def logprobs(self) -> None:
-        """A pass without gradient."""
+        """Run a pass without gradient."""
         self.info["logprob"] = -float(self._mean_loss())
 
     def _mean_loss(self) -> torch.Tensor:
-        # Without labels in the call: Hugging Face would shift them once more.
+        # No labels in the call: Hugging Face would shift them once more.
         logits = self._model(input_ids=self._tokens, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), self._labels.flatten(), ignore_index=IGNORED)
 

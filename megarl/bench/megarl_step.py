@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training step of megarl: LoRA on either back end, or all weights."""
+"""Run one training step of megarl: LoRA on either back end, or all weights."""
 
 import os
 from collections.abc import Callable
@@ -30,16 +30,16 @@ from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 from megarl.parallel.rendezvous import ALONE
 
-# Bytes of a trained parameter: bf16 weight, fp32 gradient, main weight and two moments.
+# Bytes per trained parameter: bf16 weight, fp32 gradient, main weight and two moments.
 TRAINED_BYTES = 18
 
 
-class OurStep:
-    """A model with its optimizer, ready to step.
+class MegarlStep:
+    """A model and its optimizer, ready to step.
 
     Attributes:
-        device: where it runs.
-        info: what the report says of it.
+        device: the device of the model.
+        info: facts for the report.
     """
 
     def __init__(self, settings: BenchSettings, backend: str, *, full: bool) -> None:
@@ -54,7 +54,7 @@ class OurStep:
         parameters = _train_all(self._chunks) if full else _adapters(self._chunks, settings, hf_config, groups)
         trained = sum(parameter.numel() for _, parameter in parameters)
         self._wrapped = wrap_ddp(self._chunks, train)
-        # Where its state cannot fit, the full step ends with the gradients.
+        # If the optimizer's state cannot fit, the step of the full model ends with the gradients.
         steps = not full or _fits(trained, self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
         self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
@@ -74,7 +74,7 @@ class OurStep:
         self._zero()
 
     def step(self, clock: Clock) -> None:
-        """Forward, logprobs, backward, and the optimizer where there is one."""
+        """Run forward, logprobs and backward, and the optimizer if there is one."""
         set_training(self._chunks, True)
 
         def run(chunk: Any, item: MicroBatch) -> torch.Tensor:
@@ -93,7 +93,7 @@ class OurStep:
         self.info["entropy"] = metrics["entropy"]  # waits for the device
 
     def logprobs(self) -> None:
-        """A pass without gradient, as for the old policy's logprobs; keeps their mean."""
+        """Run a pass without gradient, as for the old policy's logprobs, and store the mean logprob."""
         set_training(self._chunks, False)
         self._stepper.run = self._run
         self.info["logprob"] = float(np.concatenate(self._stepper.logprobs(self._batch)).mean())
@@ -107,19 +107,19 @@ class OurStep:
 
 
 class _Marked:
-    """A loss that marks when the logprobs are there."""
+    """A loss that marks the time when it receives the logprobs."""
 
     def __init__(self, loss: Callable[[torch.Tensor, TokenBatch], LossOutput], clock: Clock) -> None:
         self._loss, self._clock = loss, clock
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
-        """The loss's own result."""
+        """Return the loss's own result."""
         self._clock.mark("logprobs")
         return self._loss(logprobs_T, tokens)
 
 
 def _fill(chunks: list[PackedGPTModel], settings: BenchSettings, hf_config: dict[str, Any], groups: Groups) -> None:
-    """Base weights: the folder's, or random ones drawn where they lie."""
+    """Fill the base weights: from the folder, or with random numbers drawn on the device."""
     if settings.model not in SHAPES:
         load_base(chunks, Path(settings.model).expanduser(), hf_config, groups)
         return
@@ -146,7 +146,7 @@ def _train_all(chunks: list[PackedGPTModel]) -> list[tuple[str, torch.nn.Paramet
 
 
 def _fits(trained: int, device: torch.device) -> bool:
-    """Whether weights, gradients and optimizer state leave half of the GPU for activations."""
+    """Return True if weights, gradients and optimizer state leave half of the GPU for activations."""
     if device.type == "cpu":
         return True
     return trained * TRAINED_BYTES < torch.cuda.get_device_properties(device).total_memory / 2
