@@ -28,8 +28,6 @@ def _train(arguments: argparse.Namespace) -> None:
 
     settings = parse_settings(arguments.model, arguments.overrides)
     with progress("starting") as show:
-        report = bench_train(
-            settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=report_progress
-        )
+        report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=show)
     print(table(report))
     print(json.dumps(report))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the actors go, and a run from start to end."""
+"""Place the actors on the cluster, and run a training from start to end."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one node's launcher and another's tell each other, through the cluster's own key-value store.
+"""Exchange the job's status between the launchers of all nodes, through the key-value store of the Ray cluster.
 
-``GcsClient`` is what ``ray health-check`` uses: it asks the head directly, without a driver, a local raylet or the
-dashboard. It is not public API of Ray; this file is the only one that touches it (checked with Ray 2.60).
+``GcsClient`` is what ``ray health-check`` uses. It asks the head directly, without a driver, a local raylet or the
+dashboard. It is not public API of Ray; only this file uses it (checked with Ray 2.60).
 """
 
 import contextlib
@@ -18,29 +18,29 @@ from ray.exceptions import AuthenticationError, RpcError
 
 from megarl.errors import ConfigError, WorkerError
 
-# Seconds that one question to the head may take.
+# Time limit of one request to the head, in seconds.
 ANSWER_SECONDS = 2
 _NAMESPACE = b"megarl"
 _STATUS = b"job_status"
 
 
 def require_token(nodes: int) -> None:
-    """Make Ray ask for a token, or refuse to start: without one, whoever reaches a node's ports runs code on it.
+    """Make Ray require a token, or refuse to start. Without a token, whoever reaches a node's ports can run code on it.
 
-    RAY_AUTH_MODE=disabled is the user's word that nobody else reaches them. A launch of one node makes its own token;
-    several nodes share RAY_AUTH_TOKEN (``scripts/slurm.sbatch`` makes one for each job), RAY_AUTH_TOKEN_PATH or
-    ~/.ray/auth_token. ``ray start`` follows the file, but a process that is given an address, such as the job, does
-    not: it needs the RAY_AUTH_MODE that this sets in ``os.environ``.
+    RAY_AUTH_MODE=disabled is the user's statement that nobody else reaches the nodes. A launch of one node makes its
+    own token. Several nodes share RAY_AUTH_TOKEN (``scripts/slurm.sbatch`` makes one per job), RAY_AUTH_TOKEN_PATH or
+    ~/.ray/auth_token. ``ray start`` uses the file if it is there. A process that is given an address, such as the job,
+    does not; it needs the RAY_AUTH_MODE that this function sets in ``os.environ``.
 
     Raises:
-        ConfigError: there is none on several nodes, or other users can read the file.
+        ConfigError: several nodes have no token, or other users can read the file.
     """
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return
     if nodes == 1 and not os.environ.get("RAY_AUTH_TOKEN"):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     if not os.environ.get("RAY_AUTH_TOKEN"):
-        os.environ.pop("RAY_AUTH_TOKEN", None)  # set, but empty
+        os.environ.pop("RAY_AUTH_TOKEN", None)  # the variable is set, but empty
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if not os.environ.get("RAY_AUTH_TOKEN"):
         if not file.is_file():
@@ -52,11 +52,11 @@ def require_token(nodes: int) -> None:
             )
         _hide(file)
     os.environ["RAY_AUTH_MODE"] = "token"
-    Config.initialize("")  # this process has read the setting already
+    Config.initialize("")  # Ray read the setting when it was imported
 
 
 def _hide(file: Path) -> None:
-    """Take a token from other users: Ray itself makes it readable for all."""
+    """Make a token unreadable for other users. Ray itself makes it readable for all."""
     mode = file.stat().st_mode & 0o777
     if mode & 0o077:
         try:
@@ -66,23 +66,23 @@ def _hide(file: Path) -> None:
 
 
 class HeadUnreachableError(WorkerError):
-    """The head of the Ray cluster does not answer (now)."""
+    """The head of the Ray cluster does not answer at present."""
 
 
 class Cluster:
     """The Ray cluster whose head answers at ``host:port``.
 
-    Every method raises ``HeadUnreachableError``, or ``WorkerError`` when this node's token is not the head's.
+    Every method raises ``HeadUnreachableError``, or ``WorkerError`` if this node's token is not the head's.
     """
 
     def __init__(self, address: str) -> None:
-        """Connect; blocks for up to 40 s when nothing answers, so check the port first (``answers``)."""
+        """Connect. Blocks for up to 40 s if nothing answers, so check the port first (``answers``)."""
         self._address = address
         with self._asking():
             self._client = GcsClient(address=address)
 
     def alive_nodes(self) -> list[str]:
-        """Addresses of the nodes that have joined and not left."""
+        """Return the addresses of the nodes that have joined and not left."""
         with self._asking():
             nodes = self._client.get_all_node_info(timeout=ANSWER_SECONDS).values()
         return sorted(node.node_manager_address for node in nodes if node.state == GcsNodeInfo.ALIVE)
@@ -94,7 +94,7 @@ class Cluster:
             self._client.internal_kv_put(_STATUS, value, True, namespace=_NAMESPACE, timeout=ANSWER_SECONDS)
 
     def job_status(self) -> int | None:
-        """Exit status of the job, or None while it has not ended."""
+        """Return the job's exit status, or None if it has not ended."""
         with self._asking():
             value = self._client.internal_kv_get(_STATUS, namespace=_NAMESPACE, timeout=ANSWER_SECONDS)
         return None if value is None else int(value)
@@ -114,7 +114,7 @@ class Cluster:
 
 
 def answers(host: str, port: int) -> bool:
-    """True when something listens at ``host:port``."""
+    """Return True if something listens at ``host:port``."""
     try:
         with socket.create_connection((host, port), timeout=ANSWER_SECONDS):
             return True

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One node of a multi-node run: ``scripts/launch_node.sh`` ends here, on every node with the same arguments.
+"""Run one node of a multi-node run. ``scripts/launch_node.sh`` calls this on every node with the same arguments.
 
-Rank 0 starts Ray's head, waits until all nodes have joined, runs the job with RAY_ADDRESS set and leaves its exit
-status in the cluster; the others join, and leave when they find that status or lose the head. Whatever happens, only
-processes that this launcher started are ended, and all of them.
+Rank 0 starts Ray's head, waits until all nodes have joined, runs the job with RAY_ADDRESS set, and stores its exit
+status in the cluster. The other nodes join, and leave when they read that status or lose the head. In every case all
+processes that this launcher started are ended, and no others.
 
-``ray symmetric-run`` (Ray 2.60) does not fit: it ends with a plain ``ray stop``, which ends every Ray process of the
-host, refuses a host on which any other Ray runs, and knows no signals: a job could not save its checkpoint first.
+``ray symmetric-run`` (Ray 2.60) cannot be used. It ends with a plain ``ray stop``, which ends every Ray process of the
+host; it refuses a host on which another Ray runs; and it does not handle signals, so a job could not save its
+checkpoint first.
 """
 
 import contextlib
@@ -26,19 +27,20 @@ from megarl.launch.cluster import Cluster, HeadUnreachableError, answers, requir
 from megarl.launch.settings import NodeSettings, read_settings
 
 POLL_SECONDS = 1.0
-# A head that has not answered for so long is gone. Ray itself would wait for a minute.
+# Seconds without an answer after which the head counts as gone. Ray itself would wait for a minute.
 HEAD_SECONDS = 15.0
-# How long the job may take to end after a signal (it saves a checkpoint), Ray after SIGTERM, and the workers to leave.
+# Seconds that the job may take to end after a signal (it saves a checkpoint), Ray after SIGTERM, and the workers to
+# leave.
 JOB_GRACE = 40.0
 RAY_GRACE = 10.0
 LEAVE_SECONDS = 15.0
-# A scheduler signals all nodes at once. A worker that left at once would take its ranks from the job that is saving its
-# checkpoint; so it waits for the head's word, but no longer than the head itself may take.
+# A scheduler signals all nodes at once. If a worker left at once, the job that is saving its checkpoint would lose
+# ranks. So a worker waits for the head to end the job, but no longer than the head may take.
 WORKER_GRACE = JOB_GRACE + LEAVE_SECONDS
 
 
 class Node:
-    """This node's Ray, and the job on the head."""
+    """This node's Ray; on the head also the job."""
 
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
@@ -47,7 +49,7 @@ class Node:
         self.log = processes.Log()
 
     def run(self) -> int:
-        """Play this node's part; returns the job's exit status, on workers too.
+        """Run this node until the job ends. Returns the job's exit status, on workers too.
 
         Raises:
             WorkerError: Ray did not start, nodes are missing, or the head is gone.
@@ -55,7 +57,7 @@ class Node:
         return self._run_head() if self.settings.rank == 0 else self._run_worker()
 
     def close(self) -> None:
-        """End everything that was started here."""
+        """End everything that this node started."""
         if self.ray is not None:
             processes.stop(self.ray, signal.SIGTERM, RAY_GRACE)
         processes.end_descendants()
@@ -93,7 +95,7 @@ class Node:
             raise
 
     def _wait_for_end(self, cluster: Cluster, seconds: float = math.inf) -> int:
-        """The job's exit status.
+        """Wait for the job to end, and return its exit status.
 
         Raises:
             WorkerError: the head or this node's Ray is gone, or the job has not ended within ``seconds``.
@@ -120,12 +122,12 @@ class Node:
         self.ray = processes.start(command, self.environment, self.log.file)
 
     def _tell_pid(self) -> None:
-        """Write this process's id to MEGARL_PID_FILE, for a batch script that ends the job by a signal to it."""
+        """Write this process's id to MEGARL_PID_FILE, for a batch script that signals it to end the job."""
         if file := os.environ.get("MEGARL_PID_FILE"):
             Path(file).write_text(f"{os.getpid()}\n")
 
     def _check_ray(self) -> None:
-        """Raise when this node's Ray has ended."""
+        """Raise if this node's Ray has ended."""
         if self.ray is None or self.ray.poll() is None:
             return
         raise WorkerError(f"Ray has ended on this node (exit status {self.ray.returncode}):\n{self.log.tail()}")
@@ -178,7 +180,7 @@ class Node:
         return status if status >= 0 else 128 - status
 
     def _dismiss(self, cluster: Cluster, status: int) -> None:
-        """Tell the workers that the job is over, and wait a little for them to leave."""
+        """Tell the workers that the job has ended, and wait a little for them to leave."""
         deadline = time.monotonic() + LEAVE_SECONDS
         try:
             cluster.announce(status)
@@ -199,21 +201,21 @@ class Node:
         return f"{waited} s of at most {self.settings.join_timeout:.0f}"
 
     def say(self, text: str) -> None:
-        """Print to stderr: stdout belongs to the job, whose last line is the run folder."""
+        """Print to stderr. The job writes to stdout, whose last line is the run folder."""
         print(f"[node {self.settings.rank}] {text}", file=sys.stderr, flush=True)
 
 
 def ray_environment() -> dict[str, str]:
-    """The environment for Ray and the job: ours, without what would make Ray join another cluster."""
+    """Return the environment for Ray and the job: this process's, without the variable that names another cluster."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    # On SIGTERM Ray would wait up to 30 s for running tasks; the job has ended by then.
+    # On SIGTERM Ray would wait up to 30 s for running tasks, but the job has ended by then.
     environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     return environment
 
 
 def allow_open_files(wanted: int = 65536) -> None:
-    """Raise the soft limit of open files as far as the hard one lets us; Ray needs some per worker and peer."""
+    """Raise the soft limit of open files as far as the hard limit allows; Ray needs some per worker and peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < target:
@@ -221,7 +223,7 @@ def allow_open_files(wanted: int = 65536) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line of ``scripts/launch_node.sh``; returns the exit status."""
+    """Run the command line of ``scripts/launch_node.sh``, and return the exit status."""
     rank = os.environ.get("NODE_RANK", "?")
     node = None
     try:

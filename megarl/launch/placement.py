@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's side of placement: its nodes, the reservation of a plan's bundles, and what an actor asks for."""
+"""Ray's part of placement: list the nodes, reserve a plan's bundles, make an actor's options."""
 
 import os
 import secrets
@@ -26,11 +26,11 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
     """Join the cluster that RAY_ADDRESS names, or start a local one that only this run can reach.
 
     Args:
-        config: the run.
-        scratch: folder for what a local cluster writes.
+        config: the run's config.
+        scratch: folder for the files of a local cluster.
 
     Raises:
-        WorkerError: RAY_ADDRESS is set and no cluster answers there.
+        WorkerError: RAY_ADDRESS is set and no cluster answers there, or Ray did not start.
     """
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     for name, value in environment.items():
@@ -41,44 +41,45 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
         needed = config.parallel.world_size + config.sampler.engines
         # Ray counts cores; on a small host trainer and sampler take turns on the same ones.
         options |= {"address": "local", "num_cpus": max(needed, os.cpu_count() or 1), "include_dashboard": False}
-        # Ray opens its own folder to all users; nobody else enters the one around it.
+        # Ray opens its own folder to all users. The folder around it admits nobody else.
         options["_temp_dir"] = str(scratch / "ray")
         make_private(scratch)
     try:
         with handlers_kept():
             ray.init(**options)
-    except Exception as error:  # Ray raises bare ones too
-        where = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
-        raise WorkerError(f"{where}: {error}") from error
+    except Exception as error:  # Ray raises bare Exceptions too
+        problem = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
+        raise WorkerError(f"{problem}: {error}") from error
 
 
 def make_private(scratch: Path) -> None:
-    """Let a local Ray and what it starts listen on loopback, ask for a token, and keep their files in ``scratch``.
+    """Make a local Ray and its children listen on loopback, require a token, and keep their files in ``scratch``.
 
-    Ray's name for "nothing listens on the network" is that of the systems where it is the default (Ray 2.60; a test
-    looks at the sockets). A child reads the variable, this process has read it already.
+    Ray names the variable for listening on loopback after the systems on which that is the default (Ray 2.60; a test
+    checks the sockets). Child processes read the variable. This process has read it already, so its constant is set
+    too.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
     if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
-        # Of this run only: Ray would write one into the home folder, for all to read.
+        # A token of this run only. Ray would write one into the home folder, readable for all.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # vLLM's sockets are files, which an engine that is killed leaves behind; its ranks meet on this host too.
+    # vLLM's sockets are files, which a killed engine leaves behind. Its ranks meet on this host too.
     os.environ["VLLM_RPC_BASE_PATH"] = str(scratch)
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
 
 
 def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, PlacementGroup]:
-    """Plan the run on the nodes of the cluster and reserve its bundles there.
+    """Plan the run on the nodes of the cluster, and reserve its bundles there.
 
-    Waits for what other jobs (or the end of this one's last session) hold.
+    Waits for resources that other jobs (or the end of this run's previous session) hold.
 
     Raises:
         ConfigError: the cluster could not hold the run even if it were empty.
-        WorkerError: too little has become free within ``seconds``.
+        WorkerError: not enough became free within ``seconds``.
     """
     whole = plan_placement(config, cluster_nodes())
-    # What other jobs hold for now may only delay the run, not change what it is.
+    # Resources that other jobs hold at present may delay the run, but not change it.
     sampler = config.sampler.model_copy(update={"share_gpus": whole.shares_gpus})
     train = config.train.model_copy(update={"device": "cuda" if whole.trainer_gpus else "cpu"})
     decided = config.model_copy(update={"sampler": sampler, "train": train})
@@ -96,31 +97,31 @@ def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, 
 
 
 def cluster_nodes(free: Mapping[str, Mapping[str, float]] | None = None) -> list[Node]:
-    """Nodes of the cluster that are alive, this process's own first.
+    """Return the cluster's living nodes, this process's node first.
 
     Args:
         free: node id -> Ray resources that may be used; default: all of each node.
     """
-    own = ray.get_runtime_context().get_node_id()
+    own_id = ray.get_runtime_context().get_node_id()
     nodes = []
     for node in ray.nodes():
         if node["Alive"]:
             usable = node["Resources"] if free is None else free.get(node["NodeID"], {})
             cpus = int(usable.get("CPU", 0))
-            cores = min(cpus, os.cpu_count() or 1) if node["NodeID"] == own else cpus
+            cores = min(cpus, os.cpu_count() or 1) if node["NodeID"] == own_id else cpus
             name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             nodes.append(Node(node["NodeID"], name, int(usable.get("GPU", 0)), cpus, cores))
-    return sorted(nodes, key=lambda node: (node.id != own, node.id))
+    return sorted(nodes, key=lambda node: (node.id != own_id, node.id))
 
 
 def reserve(plan: Plan, seconds: float = PLACEMENT_SECONDS) -> PlacementGroup:
-    """Reserve each bundle on its node. Ray alone would put them on any nodes, in any order.
+    """Reserve each bundle on its node. Ray itself would choose the nodes, in any order.
 
     Raises:
-        WorkerError: a node does not have what the plan counts on.
+        WorkerError: a node does not have the resources of the plan.
     """
-    where = [{"ray.io/node-id": node.id} for node in plan.nodes]
-    group = placement_group(plan.bundles, strategy="PACK", bundle_label_selector=where)
+    selectors = [{"ray.io/node-id": node.id} for node in plan.nodes]
+    group = placement_group(plan.bundles, strategy="PACK", bundle_label_selector=selectors)
     try:
         ray.get(group.ready(), timeout=max(seconds, POLL_SECONDS))
     except ray.exceptions.GetTimeoutError:
@@ -130,7 +131,7 @@ def reserve(plan: Plan, seconds: float = PLACEMENT_SECONDS) -> PlacementGroup:
 
 
 def options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Actor options that put it into a bundle; it is never restarted, since its state would be lost."""
+    """Return actor options that place it into a bundle. It is never restarted, because its state would be lost."""
     return {
         "num_cpus": 1,
         "num_gpus": gpus,

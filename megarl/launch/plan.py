@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes and their free GPUs -> where each trainer rank and each engine goes. Pure arithmetic: no Ray.
+"""Plan the node of each trainer rank and each engine from the nodes' free GPUs. Pure arithmetic: no Ray.
 
-Ranks that talk most are adjacent (mcore's order), so consecutive ranks are kept together in blocks that lie inside one
-node: context and expert parallel groups where they fit, tensor parallel groups always. Rank 0 writes the checkpoints
-and the controller prunes them, so rank 0's block lies on the controller's node if that has the GPUs. An engine's ranks
-are one vLLM on one node.
+Ranks that communicate most are adjacent (mcore's order), so blocks of consecutive ranks are kept inside one node:
+tensor parallel groups always, context and expert parallel groups if they fit. Rank 0 writes the checkpoints and the
+controller deletes old ones, so rank 0's block is placed on the controller's node if that has the GPUs. All ranks of an
+engine belong to one vLLM on one node.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from megarl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Node:
-    """What may be used of a node of the Ray cluster.
+    """Usable resources of one node of the Ray cluster.
 
     Attributes:
-        id: Ray's.
-        name: for people: host name and address.
-        gpus, cpus: as Ray counts them, whole ones.
-        cores: that the host has; Ray may count more CPUs on a small one.
+        id: Ray's id of the node.
+        name: host name and address, for messages.
+        gpus, cpus: whole GPUs and CPUs, as Ray counts them.
+        cores: number of cores of the host; on a small one Ray may count more CPUs.
     """
 
     id: str
@@ -35,17 +35,18 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bundles of Ray resources and who uses which.
+    """Bundles of Ray resources and the actors that use them.
 
     Attributes:
         bundles: Ray resource bundles.
         nodes: the node of each bundle.
         trainer: bundle index of each trainer rank.
         engine: bundle index of each sampler engine.
-        trainer_gpus, engine_gpus: GPUs (or the share of one) that each asks of its bundle.
-        trainer_threads, engine_threads: CPU threads of each rank and each engine.
-        idle_gpus: GPUs of the cluster that the run does not use.
-        with_controller: whether rank 0 is on the controller's node.
+        trainer_gpus, engine_gpus: GPUs (or the share of one) that each trainer rank and each engine takes from its
+            bundle.
+        trainer_threads, engine_threads: number of CPU threads of each rank and each engine.
+        idle_gpus: number of the cluster's GPUs that the run does not use.
+        with_controller: True if rank 0 is on the controller's node.
     """
 
     bundles: list[dict[str, float]]
@@ -61,16 +62,16 @@ class Plan:
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether engines are on the trainer's GPUs."""
+        """True if engines are on the trainer's GPUs."""
         return 0 < self.trainer_gpus < 1
 
     @property
     def ranks_alone(self) -> bool:
-        """Whether all trainer ranks are on one node."""
+        """True if all trainer ranks are on one node."""
         return len({self.nodes[bundle].id for bundle in self.trainer}) == 1
 
     def describe(self) -> str:
-        """One line per node: who is there; and what is shared or idle."""
+        """Return one line per node with its ranks and engines, and lines about shared and idle GPUs."""
         lines = []
         for node in dict.fromkeys(self.nodes):
             ranks = [rank for rank, bundle in enumerate(self.trainer) if self.nodes[bundle] == node]
@@ -90,11 +91,11 @@ def plan_placement(config: RunConfig, nodes: Sequence[Node]) -> Plan:
     Without GPUs everything runs on CPUs, which trainer and sampler use in turns.
 
     Args:
-        config: the run.
-        nodes: the controller's node first; the others in any order.
+        config: the run's config.
+        nodes: the cluster's nodes: the controller's first, the others in any order.
 
     Raises:
-        ConfigError: the nodes cannot hold the run; the message says what is missing and what to change.
+        ConfigError: the nodes cannot hold the run. The message says what is missing and what to change.
     """
     ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.parallel.tensor
     gpus = 0 if config.train.device == "cpu" else sum(node.gpus for node in nodes)
@@ -109,25 +110,27 @@ def plan_placement(config: RunConfig, nodes: Sequence[Node]) -> Plan:
     if not _shares(config, gpus):
         counts = _assign(config.parallel, slots, width, engines, first is not None)
         bundles = [{"CPU": 1.0, "GPU": 1.0}] * ranks + [{"CPU": 1.0, "GPU": float(width)}] * engines
-        where = _expand(nodes, counts[0]) + _expand(nodes, counts[1])
+        bundle_nodes = _expand(nodes, counts[0]) + _expand(nodes, counts[1])
         engine, trainer_gpus, engine_gpus = list(range(ranks, ranks + engines)), 1.0, float(width)
     else:
-        where = _expand(nodes, _assign(config.parallel, slots, 1, 0, first is not None)[0])
+        bundle_nodes = _expand(nodes, _assign(config.parallel, slots, 1, 0, first is not None)[0])
         bundles = [{"CPU": 2.0, "GPU": 1.0}] * ranks
         engine = [index * ranks // engines for index in range(engines)]
         engine_gpus = config.sampler.gpu_memory_utilization
         trainer_gpus = round(1 - engine_gpus, 4)
     idle = gpus - round(sum(bundle["GPU"] for bundle in bundles))
-    plan = Plan(bundles, where, list(range(ranks)), engine, trainer_gpus, engine_gpus, 1, 4, idle, first is not None)
+    plan = Plan(
+        bundles, bundle_nodes, list(range(ranks)), engine, trainer_gpus, engine_gpus, 1, 4, idle, first is not None
+    )
     _check_cpus(plan)
     return plan
 
 
 def block_sizes(parallel: ParallelConfig) -> list[int]:
-    """Sizes of the blocks of consecutive ranks that should lie inside a node, best first; the last one must.
+    """Return the sizes of blocks of consecutive ranks to keep inside a node, best first; the last one is mandatory.
 
-    The last holds a tensor parallel group and an expert-tensor parallel one; those before it the context parallel and
-    expert parallel groups, or only one of the two.
+    The last size holds a tensor parallel group and an expert-tensor parallel one. The sizes before it also hold the
+    context parallel and expert parallel groups, or one of the two.
     """
     tensor, context = parallel.tensor, parallel.context
     expert, expert_tensor = parallel.expert, parallel.expert_tensor
@@ -143,21 +146,22 @@ def block_sizes(parallel: ParallelConfig) -> list[int]:
 def fit(
     slots: Sequence[int], block: int, blocks: int, width: int, engines: int, on_first: int = 0
 ) -> tuple[list[int], list[int]] | None:
-    """Fill nodes in order with as many blocks of ranks as leave room for the engines, then with engines.
+    """Fill nodes in order with as many blocks of ranks as leave room for all engines, then with engines.
 
-    Exact: None only where nothing fits.
+    Exact: returns None only if nothing fits.
 
     Args:
-        slots: free places of each node.
-        block, blocks: places that a block takes, and how many there are.
-        width, engines: the same of the engines.
-        on_first: blocks that the first node must get at least.
+        slots: number of free slots on each node.
+        block, blocks: slots per block, and number of blocks.
+        width, engines: slots per engine, and number of engines.
+        on_first: least number of blocks on the first node.
 
     Returns:
         Blocks per node and engines per node.
     """
     count = len(slots)
-    # most[n][b]: the most engines that nodes n .. hold beside b blocks; -1 where they cannot hold the blocks.
+    # most[n][b]: the most engines that nodes n and following can hold beside b blocks; -1 if they cannot hold the
+    # blocks.
     most = [[-1] * (blocks + 1) for _ in range(count + 1)]
     most[count][0] = 0
     for n in reversed(range(count)):
@@ -168,18 +172,18 @@ def fit(
                 if most[n + 1][b - here] >= 0
             ]
             most[n][b] = max(options, default=-1)
-    left, held, taken, room = blocks, 0, [], []
+    blocks_left, held, taken, room = blocks, 0, [], []
     for n in range(count):
-        for here in reversed(range(0 if n else on_first, min(left, slots[n] // block) + 1)):
+        for here in reversed(range(0 if n else on_first, min(blocks_left, slots[n] // block) + 1)):
             beside = (slots[n] - here * block) // width
-            rest = most[n + 1][left - here]
+            rest = most[n + 1][blocks_left - here]
             if rest >= 0 and held + beside + rest >= engines:
                 break
         else:
             return None
         taken.append(here)
         room.append(beside)
-        left, held = left - here, held + beside
+        blocks_left, held = blocks_left - here, held + beside
     placed: list[int] = []
     for beside in room:
         placed.append(min(beside, engines - sum(placed)))
@@ -189,10 +193,10 @@ def fit(
 def _assign(
     parallel: ParallelConfig, slots: Sequence[int], width: int, engines: int, with_controller: bool
 ) -> tuple[list[int], list[int]]:
-    """Ranks per node and engines per node.
+    """Return ranks per node and engines per node.
 
     Raises:
-        ConfigError: no way to place them.
+        ConfigError: they cannot be placed.
     """
     ranks, sizes = parallel.world_size, block_sizes(parallel)
     for size in sizes:
@@ -232,15 +236,15 @@ def _on_cpus(config: RunConfig, nodes: Sequence[Node]) -> Plan:
 
 
 def _threads(nodes: Sequence[Node], counts: Sequence[int]) -> int:
-    """CPUs of each of ``counts[n]`` processes on node n, where they are fewest: the others would wait for these."""
+    """Return the least number of CPUs per process, for ``counts[n]`` processes on node n; the others wait for these."""
     return max(1, min(node.cores // count for node, count in zip(nodes, counts, strict=True) if count))
 
 
 def _shares(config: RunConfig, gpus: int) -> bool:
-    """Whether engines use the trainer's GPUs.
+    """Return True if engines use the trainer's GPUs.
 
     Raises:
-        ConfigError: too few GPUs, and sharing is not asked for or not possible.
+        ConfigError: there are too few GPUs, and sharing is not requested or not possible.
     """
     ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.parallel.tensor
     share, wanted = config.sampler.share_gpus, ranks + engines * width
@@ -282,7 +286,7 @@ def _check_widths(config: RunConfig, nodes: Sequence[Node]) -> None:
 
 
 def _check_cpus(plan: Plan) -> None:
-    """Each actor takes one CPU of its node."""
+    """Check that each actor gets one CPU of its node."""
     for node in dict.fromkeys(plan.nodes):
         bundles = [bundle for bundle, at in zip(plan.bundles, plan.nodes, strict=True) if at == node]
         needed = round(sum(bundle["CPU"] for bundle in bundles))
@@ -297,7 +301,7 @@ def _expand(nodes: Sequence[Node], counts: Sequence[int]) -> list[Node]:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2, 5``."""
+    """Format numbers as ranges: ``[0, 1, 2, 5]`` -> ``0-2, 5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

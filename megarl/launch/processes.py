@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that cannot outlive their launcher, and signals as exceptions (Linux)."""
+"""Start child processes that cannot outlive their launcher, and turn signals into exceptions (Linux)."""
 
 import contextlib
 import ctypes
@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Signalled(BaseException):
-    """SIGINT, SIGTERM or SIGHUP arrived. Not an ``Exception``, so that no handler for errors swallows it."""
+    """SIGINT, SIGTERM or SIGHUP arrived. Not an ``Exception``, so that no handler for errors catches it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -37,7 +37,7 @@ def raise_on_signals() -> None:
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Let a clean-up of bounded length finish, however often Ctrl-C is pressed. Outside the main thread: do nothing."""
+    """Ignore signals during a clean-up of bounded length. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -52,10 +52,10 @@ def signals_ignored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[None]:
-    """Treat SIGTERM (Slurm, ``kill``) and SIGHUP (a terminal that is gone) like Ctrl-C, so that nothing is left behind.
+    """Treat SIGTERM (Slurm, ``kill``) and SIGHUP (a closed terminal) like Ctrl-C, so that nothing is left behind.
 
-    Only the first one counts: Slurm and the launcher may both send it, and the second must not cut a checkpoint short.
-    A SIGHUP that is ignored (``nohup``) stays so.
+    Only the first signal counts. Slurm and the launcher may both send it, and the second must not interrupt the saving
+    of a checkpoint. A SIGHUP that is ignored (``nohup``) stays ignored.
     """
     numbers = [signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -76,32 +76,34 @@ def stop_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Put the signal handlers back that the block replaces: ``ray.init`` installs its own for SIGTERM, which ends the
-    process there and then."""
+    """Restore the signal handlers that the block replaces.
+
+    ``ray.init`` installs its own handler for SIGTERM, which ends the process immediately.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     previous = [signal.getsignal(number) for number in numbers]
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Ray replaces none
+        if threading.current_thread() is threading.main_thread():  # in other threads Ray replaces no handlers
             for number, handler in zip(numbers, previous, strict=True):
                 signal.signal(number, handler)
 
 
 def adopt_orphans() -> None:
-    """Make grandchildren whose parent dies our children, so that ``end_descendants`` finds all of them."""
+    """Make this process the parent of orphaned grandchildren, so that ``end_descendants`` finds all of them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start(command: Sequence[str], environment: Mapping[str, str], output: Any = None) -> subprocess.Popen[bytes]:
-    """Start a child in a session of its own (a Ctrl-C at the terminal reaches only us; we decide the order).
+    """Start a child in its own session: a Ctrl-C at the terminal reaches only the launcher, which decides the order.
 
-    The kernel sends it SIGTERM when we die, even by SIGKILL.
+    The kernel sends the child SIGTERM when the launcher dies, even by SIGKILL.
 
     Args:
         command: program and arguments.
-        environment: its whole environment.
-        output: file for stdout and stderr; None leaves them ours.
+        environment: the child's whole environment.
+        output: file for stdout and stderr; None keeps the launcher's.
     """
     return subprocess.Popen(
         command,
@@ -115,14 +117,14 @@ def start(command: Sequence[str], environment: Mapping[str, str], output: Any = 
 
 
 def _die_with_parent() -> None:
-    # The handlers are ours, but an ignored signal would be inherited through exec.
+    # exec resets handlers, but a child would inherit ignored signals.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def stop(child: subprocess.Popen[bytes], number: int, seconds: float) -> None:
-    """Send a signal and wait; SIGKILL for a child that is still there after ``seconds``."""
+    """Send a signal and wait. A child that is still there after ``seconds`` gets SIGKILL."""
     if child.poll() is not None:
         return
     child.send_signal(number)
@@ -134,22 +136,22 @@ def stop(child: subprocess.Popen[bytes], number: int, seconds: float) -> None:
 
 
 def end_descendants(seconds: float = 3.0) -> None:
-    """End every process below this one: SIGTERM, then SIGKILL after ``seconds``."""
-    left = psutil.Process().children(recursive=True)
+    """End every descendant of this process: SIGTERM, then SIGKILL after ``seconds``."""
+    remaining = psutil.Process().children(recursive=True)
     for action in (psutil.Process.terminate, psutil.Process.kill):
-        for process in left:
+        for process in remaining:
             with contextlib.suppress(psutil.NoSuchProcess):
                 action(process)
-        left = psutil.wait_procs(left, timeout=seconds)[1]
+        remaining = psutil.wait_procs(remaining, timeout=seconds)[1]
 
 
 class Log:
-    """A child's output, kept out of sight and quoted when the child fails."""
+    """A child's output, hidden, and quoted if the child fails."""
 
     def __init__(self) -> None:
         self.file = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the child)
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines that were written."""
+        """Return the last lines that were written."""
         self.file.seek(0)
         return "\n".join(self.file.read().decode(errors="replace").splitlines()[-lines:])

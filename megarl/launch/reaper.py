@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends what a run started, and removes its scratch folder, even if the run itself is killed with -9.
+"""End the processes of a run and remove its scratch folder, even if the run itself is killed with -9.
 
-Ray's own processes mostly die with the driver, but two agents of the raylet survive its SIGKILL (Ray 2.60). The reaper
-is a small process that remembers the run's descendants, and kills those that are still there once the run is gone. Then
-it removes the shared memory of a weight transfer that was cut short.
+Ray's processes mostly die with the driver, but two agents of the raylet survive its SIGKILL (Ray 2.60). The reaper is a
+small process that remembers the run's descendants, and kills those that are left when the run is gone. Then it removes
+the shared memory of an interrupted weight transfer.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from megarl.checkpoint_engine.shm_folders import remove_stale
 
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0
-# Ray's sockets lie some 80 characters below the scratch folder, and a socket's path has at most 107.
+# Ray's sockets are some 80 characters below the scratch folder, and a socket's path has at most 107.
 LONGEST = 12
 
 
@@ -32,11 +32,11 @@ def reaper() -> Iterator[Path]:
     """Watch this process's descendants until the block ends or this process dies.
 
     Yields:
-        A scratch folder for sockets, logs and the like, which is removed then.
+        A scratch folder for sockets, logs and the like. It is removed at the end.
     """
     place = tempfile.gettempdir()
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir=place if len(place) <= LONGEST else "/tmp"))
-    # A session of its own: Ctrl-C on the terminal must not reach it.
+    # A session of its own, so that Ctrl-C on the terminal does not reach it.
     command = [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid()), str(scratch)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
@@ -48,17 +48,17 @@ def reaper() -> Iterator[Path]:
 
 
 def watch(parent: psutil.Process) -> None:
-    """Remember descendants until standard input closes, which it does when the parent dies; then end them."""
+    """Remember descendants until standard input closes (which happens when the parent dies), then end them."""
     family: set[psutil.Process] = set()
-    own = psutil.Process()
+    this_process = psutil.Process()
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family |= set(parent.children(recursive=True)) - {own}
+            family |= set(parent.children(recursive=True)) - {this_process}
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.is_running() for process in family):
         time.sleep(0.2)
     for process in family:
-        # is_running compares the start time too: a pid that was given to another process is left alone.
+        # is_running also compares the start time, so a pid that now belongs to another process is left alone.
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.is_running():
                 process.kill()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``train.resume=auto``: a job that is started again goes on with the run that it left."""
+"""Resolve ``train.resume=auto``: a job that is started again continues its unfinished run."""
 
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from megarl.run_folder import CONFIG, SUMMARY, checkpoints
 def find_run(config: RunConfig) -> RunConfig:
     """Replace ``train.resume: auto`` by the run folder to continue, or by None.
 
-    That folder lies below ``train.output``, holds a complete checkpoint and no summary (the run has not finished), and
-    its settings are these. Of several the newest one is taken.
+    The folder must be below ``train.output``, hold a complete checkpoint and no summary (the run is unfinished), and
+    have the same settings. The newest such folder is taken.
 
     Args:
-        config: with absolute paths, as ``config.yaml`` of a run folder has them.
+        config: the config with absolute paths, as in the ``config.yaml`` of a run folder.
     """
     if config.train.resume != AUTO:
         return config
@@ -29,16 +29,16 @@ def find_run(config: RunConfig) -> RunConfig:
 
 
 def can_continue(folder: Path, wanted: RunConfig) -> bool:
-    """Whether a folder holds an unfinished run with a checkpoint and the settings ``wanted``."""
+    """Return True if a folder holds an unfinished run with a checkpoint and the settings ``wanted``."""
     if (folder / SUMMARY).exists() or not checkpoints(folder):
         return False
     try:
-        # Parsed, not compared as text: a setting that is new since then has its default in both.
+        # Parsed instead of compared as text: a setting that was added since has its default in both.
         return load_config(folder / CONFIG) == wanted
     except MegarlError:
         return False
 
 
 def with_resume(config: RunConfig, folder: str | None) -> RunConfig:
-    """The same run with another ``train.resume``."""
+    """Return the config with another ``train.resume``."""
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": folder})})

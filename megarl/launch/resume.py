@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that goes on: what it may not change unsaid, and the moment at which its state comes back."""
+"""Resume a run: load its checkpoint everywhere, and digest what must not have changed."""
 
 import hashlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from megarl.tasks.identity import task_contents
 
 
 def resume(state: loop.RunState, resumed: Resumption) -> None:
-    """Load a checkpoint everywhere; the run folder is written to only once nothing can fail to load any more."""
+    """Load a checkpoint everywhere. The run folder is written to only when nothing can fail to load any more."""
     saved = state.trainers.call("load_checkpoint", str(resumed.checkpoint))[0]
     state.restore(saved, other_data=resumed.other_data)
     state.recorder.begin(resumed)
@@ -24,7 +24,7 @@ def resume(state: loop.RunState, resumed: Resumption) -> None:
 
 
 def contents_of(config: RunConfig, task: Task, encode: Any) -> dict[str, str | None]:
-    """Digests of what the settings name: prompts, their tokens, the reward, the adapter that training begins with.
+    """Digest what the settings name: prompts, their tokens, the reward, the initial adapter.
 
     Raises:
         AdapterError: ``lora.init_from`` cannot be read.

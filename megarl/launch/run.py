@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run from recipe to summary; ends everything it started, whatever happens."""
+"""Run a training from recipe to summary. Ends everything that it started, whatever happens."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ from megarl.tasks.held_out import split
 from megarl.tasks.options import absolute_files
 from megarl.tasks.prompting import check_prompts, encode_prompt
 
-# Everything must be gone within 30 s of a failure; an engine gets this much of it to leave politely.
+# Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
 
 
@@ -58,14 +58,14 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     """Run a recipe.
 
     Args:
-        config: of the run.
-        recipe_dir: folder of the recipe, for the task's relative paths.
+        config: the run's config.
+        recipe_dir: folder of the recipe, to which the task's relative paths refer.
 
     Returns:
         The run folder.
 
     Raises:
-        MegarlError: with the cause; every process that was started has been ended.
+        MegarlError: the run failed; every process that it started has been ended.
     """
     config = find_run(with_absolute_paths(config, recipe_dir))
     check_run(config)
@@ -121,24 +121,25 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse an unknown loss, transport or model family, and what the sampler cannot do, now: the actors would find out
-    a minute later.
+    """Refuse unknown names and what the sampler cannot do, before any actor starts; an actor would fail a minute later.
+
+    Checked are the loss, the transport and the model family.
 
     Raises:
-        ConfigError, UnsupportedError: naming the nearest registered one, or what is supported.
+        ConfigError, UnsupportedError: the message names the nearest registered name, or what is supported.
     """
     build_loss(config.loss)
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
     check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config)
-    # A cluster that is there already decides what the run gets.
+    # If Ray joins an existing cluster, that cluster decides the device.
     if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):
         check_device(config, "cpu")
 
 
 def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Resolve every path here: an actor's working directory may be another, and a resume has another recipe or none."""
+    """Make every path absolute: an actor may have another working directory, and a resume another recipe or none."""
     task = absolute_files(TaskContext(config.task, recipe_dir, config.train.seed))
     model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
     adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
@@ -151,13 +152,13 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
 
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
-    """The task and the tokenizer, with every prompt checked before anything is started."""
+    """Return the task and the tokenizer, after checking every prompt, before anything is started."""
     from transformers import AutoTokenizer
 
     task = build_task(TaskContext(config.task, recipe_dir, config.train.seed))
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except Exception as error:  # whatever a library raises that was given any files at all
+    except Exception as error:  # transformers may raise anything on unexpected files
         raise ModelError(
             f"model.path '{config.model.path}' holds no tokenizer that transformers can load: {error}"
         ) from error
@@ -166,7 +167,7 @@ def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
 
 
 def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
-    """Prompts in the order of ``train.seed``."""
+    """Return the stream of prompts, in the order of ``train.seed``."""
 
     def encode(prompt: Any) -> np.ndarray:
         return encode_prompt(tokenizer, prompt, config.task.system_prompt, config.sampler.max_prompt_tokens)
@@ -175,7 +176,7 @@ def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
 
 
 def run_folder(config: RunConfig) -> Path:
-    """The folder to write to: that of ``train.resume``, or a new one below ``train.output``.
+    """Return the run folder: that of ``train.resume``, or a new one below ``train.output``.
 
     Raises:
         ConfigError: no folder can be made there.
@@ -204,17 +205,18 @@ def run_folder(config: RunConfig) -> Path:
 def actors(
     config: RunConfig, screen: Screen, folder: Path, needed: Path, scratch: Path
 ) -> Iterator[tuple[TrainerGroup, SamplerGroup, Any]]:
-    """Start Ray, trainer ranks and engines side by side; on exit, for whatever reason, end them all.
+    """Start Ray, trainer ranks and engines side by side. On exit, for whatever reason, end all of them.
 
     Args:
-        config: resolved.
-        screen: where progress is shown.
-        folder: of the run; the actors' output goes to its ``logs``.
-        needed: the checkpoint to go on from, or a file of the new run folder: what the ranks must see.
-        scratch: folder for what Ray and vLLM leave.
+        config: the resolved config.
+        screen: screen that shows the progress.
+        folder: the run folder. The actors' output goes to its ``logs``.
+        needed: file or folder that the ranks must be able to see: the checkpoint to resume from, or a file of the new
+            run folder.
+        scratch: folder for files that Ray and vLLM leave.
 
     Yields:
-        The trainer, the samplers, and ``checkpoint_engine`` with its transport resolved.
+        The trainer, the samplers, and the ``checkpoint_engine`` section with its transport resolved.
     """
     screen.phase("Ray")
     placement.start_ray(config, scratch)
@@ -252,10 +254,10 @@ def actors(
 
 
 def check_shared(needed: Path, trainers: TrainerGroup, plan: Plan) -> None:
-    """Refuse nodes that do not see the run folder: rank 0 writes checkpoints there, and on resume every rank reads one.
+    """Refuse nodes that cannot see the run folder. Rank 0 writes checkpoints there; on resume every rank reads one.
 
     Raises:
-        ConfigError: names the rank and its node.
+        ConfigError: a rank cannot see it; the message names the rank and its node.
     """
     for rank, seen in enumerate(trainers.call("sees", str(needed))):
         if not seen and (rank == 0 or needed.is_dir()):
@@ -267,7 +269,7 @@ def check_shared(needed: Path, trainers: TrainerGroup, plan: Plan) -> None:
 
 
 def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
-    """Let the engines of a complete run leave politely. One that does not is killed later; the run is as good."""
+    """Let the engines of a complete run stop by themselves. One that does not is killed later without harm."""
     try:
         samplers.close(CLOSE_SECONDS)
     except MegarlError as error:
@@ -275,7 +277,7 @@ def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
 
 
 def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any], watch: Watch) -> Any:
-    """``checkpoint_engine`` with ``auto`` replaced: shared memory on one node, gloo between nodes."""
+    """Return ``checkpoint_engine`` with ``auto`` replaced: shared memory on one node, gloo between nodes."""
     section = config.checkpoint_engine
     if section.transport != "auto":
         return section
@@ -284,7 +286,7 @@ def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any], wat
 
 
 def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:
-    """Kill what is left and leave Ray; no signal interrupts it."""
+    """Kill all actors and leave Ray. No signal interrupts it."""
     with signals_ignored():
         for actor in actors_started:
             with contextlib.suppress(Exception):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of ``scripts/launch_node.sh``, checked before anything is started. Imports no Ray."""
+"""Read and check the environment of ``scripts/launch_node.sh``, before anything is started. Imports no Ray."""
 
 import errno
 import shutil
@@ -18,18 +18,18 @@ DEFAULT_JOIN_TIMEOUT = 300
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What one node has to know.
+    """Settings of one node.
 
     Attributes:
-        rank: NODE_RANK, 0 is the head.
-        nodes: NNODES.
+        rank: NODE_RANK; 0 is the head.
+        nodes: NNODES, the number of nodes.
         head: HEAD_ADDR as given.
         host_ip: the IPv4 address that ``head`` resolves to.
-        port: HEAD_PORT.
-        join_timeout: JOIN_TIMEOUT, seconds to wait for the head and for all nodes.
-        cpus: NODE_CPUS for Ray on this node, or None for what Ray finds.
-        gpus: NODE_GPUS, likewise.
-        command: what the head runs once all nodes are there.
+        port: HEAD_PORT, the port of Ray's head.
+        join_timeout: JOIN_TIMEOUT, the seconds to wait for the head and for all nodes.
+        cpus: NODE_CPUS, the number of CPUs that Ray uses on this node; None for all that Ray finds.
+        gpus: NODE_GPUS, likewise for GPUs.
+        command: command that the head runs when all nodes are there.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class NodeSettings:
 
     @property
     def address(self) -> str:
-        """``ip:port`` of the head."""
+        """The head's ``ip:port``."""
         return f"{self.host_ip}:{self.port}"
 
 
@@ -52,11 +52,11 @@ def read_settings(environment: Mapping[str, str], arguments: Sequence[str]) -> N
     """Check the environment and the arguments.
 
     Args:
-        environment: NODE_RANK, NNODES and HEAD_ADDR are required.
+        environment: the environment variables. NODE_RANK, NNODES and HEAD_ADDR are required.
         arguments: ``RECIPE.yaml [key=value ...]`` for ``megarl train``, or ``-- COMMAND [ARGUMENT ...]``.
 
     Raises:
-        ConfigError: names the variable, its value and what is allowed.
+        ConfigError: a variable is wrong; the message names it, its value and what is allowed.
     """
     nodes = _integer(environment, "NNODES", 1)
     rank = _integer(environment, "NODE_RANK", 0, nodes - 1)
@@ -89,7 +89,7 @@ def read_settings(environment: Mapping[str, str], arguments: Sequence[str]) -> N
 def _integer(
     environment: Mapping[str, str], name: str, low: int, high: int | None = None, default: int | None = None
 ) -> int:
-    """An integer from the environment, within ``low..high``."""
+    """Read an integer within ``low..high`` from the environment."""
     text = environment.get(name, "")
     allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if not text and default is not None:
@@ -110,7 +110,7 @@ def _resolve(head: str) -> str:
 
 
 def _check_head_address(head: str, host_ip: str, port: int) -> None:
-    """Rank 0 must be able to listen there: the address is its own and the port is free."""
+    """Check that rank 0 can listen there: the address is its own and the port is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
