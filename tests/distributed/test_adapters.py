@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several adapters on one model, and what an adapter must not depend on: layout, TP rank, or being there at all."""
+"""Train several adapters on one model, and check what an adapter must not depend on: layout, TP rank, its presence."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from tests.helpers.cases import make_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 
-# Targets that partly overlap, other ranks, and one that a whole pipeline stage lacks.
+# Targets that partly overlap, other ranks, and one target that a whole pipeline stage lacks.
 CONFIGS: dict[str, dict[str, Any]] = {
     "first": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
     "second": {"target_modules": ["v_proj", "up_proj", "lm_head"], "r": 3, "lora_alpha": 9},
@@ -41,7 +41,7 @@ def build(folder: Path, groups: Any, attach: Any, layout: dict[str, Any]) -> Any
 
 
 def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """On each rank: two adapters trained in turn beside a frozen one, at every layout."""
+    """On each rank, train two adapters in turn beside a frozen one, at every layout."""
 
     from megarl.config import ParallelConfig
     from megarl.errors import MegarlError
@@ -92,7 +92,7 @@ def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def truth_of(folder: Path) -> dict[str, Any]:
-    """PEFT's add_adapter and set_adapter, and one AdamW for each adapter."""
+    """Train with PEFT's add_adapter and set_adapter, and one AdamW for each adapter."""
     base = load_reference(folder / "model", None)
     options = {"is_trainable": True, "autocast_adapter_dtype": False}
     model = PeftModel.from_pretrained(base, folder / "first", adapter_name="first", **options)
@@ -142,7 +142,7 @@ def test_adapters_trained_in_turn_equal_pefts(tmp_path):
 
 
 def fresh_adapters(folder: str, layout: dict[str, Any], targets: list[str]) -> dict[str, torch.Tensor]:
-    """A new adapter of one seed at a layout, whole; and what ``apply_lora`` refuses."""
+    """Return a new adapter of one seed at a layout, whole, and what ``apply_lora`` refuses."""
     from peft import LoraConfig
 
     from megarl.config import ParallelConfig
@@ -193,7 +193,7 @@ def test_the_start_does_not_depend_on_the_layout(tmp_path, family, targets, layo
 
 
 def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
-    """What the adapters' dropout kept in one pass, call by call, with and without SP."""
+    """Return the masks of the adapters' dropout in one pass, call by call, with and without SP."""
     from peft import LoraConfig
 
     from megarl.config import ParallelConfig
@@ -216,7 +216,7 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
             masks.append(kept != 0)
             return kept
 
-        with pytest.MonkeyPatch.context() as patch:  # not in torch itself: the base model has dropouts too
+        with pytest.MonkeyPatch.context() as patch:  # not torch's own F: the base model has dropouts too
             patch.setattr(parallel_linear, "F", SimpleNamespace(**vars(parallel_linear.F) | {"dropout": recorded}))
             model.forward_backward(model.pack(make_samples(2, SHAPE["vocab_size"]), np.ones(2)), SurrogateLoss())
             model.forward(model.pack(make_samples(2, SHAPE["vocab_size"])))
@@ -238,7 +238,7 @@ def test_dropout_is_the_same_where_tp_ranks_hold_the_same_and_differs_where_they
 
 
 def operations(folder: str) -> tuple[list[str], list[str], list[str]]:
-    """Operations of a forward pass before an adapter came, with it disabled, and with it active."""
+    """Return the operations of a forward pass without an adapter, with it disabled, and with it active."""
     from peft import LoraConfig
     from torch.utils._python_dispatch import TorchDispatchMode
 

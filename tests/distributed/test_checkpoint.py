@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promise 6: N + M steps equal N steps, a checkpoint, M steps: bitwise in the same layout, closely in another."""
+"""Promise 6: N + M steps equal N steps, a checkpoint and M steps: bitwise at the same layout, closely at another."""
 
 import resource
 import shutil
@@ -22,7 +22,7 @@ DISTRIBUTED = {"train": {"distributed_optimizer": True}}
 
 
 def save_and_go_on(folder: str, layout: dict[str, Any], dtype: str) -> dict:
-    """Train, save, train on; what an uninterrupted run ends with."""
+    """Train, save, train on; return the final state of the uninterrupted run."""
     model = build(Path(folder), layout, dtype)
     train(model, range(STEPS))
     model.save_checkpoint(Path(folder) / "checkpoint", {"cursor": 17})
@@ -31,7 +31,7 @@ def save_and_go_on(folder: str, layout: dict[str, Any], dtype: str) -> dict:
 
 
 def resume(folder: str, layout: dict[str, Any], dtype: str) -> dict:
-    """In a fresh process: load and train on."""
+    """Load in a fresh process, and train on."""
     model = build(Path(folder), layout, dtype)
     extra = model.load_checkpoint(Path(folder) / "checkpoint")
     assert (extra, model.version) == ({"cursor": 17}, STEPS)
@@ -66,7 +66,7 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, family, layout, dtype, e
 
 
 def save_in_background(folder: str, layout: dict[str, Any]) -> dict:
-    """Train on while a save is held up, then let saves fail; what each call says."""
+    """Train on while a save is held up, then make saves fail; return what each call raises."""
     from megarl.model import checkpoint
 
     gate, save_file = threading.Event(), checkpoint.save_file
@@ -118,7 +118,7 @@ def test_training_goes_on_while_a_save_is_written_and_a_failure_reaches_every_ra
 
 
 def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
-    """Load and hand back the optimizer's whole state, by name."""
+    """Load, and return the optimizer's whole state by name."""
     from megarl.model.checkpoint import _optimizer_tensors
     from megarl.model.weights.streaming import stream_full
 
@@ -204,7 +204,7 @@ def test_state_moves_between_layouts_bit_for_bit_and_what_does_not_fit_is_refuse
 
 
 def load_bad_adapters(folder: str, names: list[str]) -> dict[str, tuple[str, str]]:
-    """What loading each adapter says, and that it changed nothing."""
+    """Return what loading each adapter raises, and check that it changed nothing."""
     model = build(Path(folder), {})
     before = {n: p.data.clone() for n, p in model.adapter.parameters()}
     failures = {name: _failure_of(lambda name=name: model.load_adapter(Path(folder) / name)) for name in names}

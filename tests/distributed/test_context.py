@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Context parallelism: attention over packed sequences, metrics, dropout, resume; and that the parity rows can fail."""
+"""Context parallelism: attention over packed sequences, metrics, dropout, resume; and that each parity row can fail."""
 
 import dataclasses
 from pathlib import Path
@@ -23,21 +23,21 @@ from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build
 
-# Longer and shorter than 2 * CP, and of one token.
+# Lengths above and below 2 * CP, and of one token.
 LENGTHS = (37, 1, 5, 3, 64, 8, 1, 2)
 HEADS, KV_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
 
 
 def make_inputs() -> list[torch.Tensor]:
-    """Query, key, value and the output's gradient of all sequences, without padding, float64."""
+    """Return query, key, value and the output's gradient of all sequences, without padding, float64."""
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     return [torch.randn(sum(LENGTHS), n, DIM, dtype=torch.float64, generator=generator) for n in heads]
 
 
 def attention_of_one_process() -> list[torch.Tensor]:
-    """SDPA sequence by sequence: output and gradients of query, key and value."""
+    """Return output and gradients of query, key and value, computed by SDPA sequence by sequence."""
     *inputs, gradient = make_inputs()
     leaves = [tensor.requires_grad_() for tensor in inputs]
     parts = zip(*(leaf.transpose(0, 1).split(LENGTHS, dim=1) for leaf in leaves), strict=True)
@@ -47,7 +47,7 @@ def attention_of_one_process() -> list[torch.Tensor]:
 
 
 def attention_of_ranks(sizes: list[int]) -> dict[int, Any]:
-    """On each rank: its part of the same, and where it lies, for each CP size; padding holds large numbers."""
+    """On each rank, return its part of the same and its positions, for each CP size. Padding holds large numbers."""
     from megarl.model.layers.attention import PackedAttention, PackedSequences
     from megarl.model.layers.zigzag import padded_length, rank_tokens
 
@@ -97,7 +97,7 @@ def test_attention_and_its_gradients_are_those_of_one_process():
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=f"CP{size} {name}")
 
 
-# What is removed from context parallelism -> the row that must then fail, and one that must still pass.
+# A removed part of context parallelism -> the row that must then fail, and one that must still pass.
 MUTATIONS = {
     "nothing": ("", LOGPROBS),
     "the gradient's sum over CP": (GRADIENTS, LOGPROBS),
@@ -109,7 +109,7 @@ MUTATIONS = {
 
 
 def remove(name: str, patch: pytest.MonkeyPatch) -> None:
-    """Break one thing on this rank."""
+    """Break one part of context parallelism on this rank."""
     from megarl.model.layers import attention, gpt
     from megarl.model.optimizer import adapter_optimizer
     from megarl.model.step import packing, schedule
@@ -152,7 +152,7 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def train_mutants(here: Place) -> dict[str, dict[str, str]]:
-    """On each rank: what `megarl verify` finds at CP2 with each thing removed in turn, outside the bounds."""
+    """On each rank, return `megarl verify`'s findings outside the bounds at CP2, with each part removed in turn."""
     results = {}
     for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):
         with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +171,7 @@ def test_what_context_parallelism_needs_fails_a_row_when_removed(tmp_path):
 
 
 def metrics_of_ranks(folder: str, layout: dict[str, int]) -> dict:
-    """GRPO's metrics with old, sampler and reference logprobs, and the fewest response tokens of a micro-batch."""
+    """Return GRPO's metrics with all three other logprobs, and the fewest response tokens of a micro-batch."""
     from megarl.config import LossConfig
     from megarl.loss import build_loss
     from megarl.model.step.packing import micro_batches
@@ -202,7 +202,7 @@ def test_metrics_do_not_depend_on_cp_and_ranks_without_response_tokens_take_part
 
 
 def draw_masks(layouts: list[dict[str, int]]) -> list[Any]:
-    """On each rank: its coordinates, and random numbers of the default state and of mcore's tracker."""
+    """On each rank, return its coordinates, and random numbers of the default state and of mcore's tracker."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from megarl.config import ParallelConfig
@@ -232,12 +232,12 @@ def test_dropout_is_drawn_alike_on_tensor_ranks_only():
 
 
 def save_both(folder: str) -> dict[str, dict]:
-    """At CP2: a run in bf16 with dropout, and one in fp32 without."""
+    """Save two runs at CP2: one in bf16 with dropout, one in fp32 without."""
     return {dtype: save_and_go_on(f"{folder}/{dtype}", {"context": 2}, dtype) for dtype in ("bfloat16", "float32")}
 
 
 def resume_both(folder: str) -> dict[str, dict]:
-    """Go on with the first in the same layout, with the second at TP2."""
+    """Resume the first run at the same layout, the second at TP2."""
     from megarl.parallel.groups import leave_layout
 
     same = resume(f"{folder}/bfloat16", {"context": 2}, "bfloat16")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder whose files do not make the model of its config.json is refused by name, never loaded in part."""
+"""Refuse a folder whose files do not make the model of its config.json, by name; never load it in part."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def poisoned(weights, value):
     return weights
 
 
-# name -> (tied, change of config.json, change of the weights, what the error says; None where it loads)
+# name -> (tied, change of config.json, change of the weights, text of the error; None if it loads)
 CASES = {
     "fewer-layers": (False, {"num_hidden_layers": 3}, no_change, f"holds '{LAYER}input_layernorm.weight', which the"),
     "more-layers": (False, {"num_hidden_layers": 5}, no_change, "lacks the tensor 'model.layers.4.input_layernorm"),
@@ -75,7 +75,7 @@ def write_case(folder: Path, name: str) -> Path:
 
 
 def load_each(folders: list[str]) -> list[str | None]:
-    """What loading each folder raises."""
+    """Return what loading each folder raises."""
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 

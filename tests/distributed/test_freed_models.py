@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is dropped is freed, and with it the groups that it held."""
+"""Free a model that is dropped, and with it its process groups."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def train_and_drop(here: Place) -> bool:
-    """On each rank: whether nothing of the model is left after a step."""
+    """On each rank, return True if nothing of the model is left after a step."""
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import destroy_groups, init_groups
     from megarl.verify.ranks import build

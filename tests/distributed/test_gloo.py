@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups on CPUs: one worker each, so that no two collectives of a group end at once (see ``megarl.parallel.gloo``)."""
+"""Give each process group on CPUs one worker, so that no two of its collectives end at once."""
 
 from tests.helpers.ranks import run_ranks
 
@@ -7,7 +7,7 @@ LAYOUT = {"tensor": 2, "data": 2, "sequence": True}
 
 
 def workers_and_groups() -> tuple[int, int]:
-    """On each rank: gloo's worker threads in this process, and the groups that it is in."""
+    """On each rank, return gloo's worker threads in this process, and the number of its groups."""
     from pathlib import Path
 
     import torch.distributed as dist

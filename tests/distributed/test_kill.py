@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kill -9 at random moments of 50 saves: whatever has a checkpoint's name loads, and is the uninterrupted run."""
+"""Kill 50 saves with -9 at random moments: whatever has a checkpoint's name loads and equals the uninterrupted run."""
 
 import contextlib
 import random
@@ -16,14 +16,14 @@ from megarl.run_folder import checkpoints
 from tests.helpers.models import make_model
 from tests.helpers.saver import check_for_ever, running, save_for_ever
 
-# The files are the same on any device, and where processes may not be forked each takes ten seconds to start.
+# The files are the same on any device, and where processes cannot be forked each takes ten seconds to start.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="writes no other files with CUDA")
 
 KILLS = 50
 
 
 def kill_saves(folder: Path, in_place: bool = False) -> tuple[list[str], Counter]:
-    """Kill savers until a checkpoint is wrong: what is wrong with it, and how many kills left what."""
+    """Kill savers until a checkpoint is wrong; return what is wrong with it, and how many kills left which files."""
     delays, left = random.Random(0), Counter()
     seconds = measure_save(folder)
     checked: set[Path] = set()
@@ -45,13 +45,13 @@ def kill_saves(folder: Path, in_place: bool = False) -> tuple[list[str], Counter
                 if problem := receive(checker):
                     return [problem], left
             checked |= named
-            # About every second save is let finish, however fast saves are beside other tests: kills meet all of it.
+            # Adapt the delay so that about every second save completes, whatever its speed: kills then hit all phases.
             seconds *= 0.9 if done else 1.1
     return [], left
 
 
 def measure_save(folder: Path) -> float:
-    """Seconds from the call to the complete checkpoint, the longest of three."""
+    """Return the longest of three times from the call to the complete checkpoint, in seconds."""
     times = []
     with running(save_for_ever, folder, None) as (_, pipe):
         for _ in range(3):
@@ -62,20 +62,20 @@ def measure_save(folder: Path) -> float:
 
 
 def receive(pipe: Any) -> Any:
-    """The next thing a process says."""
+    """Return the next message of a process."""
     assert pipe.poll(60), "the process says nothing"
     return pipe.recv()
 
 
 def rest(pipe: Any) -> Iterator[Any]:
-    """What a killed process had still said."""
+    """Yield the messages that a killed process had still sent."""
     with contextlib.suppress(EOFError, OSError):
         while pipe.poll():
             yield pipe.recv()
 
 
 def phase(partial: Path) -> str:
-    """How far a killed save had come, by what it left."""
+    """Name the phase in which a save was killed, by the files it left."""
     names = {path.name for path in partial.iterdir()}
     steps = ["adapter", "optimizer.safetensors", "rng.safetensors", "state.json"]
     return next((f"before {name}" for name in steps if name not in names), "before the rename")
@@ -86,7 +86,7 @@ def test_a_save_killed_at_any_moment_leaves_only_checkpoints_that_load(tmp_path)
     problems, left = kill_saves(tmp_path)
     print(f"\n{KILLS} kills left: {dict(left)}")
     assert problems == []
-    # Else the kills have missed the saves.
+    # Fails if the kills missed the saves.
     assert sum(count for what, count in left.items() if what.startswith("before")) >= KILLS / 5
     assert len(left) >= 4
 

@@ -26,14 +26,15 @@ MODELS = {
         "seed": 1,
         "q_lora_rank": 16,
         "n_routed_experts": 8,
-        # A group's rank is its best expert's score; mcore would add up the best 3 / 2.
+        # A group is ranked by its best expert's score; mcore would add up the best 3 / 2.
         "topk_method": "group_limited_greedy",
         "n_group": 4,
         "topk_group": 2,
         "num_experts_per_tok": 3,
         "routed_scaling_factor": 2.0,
     },
-    # Of this seed every expert gets tokens; one without has zero gradients, which no relative error describes.
+    # With this seed every expert gets tokens. An expert without has zero gradients, for which a relative error is
+    # undefined.
     "v3": {"family": "deepseek_v3", "tied": False, "seed": 3},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2xPP2xEP2": {"tensor": 2, "pipeline": 2, "expert": 2},
     "TP2xCP2xEP2xETP2": {"tensor": 2, "context": 2, "expert": 2, "expert_tensor": 2},
 }
-# V3 has the most that a layout could get wrong and meets all of them.
+# V3 has the most features that a layout could get wrong, and runs at every layout.
 ONLY = {"v2-lite": ("PP2xVPP2", "DP2xEP2", "CP2+selective"), "v2": ("TP2+SP", "TP2xPP2xEP2")}
 
 
@@ -70,7 +71,7 @@ MUTATIONS = ("the rotary key's sum", "the bias on the choice")
 
 
 def train_mutants(here: Place) -> dict[str, dict[str, str]]:
-    """On each rank: what `megarl verify` finds of V3 at TP2 with one thing removed in turn, outside the bounds."""
+    """On each rank, return `megarl verify`'s findings out of bounds for V3 at TP2, with each part removed in turn."""
     from megarl.model.layers import experts, latent_attention
 
     results = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One set of processes can go through many layouts: what a layout's groups held is given back."""
+"""Take one set of processes through many layouts: the resources of a layout's groups are released."""
 
 from tests.helpers.ranks import run_ranks
 
@@ -7,7 +7,7 @@ LAYOUTS = ({"tensor": 2}, {"pipeline": 2}, {"data": 2}, {"context": 2})
 
 
 def threads_after_each_layout() -> list[int]:
-    """On each rank: its threads once the groups of a layout have communicated, layout by layout."""
+    """On each rank, return its number of threads after the groups of each layout have communicated."""
     import psutil
     import torch
     import torch.distributed as dist

@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {"family": "qwen3_moe", "tied": False},
     "mixtral": {"family": "mixtral", "tied": False},
 }  # fmt: skip
-# Adapters that are not of all linear layers: keyword arguments of PEFT's LoraConfig.
+# Adapters that do not cover all linear layers: keyword arguments of PEFT's LoraConfig.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "llama-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "v_proj"]},
     "qwen3-tied-vocabulary": {"target_modules": ["embed_tokens", "lm_head", "down_proj"]},
@@ -76,7 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2xDP4+all": {"expert": 2, "data": 4, "train": OVERLAP | {"recompute": "selective"}},
     "PP2xVPP2xDP2+all": {"pipeline": 2, "virtual_pipeline": 2, "data": 2, "train": OVERLAP | {"recompute": "full"}},
 }
-# Named as the same layout of the other back end.
+# Each has the name of the same layout on the other back end.
 TE = [
     "TP1", "TP2+SP", "PP2", "CP2", "EP2xDP2", "TP2+SPxCP2", "TP2+SPxEP2xETP2xDP2", "TP2+SP+selective", "PP2+full",
     "CP2+all", "DP2+all",
@@ -90,15 +90,15 @@ LAUNCHES = [
     ["TP2xPP2", "PP2xDP2", "PP2xVPP2xDP2+all", "TP2+SPxDP2+all", "EP2xDP4+all"],
     ["TP2+SPxCP2", "PP2xCP2", "CP2xDP2", "TP2+SPxEP2xETP2xDP2"],
 ]
-# These have between them every kind of layer and of embedding, and meet every layout that fits them; the others meet
-# those that split what is special in them. `megarl verify --matrix` runs all products.
+# These models have between them every kind of layer and of embedding, and run at every layout that fits them. The
+# others run at the layouts that split their special features. `megarl verify --matrix` runs all products.
 EVERYWHERE = ("qwen3", "llama-tied", "qwen3-moe")
 ELSEWHERE = ("TP2+SP", "PP2")
 ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",), "mistral": ("TP2+SP", "CP2")}
 # Layers that the stages cannot share evenly; windows shorter than the sequences.
 ONLY |= {"llama-biases": ("TP2+SP", "PP2", "PP2xVPP2"), "qwen3-windows": ("TP2+SPxCP2", "PP2+full")}
 ONLY["qwen3-tied-vocabulary"] = (*ELSEWHERE, "TP2xPP2")
-# Each KV head on two ranks.
+# Each KV head is on two ranks.
 ONLY["qwen2-tied"] = (*ELSEWHERE, "TP2")
 # lm_head's adapter is used outside its layer's forward pass, and the embedding's before any recomputed layer.
 ONLY["llama-vocabulary"] = (*ELSEWHERE, "TP2", "CP2", "DP2", "DP2+overlap", "PP2+full")
@@ -107,7 +107,7 @@ WITH_EXPERTS = ("qwen3-moe", "mixtral")
 
 
 def models_at(name: str) -> list[str]:
-    """The models that run at a layout."""
+    """Return the models that run at a layout."""
     layout = LAYOUTS[name]
     if "expert" in layout or "expert_tensor" in layout:
         return list(WITH_EXPERTS)
@@ -120,14 +120,14 @@ def models_at(name: str) -> list[str]:
 
 
 def make_cases(folder: Path, names: Iterable[str] = MODELS) -> dict[str, Case]:
-    """Models, adapters and what Hugging Face + PEFT computes with them."""
+    """Make models and adapters, with the truth of each."""
     cases = {name: make_case(folder, name, adapter=ADAPTERS.get(name), **MODELS[name]) for name in names}
     run_shared(make_truth, list(cases.values()))
     return cases
 
 
 def places_at(cases: dict[str, Case], layouts: list[str]) -> list[Place]:
-    """Every model of the cases at every layout that it runs at."""
+    """Return every model of the cases at every layout that it runs at."""
     return [
         place(cases[model], layout, LAYOUTS[layout])
         for layout in layouts

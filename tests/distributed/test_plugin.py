@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on a GPTModel that megarl did not build, in a script of mcore's own parts: exact against PEFT, and resumable."""
+"""Put LoRA on a GPTModel that a script of mcore's own parts built: exact against PEFT, and resumable."""
 
 import os
 import re
@@ -28,7 +28,7 @@ UPDATES = 3
 
 
 def train_with_mcore(model: str, folder: str, layout: dict, flags: list[str]) -> tuple[list, dict, dict]:
-    """Losses, the first gradient and the adapter after some updates, by PEFT's names."""
+    """Return the losses, the first gradient and the adapter after some updates, by PEFT's names."""
     example, start = script(), Path(folder) / "start"
     args = parsed(model, layout, "--load-adapter", start, *flags)
     device = example.initialize(args)
@@ -45,7 +45,7 @@ def train_with_mcore(model: str, folder: str, layout: dict, flags: list[str]) ->
 
 
 def train_with_peft(model: Path, start: Path) -> tuple[list, dict, dict]:
-    """The same in one process of Hugging Face + PEFT, in float64."""
+    """Return the same from one process of Hugging Face + PEFT, in float64."""
     args = parsed(model, {})
     reference = load_reference(model, start, torch.float64)
     trained = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
@@ -91,7 +91,7 @@ def test_mcores_own_loop_trains_as_peft(truth, layout, ranks, flags):
     assert all(other[0] == pytest.approx(losses, abs=1e-5) for other in found)
     _, by_name, adapter = found[0]
     assert by_name.keys() == gradients.keys() and adapter.keys() == after.keys()
-    if "--use-distributed-optimizer" not in flags:  # which leaves each rank a part of the sum
+    if "--use-distributed-optimizer" not in flags:  # the distributed optimizer leaves each rank only a part of the sum
         errors = {name: relative_error(by_name[name], exact) for name, exact in gradients.items()}
         assert max(errors.values()) < 1e-4, max(errors, key=errors.get)
     errors = {name: relative_error(adapter[name], exact) for name, exact in after.items()}
@@ -129,7 +129,7 @@ def test_mcores_distributed_checkpoint_goes_on_here_and_at_another_layout(tmp_pa
         assert relative_error(tensors(tmp_path / "elsewhere")[name].float(), exact.float()) < 10 * bound, name
     folder = next((tmp_path / "checkpoints").glob("iter_*"))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    assert size < 3e6  # adapter and moments; the base stays out
+    assert size < 3e6  # adapter and moments, without the base
 
 
 def weights(folder: Path) -> bytes:
@@ -143,7 +143,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def load_late(model: str, folder: str, flags: list[str]) -> dict[str, float]:
-    """Load another adapter where an optimizer has updated one before; how far an update at rate 0 moves it."""
+    """Load another adapter after an optimizer has updated the first; return how far an update at rate 0 moves it."""
     example, other = script(), Path(folder) / "other"
     args = parsed(model, {}, "--bf16", "--lora-target-modules", *TARGETS, "--weight-decay", 0, *flags)
     device = example.initialize(args)
@@ -181,7 +181,7 @@ def test_an_adapter_loaded_under_an_optimizer_stays_where_it_is(tmp_path, flags)
 
 
 def keep_experts(folder: str, layout: dict, save: bool) -> dict[str, torch.Tensor]:
-    """Write or read the adapter of a mixture as a distributed checkpoint; the whole adapter."""
+    """Save or load the adapter of a mixture as a distributed checkpoint; return the whole adapter."""
     from megatron.core import dist_checkpointing
 
     model = build(Path(folder), layout, "float32")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Property tests: random models and random PEFT adapters pass through megarl and come back as they were."""
+"""Property tests: random models and random PEFT adapters pass through megarl unchanged."""
 
 import json
 import tempfile
@@ -21,14 +21,14 @@ from megarl.verify.reference.hf_peft import load_reference, logprobs_of
 from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 
-# Examples follow from the test's source, so that a failure repeats; they run inside a rank's process.
+# Examples are derived from the test's source, so that a failure repeats; they run inside a rank's process.
 QUICK: dict = {"deadline": None, "database": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @st.composite
 def shapes(draw, ranks: int = 1) -> dict:
-    """Arguments of ``make_model``: shapes that ``ranks`` tensor-parallel ranks can share."""
+    """Draw arguments of ``make_model``: shapes that ``ranks`` tensor-parallel ranks can share."""
     family = draw(st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]))
     kv_heads = ranks * draw(st.integers(1, 3))
     heads = kv_heads * draw(st.integers(1, 3))
@@ -129,7 +129,7 @@ def test_random_shapes_round_trip_at_tp2_and_pp2(tmp_path):
 
 @st.composite
 def adapters(draw) -> dict:
-    """Arguments of PEFT's ``LoraConfig``."""
+    """Draw arguments of PEFT's ``LoraConfig``."""
     listed = st.lists(st.sampled_from([*LINEARS, "self_attn.v_proj", "layers.1.mlp.up_proj"]), min_size=1, unique=True)
     expression = st.sampled_from([r".*\.(q|v)_proj", r"model\.layers\.[12]\.mlp\.(gate|down)_proj", r".*_proj"])
     targets = draw(st.one_of(st.just("all-linear"), listed, expression))
@@ -150,7 +150,7 @@ def adapters(draw) -> dict:
 
 
 def random_adapters(folder: str) -> int:
-    """Each adapter: made by PEFT, through megarl, back to PEFT. Returns how many there were."""
+    """Pass adapters from PEFT through megarl and back to PEFT; return how many there were."""
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 
@@ -184,7 +184,7 @@ def random_adapters(folder: str) -> int:
 
 
 def through_megarl(model: Path, made: Path, saved: Path, samples: list, groups) -> list[np.ndarray]:
-    """Load an adapter into a new model, save it, and compute logprobs."""
+    """Load an adapter into a new model, save it, and return logprobs."""
     from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
     from tests.helpers.cases import make_config
@@ -197,7 +197,7 @@ def through_megarl(model: Path, made: Path, saved: Path, samples: list, groups) 
 
 
 def check_saved(made: Path, saved: Path) -> None:
-    """The same tensors, bit for bit, and the same config, but for what does not change its meaning."""
+    """Compare two directories: the same tensors bit for bit, and configs of the same meaning."""
     theirs, ours = (load_file(folder / "adapter_model.safetensors") for folder in (made, saved))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())

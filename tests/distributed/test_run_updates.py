@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rollout does to the model: dropout leaves the sampler's measure alone, no signal costs no backward pass, the
-KL penalty is against the adapter that the run started from."""
+"""Update the model with one rollout.
+
+Dropout does not affect the measured mismatch with the sampler. Without signal there is no backward pass. The KL penalty
+refers to the adapter that the run started from.
+"""
 
 import dataclasses
 from functools import partial
@@ -28,7 +31,7 @@ GROUP = 4
 
 
 def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | None = None, **loss: Any) -> Any:
-    """This rank's model as a run builds it, its config, and what a checkpoint keeps of its start."""
+    """Return this rank's model as a run builds it, its config, and the origin that a checkpoint stores."""
     from megarl.model.megatron_model import MegatronModel
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
@@ -50,7 +53,7 @@ def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | Non
 
 
 def rollout(model: Any, config: RunConfig, seed: int, signal: float = 1.0) -> list[Sample]:
-    """Samples whose sampler computes exactly what the trainer does."""
+    """Return samples whose sampler logprobs equal the trainer's."""
     samples = make_samples(2 * GROUP, SHAPE["vocab_size"], seed=seed)
     drawn = model.forward(plan(model, config, samples))
     return [
@@ -75,14 +78,14 @@ def with_dropout(folder: str) -> list[dict[str, float]]:
 
 
 def without_signal(folder: str) -> None:
-    """A step without a backward pass ends where one with a gradient of zeros ends, also with overlapped sums."""
+    """Check that a step without a backward pass ends like one with a zero gradient, also with overlapped reduction."""
     from megarl.parallel.groups import leave_layout
 
     for train in ({}, OVERLAP):
         leave_layout()
         (whole, config, _), (short, _, _) = (build(Path(folder), train=train) for _ in range(2))
         loss, metrics = build_loss(config.loss), {}
-        # Before any gradient, and between steps that have one.
+        # Steps before any gradient, and between steps that have one.
         for step, signal in enumerate((0.0, 1.0, 1.0, 0.0, 0.0, 1.0)):
             samples = rollout(whole, config, step, signal)
             expected = {**whole.forward_backward(plan(whole, config, samples), loss), **whole.optim_step(1e-3)}
@@ -92,7 +95,7 @@ def without_signal(folder: str) -> None:
             metrics = update(short, config, samples)
             short.forward_backward = backward
             assert metrics.pop("skipped_backward") == float(not signal)
-            # What rounding makes of a mismatch of zero differs between passes with and without gradients.
+            # The rounding of a mismatch of zero differs between passes with and without gradients.
             off = {n: (v, metrics.get(n)) for n, v in expected.items() if not abs(v - metrics[n]) < 1e-5 * (1 + abs(v))}
             assert not off and metrics.keys() == expected.keys(), (step, off)
             found, wanted = everything(short), everything(whole)
@@ -112,7 +115,7 @@ def against_the_start(folder: str) -> dict[str, Any]:
     now = model.forward(model.pack(samples))
     assert not all(np.array_equal(a, s.sampler_logprobs) for a, s in zip(now, samples, strict=True))
     check_start(start, start, config)
-    # No signal, and yet a gradient: the penalty's.
+    # Without signal, the penalty still has a gradient.
     assert update(model, config, rollout(model, config, 3, 0.0))["skipped_backward"] == 0
     leave_layout()
     model, config, nothing = build(Path(folder), kl_coef=0.1, reference="base")
@@ -135,7 +138,7 @@ def test_dropout_is_no_mismatch(folder):
     for single, several in run_ranks(with_dropout, 2, str(folder)):
         assert single["mismatch_max"] < 1e-5 and several["mismatch_max"] < 1e-5
         assert single["correction_mean"] == pytest.approx(1, abs=1e-5)
-        # The masks do show, in the ratio to the policy that drew.
+        # The dropout masks do show, in the ratio to the policy that drew.
         assert single["ratio_max"] > 1.01
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's real model at PP2: what `megarl verify` says of it, in fp32."""
+"""Verify the quickstart's real model at PP2, in fp32."""
 
 from megarl.cli.prepare import prepare_smollm2
 from megarl.verify.cases import Case
@@ -27,6 +27,6 @@ def test_smollm2_at_pp2_equals_peft(tmp_path):
         print(f"{row.name:26s} {row.error:.1e} of {row.bound:.1e} {row.worst}")
     assert report.passed, report.differences
     assert report.truth == "float64"
-    # A real model on random tokens is worse conditioned: where it misses a bound, so does Hugging Face in float32.
+    # A real model on random tokens is worse conditioned: where it exceeds a bound, so does Hugging Face in float32.
     fixed = {LOGPROBS, ENTROPY, MERGED_LOAD, MERGED_WEIGHTS, BASE_WEIGHTS}
     assert all(row.error <= BOUNDS[row.name] for row in report.rows if row.name in fixed)

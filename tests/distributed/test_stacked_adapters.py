@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's own adapters of stacked experts (``target_parameters``): logprobs, gradients and updates as PEFT's."""
+"""Train PEFT's adapters of stacked experts (``target_parameters``): logprobs, gradients and updates equal PEFT's."""
 
 from typing import Any
 
@@ -22,12 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
             "use_rslora": True,
         },
     },
-    # The names of the experts beside a parameter, as "all-linear" has them: PEFT doubles the rank of gate and up.
+    # Names of the experts beside a parameter, as "all-linear" has them: PEFT doubles the rank of gate and up.
     "mixtral": {
         "family": "mixtral",
         "adapter": {"target_modules": [*ATTENTION, "w1", "w2", "w3"], "target_parameters": ["gate.weight"]},
     },
-    # A shared expert, and the gate of its own.
+    # A shared expert, and its own gate.
     "qwen2-moe": {
         "family": "qwen2_moe",
         "adapter": {
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
             "use_rslora": True,
         },
     },
-    # Shared experts and the MLP of the layer without experts have adapters here alone; a part of the layers.
+    # Only here do shared experts and the MLP of the layer without experts have adapters; only some of the layers.
     "deepseek": {
         "family": "deepseek_v3",
         "adapter": {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's switches change memory and time, not numbers: bit for bit against the same run without them.
+"""Check that mcore's switches change memory and time, but no bit of the numbers.
 
-That they equal PEFT is in test_parity.py. Here also bf16 and dropout, whose random states recomputation must repeat.
+test_parity.py compares with PEFT. Here also bf16 and dropout, whose random states recomputation must repeat.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ FULL, SELECTIVE = {"recompute": "full"}, {"recompute": "selective"}
 DISTRIBUTED, REDUCE = {"distributed_optimizer": True}, {"overlap_grad_reduce": True}
 OVERLAP = DISTRIBUTED | REDUCE | {"overlap_param_gather": True}
 FIRST = FULL | {"recompute_layers": 1}
-# Model, layout and settings that must give the numbers of no settings.
+# Model, layout, and settings that must not change the numbers.
 CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
     ("float32", DP, [DISTRIBUTED, OVERLAP]),
     ("bfloat16", DP, [DISTRIBUTED, REDUCE, OVERLAP | FULL]),
@@ -37,7 +37,7 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]]]] = [
 
 
 def run_cases(folder: str) -> dict[int, dict[str, dict[str, torch.Tensor]]]:
-    """Case -> settings -> everything computed on this rank."""
+    """Return case -> settings -> everything that this rank computed."""
     from megarl.parallel.groups import leave_layout
 
     results = {}
@@ -48,7 +48,7 @@ def run_cases(folder: str) -> dict[int, dict[str, dict[str, torch.Tensor]]]:
 
 
 def compute(folder: Path, layout: dict[str, Any], train: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
-    """Gradients, logprobs, norms and weights of three steps of two accumulated batches each."""
+    """Return gradients, logprobs, norms and weights of three steps, each of two accumulated batches."""
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     # Without clipping, which scales by a norm whose order of summation depends on the shards.
@@ -64,10 +64,10 @@ def compute(folder: Path, layout: dict[str, Any], train: dict[str, Any], name: s
         if train.get("overlap_grad_reduce"):
             with pytest.raises(MegarlError, match="pass last=False"):
                 model.forward_backward(second, loss)
-        if step != 1:  # with and without the gather of the whole gradient in between
+        if step != 1:  # with and without gathering the whole gradient in between
             found |= {f"gradient {step} {name}": tensor for name, tensor in model.gradients().items()}
         found[f"norm {step}"] = torch.tensor(model.optim_step(1e-3)["grad_norm"])
-        if step != 1:  # a forward pass straight after the update, and an export straight after it
+        if step != 1:  # a forward pass right after the update, and an export right after it
             found[f"logprobs {step}"] = torch.from_numpy(np.concatenate(model.forward(first)))
         found |= {f"adapter {step} {name}": tensor.clone() for name, tensor in model.export_weights(True)}
     found |= {f"main {name}": tensor.clone() for name, tensor in model.optimizer.main_weights().items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters behind a fused norm equal Hugging Face + PEFT: Transformer Engine's interface, by a stand-in on a CPU."""
+"""Put adapters behind a fused norm (Transformer Engine's interface, by a stand-in on a CPU) and compare with PEFT."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.helpers.cases import FLOAT32_ROWS, check, make_case, place
 
 
 def build_of_standins():
-    """In each rank: a norm and the linear behind it are one module, which a model cannot do without."""
+    """In each rank, make a norm and the linear behind it one module."""
     from megarl.model.layers import build
     from tests.helpers.te_standin import NormColumnStandIn, standin_block_spec
 
@@ -36,7 +36,7 @@ def test_adapters_behind_a_fused_norm_equal_peft(cases):
         place(case, name, LAYOUTS[name])
         for name in ("TP2+SP", "TP2", "PP2", "CP2")
         for case in cases
-        if not (name == "TP2" and case.name == "qwen3-moe")  # which needs SP
+        if not (name == "TP2" and case.name == "qwen3-moe")  # needs SP
     ]
     reports = verify_places(places, prepare=build_of_standins)
     assert all([row.name for row in report.rows] == FLOAT32_ROWS for report in reports)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token between two experts that tie within rounding is nobody's mistake: its sample is left out of verify."""
+"""Leave samples out of verify in which two experts tie within rounding: either choice is correct."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ ROUTER = "model.layers.0.mlp.gate.weight"
 
 
 def routed(case: Case, sample: int) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """The first layer's router, its input and its logits ``[T, experts]`` for one sample, in float64."""
+    """Return the first layer's router, its input and its logits ``[T, experts]`` for one sample, in float64."""
     model, seen = load_reference(case.model, case.adapter, torch.float64), []
     router = next(module for module in model.modules() if _routes(module))
     hook = router.register_forward_hook(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gradient that is not finite, on one rank, changes nothing on any; clipping scales what AdamW sees."""
+"""Check that a gradient that is not finite on one rank changes nothing on any, and that clipping scales gradients."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ LR = 1e-3
 
 
 def break_one_step(folder: str) -> None:
-    """On each rank: three steps, and two with one between them whose gradient is broken, must end alike."""
+    """On each rank, check that three steps equal two with a step of a broken gradient between them."""
     from megarl.parallel.groups import leave_layout
 
     for name, layout in CASES:
@@ -61,7 +61,7 @@ def take_step(model: Any, step: int) -> None:
 
 
 def state_of(model: Any) -> dict[str, torch.Tensor]:
-    """Everything that an update changes, on this rank."""
+    """Return everything that an update changes on this rank."""
     shards = model.optimizer._shards.values()
     counts = {f"count {index}": shard.owner.state[shard.main]["step"].clone() for index, shard in enumerate(shards)}
     return everything(model) | counts
@@ -80,7 +80,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
 
 
 def clip(folder: str) -> list[torch.Tensor]:
-    """One update each at three limits, and what torch makes of the same gradient."""
+    """Make one update at each of three limits, and compute the same with torch."""
     found = []
     for limit in (0.0, 1e-3, 1e3):
         model = build(Path(folder), {"train": {"max_grad_norm": limit}}, "float32", "float32", lora_dropout=0.0)

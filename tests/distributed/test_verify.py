@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl verify` tells when something is wrong, which row shows it and where it begins; and the command itself.
+"""Check that `megarl verify` finds each planted mutation, in the expected row and place; and run the command itself.
 
 Each mutation breaks megarl inside its ranks, not in the reference's processes.
 """
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def drop_sequence_parallel_sum():
-    """Replicated matrices keep the gradient of their own rank's tokens."""
+    """Replicated matrices keep the gradient of their own rank's tokens only."""
     from megarl.lora.layers import parallel_linear
 
     original = parallel_linear.mark_parameter
@@ -39,9 +39,9 @@ def drop_sequence_parallel_sum():
 
 
 def drop_rope_restart():
-    """Positions run on over a pack, up to the end of a RoPE table of 17, where they start again.
+    """Positions run on over a pack up to the end of a RoPE table of 17, and start again there.
 
-    Running on alone changes nothing: RoPE is relative, and sequences do not see each other.
+    Running on alone would change nothing: RoPE is relative, and sequences do not attend to each other.
     """
     from megarl.model.layers.gpt import PackedGPTModel
 
@@ -56,7 +56,7 @@ def drop_rope_restart():
 
 
 def scale_one_adapter():
-    """The adapter of one linear counts for a hundredth too much."""
+    """One linear's adapter is scaled by 1.01."""
     from megarl.lora import apply
 
     original = apply.rank_and_scaling
@@ -69,7 +69,7 @@ def scale_one_adapter():
 
 
 def forget_expert_scaling():
-    """Adapters of experts count as if alpha were r."""
+    """Adapters of experts are scaled as if alpha were r."""
     from megarl.lora import apply
 
     original = apply.rank_and_scaling
@@ -82,7 +82,7 @@ def forget_expert_scaling():
 
 
 def coarsen_norms():
-    """Norms give eight-bit numbers."""
+    """Norms return eight-bit numbers."""
     import torch
 
     from megarl.model.layers.gpt import RMSNorm
@@ -104,7 +104,7 @@ def clamp_positions():
 
 
 def ignore_temperature():
-    """Logits are not divided."""
+    """Logits are not divided by the temperature."""
     from megarl.model.step.schedule import Stepper
 
     original = Stepper.__init__
@@ -112,7 +112,7 @@ def ignore_temperature():
 
 
 def weigh_by_the_neighbour():
-    """Each sample's logprobs count by the weight of the sample before it."""
+    """Each sample's logprobs get the weight of the sample before it."""
     import numpy as np
 
     from megarl.model.megatron_model import MegatronModel
@@ -126,7 +126,7 @@ def weigh_by_the_neighbour():
 
 
 def forget_clipping():
-    """Updates are made with the whole gradient."""
+    """Updates use the unclipped gradient."""
     from megarl.model.optimizer import adapter_optimizer
 
     original = adapter_optimizer.update
@@ -134,7 +134,7 @@ def forget_clipping():
 
 
 def forget_weight_decay():
-    """The optimizer is made without."""
+    """The optimizer has no weight decay."""
     from megarl.model.optimizer import adapter_optimizer
 
     original = adapter_optimizer.OptimizerConfig
@@ -142,7 +142,7 @@ def forget_weight_decay():
 
 
 def zero_an_experts_gradient():
-    """One matrix of one expert has no gradient."""
+    """One matrix of one expert gets no gradient."""
     from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 
     original = AdapterOptimizer.reduce_gradients
@@ -158,7 +158,7 @@ def zero_an_experts_gradient():
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """Tiny models, and their truths once they were computed."""
+    """Tiny models, with their truths once these are computed."""
     folder = tmp_path_factory.mktemp("verify")
     return {family: make_case(folder, family, family=family, tied=False) for family in ("qwen3", "qwen3_moe")}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl verify` tells when what is saved is wrong though training was right, and names the tensor."""
+"""Check that `megarl verify` finds errors in what is saved after correct training, and names the tensor."""
 
 from megarl.verify.compare import (
     BASE_WEIGHTS,
@@ -16,7 +16,7 @@ SAVED = {PEFT_LOAD, MERGED_LOAD, MERGED_WEIGHTS, EXPORTED_WEIGHTS, BASE_WEIGHTS,
 
 
 def lose_a_shard():
-    """The saved adapter lacks what the second rank holds of one tensor."""
+    """The saved adapter lacks the second rank's part of one tensor."""
     from megarl.lora.adapter import LoraAdapter
     from megarl.lora.files import peft_folder
 
@@ -43,7 +43,7 @@ def forget_a_merge():
 
 
 def merge_twice():
-    """The command line's export adds one weight's adapter twice."""
+    """The command line's export adds the adapter twice to one weight."""
     from megarl.lora import merge
 
     original = merge._merged
@@ -56,7 +56,7 @@ def merge_twice():
 
 
 def touch_the_base():
-    """One exported base weight is off in one element, and another, before it, is not a number in one."""
+    """One exported base weight has a wrong element, and another, before it, a NaN."""
     from megarl.model.megatron_model import MegatronModel
 
     original = MegatronModel.export_weights
@@ -75,7 +75,7 @@ def touch_the_base():
 
 
 def restore_a_moment_wrongly():
-    """Of one tensor the second moment comes back four times as large."""
+    """One tensor's second moment is restored four times as large."""
     from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 
     original, name = AdapterOptimizer.restore, "base_model.model.model.layers.2.self_attn.o_proj.lora_A.weight"
@@ -89,7 +89,7 @@ def restore_a_moment_wrongly():
 
 
 def break_all_that_is_saved():
-    """Each breaks rows of its own."""
+    """Break everything that is saved; each break affects other rows."""
     lose_a_shard()
     forget_a_merge()
     merge_twice()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared memory that damages one byte of every bucket after its digests were taken."""
+"""Shared memory that damages one byte of every bucket after its digests are computed."""
 
 import torch
 
@@ -16,5 +16,5 @@ class FlippingSender(ShmSender):
 
 
 def open_sender(link: Link) -> FlippingSender:
-    """See ``base.open_sender``; receivers take it for plain shm."""
+    """Open the sender; see ``base.open_sender``. Receivers treat it as plain shm."""
     return FlippingSender(link)

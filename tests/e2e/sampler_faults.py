@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each fault of ``sampler_scenarios`` must be refused for; here, so that pytest need not import vLLM."""
+"""Expected refusals of the faults in ``sampler_scenarios``; a module of its own, so that pytest imports no vLLM."""
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in real engines: a scenario of ``sampler_scenarios``."""
+"""A scenario of ``sampler_scenarios``: mixtures of experts in real engines."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +24,17 @@ SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "head_dim": 32, "num_hidde
 
 
 class FileTrainer(PeftTrainer):
-    """Exports what lies on disk, an expert at a time, as megarl does; the reference is PEFT with the same files."""
+    """Exports an adapter from disk, one expert at a time, as megarl does. The reference is PEFT with the same files."""
 
     def __init__(self, family: str, folder: Path) -> None:
         self.family, self.folder, self.adapter = family, folder, folder / "adapter"
         self.edit: Callable[[list], list] = lambda named: named
         self.pool = ThreadPoolExecutor(1)
-        self.targets: list[str] | None = None  # what the exported config says, where that is not the truth
+        self.targets: list[str] | None = None  # targets of the exported config, if they differ from the true ones
         self.new_base(0)
 
     def new_base(self, seed: int) -> None:
-        """Other base weights, in the same folder."""
+        """Write other base weights into the same folder."""
         make_model(self.folder, self.family, tied=False, seed=seed, **SIZES)
         self.names = names_of(read_config(self.folder))
         vars(self).pop("model", None)
@@ -56,7 +56,7 @@ class FileTrainer(PeftTrainer):
         return config_dict(load_peft_config(self.adapter), self.names) | changed
 
     def without_adapter(self, nested: list) -> float:
-        """Largest distance of nested completions' logprobs from the base model's."""
+        """Return the largest distance of nested completions' logprobs from the base model's."""
         with self.model.disable_adapter():
             return max(
                 float(np.abs(self.logprobs(one.prompt_ids, one.response_ids, 1.0) - one.logprobs).max())
@@ -66,7 +66,7 @@ class FileTrainer(PeftTrainer):
 
 
 def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
-    """Adapters of everything, twice, of the router, the experts, the attention alone; stacked as PEFT saves them."""
+    """Sync adapters of everything (twice), of the router, the experts, the attention alone, and PEFT's stacked ones."""
     found: dict[str, Any] = {"errors": {}, "effects": {}}
     parts = {
         "all": "all-linear",
@@ -75,7 +75,7 @@ def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
         "experts": experts,
         "attention": ["q_proj"],
     }
-    # Of the second kind PEFT doubles the rank of gate and up; in the last vLLM's experts lack one of two.
+    # In the second, PEFT doubles the rank of gate and up. In the last, vLLM's experts lack one of two.
     stacked = {
         "stacked": (["q_proj"], ["gate_up_proj", "down_proj", "gate.weight"]),
         "doubled": (experts, ["gate.weight"]),
@@ -94,7 +94,7 @@ def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
 
 
 def new_base(rig: Rig, version: int) -> dict[str, Any]:
-    """Other base weights into the running engine, and the same adapter on them."""
+    """Send other base weights into the running engine, and the same adapter on them."""
     rig.trainer.new_base(7)
     rig.trainer.randomise(version)
     rig.manager.sync(version, "base")
@@ -110,7 +110,7 @@ def _with_new(rig: Rig, drawn: list) -> dict[str, Any]:
 
 
 def change(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list], list]:
-    """An edit of one tensor of the export."""
+    """Return an edit of one tensor of the export."""
     return lambda named: [(key, how(tensor) if key == name else tensor) for key, tensor in named]
 
 
@@ -134,7 +134,7 @@ BASE_FAULTS: dict[str, Callable[[list], list]] = {
 
 
 def refused(rig: Rig, edit: Callable[[list], list], kind: Any) -> str:
-    """What sync raises of an edited export; afterwards the rig can be used again."""
+    """Return what sync raises for an edited export. Afterwards the rig can be used again."""
     rig.trainer.edit = edit
     outcome = raised(lambda: rig.manager.sync(18, kind))
     rig.trainer.edit = lambda named: named
@@ -144,12 +144,12 @@ def refused(rig: Rig, edit: Callable[[list], list], kind: Any) -> str:
 
 
 def moe(folder: Path) -> dict[str, Any]:
-    """Two engines in a row, which share this process's imports."""
+    """Run two engines one after the other, which share this process's imports."""
     return {"qwen3_moe": qwen3_moe(folder / "qwen3_moe"), "mixtral": mixtral(folder / "mixtral")}
 
 
 def qwen3_moe(folder: Path) -> dict[str, Any]:
-    """Qwen3-MoE, whose experts call the router themselves."""
+    """Run Qwen3-MoE, whose experts call the router themselves."""
     trainer = FileTrainer("qwen3_moe", folder)
     rig = Rig(run_config(folder, lora={"r": 4}), trainer)
     try:
@@ -170,7 +170,7 @@ def qwen3_moe(folder: Path) -> dict[str, Any]:
 
 
 def mixtral(folder: Path) -> dict[str, Any]:
-    """Mixtral: other names, and a router that is called by the layer."""
+    """Run Mixtral: other names, and a router that the layer calls."""
     trainer = FileTrainer("mixtral", folder)
     rig = Rig(run_config(folder, lora={"r": 4}), trainer)
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real engine, a PEFT model as trainer, and a manager between them; run in a process of its own."""
+"""Run one real engine with a PEFT model as trainer and a manager between them, in a process of its own."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ CONFIGS = {
 
 
 def make_model(family: str, folder: Path, seed: int = 0) -> None:
-    """Save a tiny random model whose generation_config would change the distribution if it leaked in."""
+    """Save a tiny random model whose generation_config would change the distribution if it were used."""
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
     # Biases and norms start as constants, which would hide one that was not sent.
@@ -52,7 +52,7 @@ def make_model(family: str, folder: Path, seed: int = 0) -> None:
 
 
 def run_config(folder: Path, **sections: dict) -> RunConfig:
-    """A config for a tiny engine; sections override."""
+    """Return a config for a tiny engine; ``sections`` override it."""
     sampler = {"samples_per_prompt": 4, "max_prompt_tokens": 96, "max_response_tokens": 16, "kv_cache_gib": 0.05}
     tree = {
         "model": {"path": str(folder), "dtype": "float32"},
@@ -65,7 +65,7 @@ def run_config(folder: Path, **sections: dict) -> RunConfig:
 
 
 class PeftTrainer(CheckpointEngineMixin):
-    """A single rank that exports what PEFT itself would save; also the manager's ``Source``."""
+    """A single rank that exports what PEFT itself would save. Also the manager's ``Source``."""
 
     rank = 0
 
@@ -76,7 +76,7 @@ class PeftTrainer(CheckpointEngineMixin):
         self.pool = ThreadPoolExecutor(1)
 
     def randomise(self, seed: int) -> None:
-        """New adapter weights, large enough that logprobs move."""
+        """Draw new adapter weights, large enough to change logprobs."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.model.named_parameters():
             if ".lora_" in name:
@@ -101,7 +101,7 @@ class PeftTrainer(CheckpointEngineMixin):
         return self.version
 
     def prepare(self, *arguments: Any) -> Future:
-        self.version = arguments[0]  # the weights are whatever the scenario says
+        self.version = arguments[0]  # the scenario decides which version the weights are
         return self.pool.submit(self.prepare_sync, *arguments)
 
     def send(self) -> Future:
@@ -112,14 +112,14 @@ class PeftTrainer(CheckpointEngineMixin):
 
     @torch.no_grad()
     def logprobs(self, prompt: np.ndarray, response: np.ndarray, temperature: float) -> np.ndarray:
-        """Hugging Face's and PEFT's own, of the response's tokens."""
+        """Return the logprobs of the response's tokens by Hugging Face + PEFT."""
         ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
 class Rig:
-    """Engine, its event loop in a thread, trainer and manager."""
+    """An engine, its event loop in a thread, a trainer and a manager."""
 
     name = "sampler 0"
     receivers = 1
@@ -133,7 +133,7 @@ class Rig:
         self.call(self.sampler.start())
 
     def renew(self, base_ready: bool | None = None) -> None:
-        """A manager and gate without a past failure (a failed adapter leaves nothing in the engine itself)."""
+        """Make a manager and gate without a past failure; a failed adapter leaves nothing in the engine itself."""
         self.manager = CheckpointEngineManager(self.trainer, [self], self.config.checkpoint_engine)
         if base_ready is not None:
             self.sampler._gate = VersionGate(base_ready)
@@ -160,7 +160,7 @@ class Rig:
         return self.call(self.sampler.generate(prompts, version))
 
     def error(self, mismatch_of: list, temperature: float | None = None) -> float:
-        """Largest difference between the sampler's logprobs and PEFT's over nested completions."""
+        """Return the largest difference between the sampler's logprobs and PEFT's over nested completions."""
         scale = self.config.sampler.temperature if temperature is None else temperature
         return max(
             float(np.abs(self.trainer.logprobs(one.prompt_ids, one.response_ids, scale) - one.logprobs).max())
@@ -170,13 +170,13 @@ class Rig:
 
 
 def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
-    """Random prompts of 5 to 90 tokens."""
+    """Draw random prompts of 5 to 90 tokens."""
     generator = np.random.default_rng(seed)
     return [generator.integers(10, VOCABULARY, generator.integers(5, 90)) for _ in range(count)]
 
 
 def raised(action: Any) -> str:
-    """``"ErrorClass: message"`` of what an action raises, or ``"nothing"``."""
+    """Return ``"ErrorClass: message"`` of what an action raises, or ``"nothing"``."""
     try:
         action()
     except Exception as error:
@@ -185,7 +185,7 @@ def raised(action: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Enums and other objects -> what JSON holds."""
+    """Convert enums and other objects to JSON's types."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return value if isinstance(value, int | float | bool | list | type(None)) else str(getattr(value, "value", value))

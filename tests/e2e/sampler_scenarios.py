@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What real engines do, as JSON: ``python -m tests.e2e.sampler_scenarios SCENARIO FOLDER OUT``."""
+"""Run real engines, with results as JSON: ``python -m tests.e2e.sampler_scenarios SCENARIO FOLDER OUT``."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def llama(folder: Path) -> dict[str, Any]:
 
 
 def qwen3(folder: Path) -> dict[str, Any]:
-    """Tied Qwen3 with its own head size, temperature 0.7, gloo: distribution, seeds, a batch above a step's budget."""
+    """Tied Qwen3 with a given head size, temperature 0.7, gloo: distribution, seeds, a batch above a step's budget."""
     make_model("qwen3", folder)
     trainer = PeftTrainer(folder, LORA)
     rig = Rig(run_config(folder, sampler={"temperature": 0.7}, checkpoint_engine={"transport": "gloo"}), trainer)
@@ -93,7 +93,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
 
 
 def qwen2(folder: Path) -> dict[str, Any]:
-    """Qwen2 (attention bias): the base comes by the weight path, in many small buckets' worth of tensors; death."""
+    """Qwen2 (attention bias): the base is sent by the weight path, in many small buckets; death."""
     make_model("qwen2", folder)
     trainer = PeftTrainer(folder, LORA)
     rig = Rig(run_config(folder), trainer)
@@ -107,7 +107,7 @@ def qwen2(folder: Path) -> dict[str, Any]:
 
 
 def versions(rig: Rig) -> dict[str, Any]:
-    """Each version answers as PEFT does with the same adapter, and not as the one before."""
+    """Check that each version answers as PEFT does with the same adapter, and differs from the previous one."""
     found: dict[str, Any] = {"errors": [], "errors_of_previous": [], "sync_seconds": []}
     for version in range(2):
         rig.trainer.randomise(version)
@@ -130,7 +130,7 @@ def versions(rig: Rig) -> dict[str, Any]:
 
 
 def overlap(rig: Rig) -> dict[str, Any]:
-    """A version that arrives while the previous one decodes changes nothing of what that one draws."""
+    """Check that a version that arrives while the previous one decodes does not change what that one draws."""
     running: Future = rig.start(rig.sampler.generate(prompts(30), 1))
     time.sleep(0.15)
     rig.trainer.randomise(2)
@@ -150,7 +150,7 @@ def overlap(rig: Rig) -> dict[str, Any]:
 
 
 def third_version(rig: Rig) -> dict[str, Any]:
-    """Two versions in use leave no room for a third; once the older one is idle there is room, without a ``retire``."""
+    """Check that two versions in use leave no slot for a third; an idle one frees its slot without ``retire``."""
     rig.manager.sync(100, "adapter")
     running: Future = rig.start(rig.sampler.generate(prompts(60), 100))
     time.sleep(0.15)
@@ -170,7 +170,7 @@ def third_version(rig: Rig) -> dict[str, Any]:
 
 
 def patterns(rig: Rig) -> dict[str, Any]:
-    """rank_pattern, alpha_pattern and rsLoRA mean the same as in PEFT."""
+    """Check that rank_pattern, alpha_pattern and rsLoRA mean the same as in PEFT."""
     plain, found = rig.trainer, {}
     for version, rslora in ((3, False), (4, True)):
         rig.trainer = PeftTrainer(Path(rig.config.model.path), {**PATTERNS, "use_rslora": rslora})
@@ -184,7 +184,7 @@ def patterns(rig: Rig) -> dict[str, Any]:
 
 
 def change_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list], list]:
-    """An edit of one tensor of the export."""
+    """Return an edit of the first tensor of the export."""
     return lambda named: [(name, change(tensor) if name == FIRST else tensor) for name, tensor in named]
 
 
@@ -206,20 +206,20 @@ FAULTS: dict[str, Callable[[list], list]] = {
 
 
 def fault(rig: Rig, edit: Callable[[list], list]) -> list[str]:
-    """What sync raises, and then generate and sync again."""
+    """Return what sync raises, and then generate and another sync."""
     rig.trainer.edit = edit
     outcome = [raised(lambda: rig.manager.sync(5, "adapter"))]
     rig.trainer.edit = lambda named: named
     outcome += [raised(lambda version=version: rig.generate(prompts(1), version)) for version in (4, 5)]
     outcome.append(raised(lambda: rig.manager.sync(6, "adapter")))
-    # Answered only after a receive that the failure left behind; its refusal belongs to the old gate.
+    # Answered only after the receive that the failure left running; its refusal belongs to the old gate.
     rig.call(rig.sampler.resident())
     rig.renew(base_ready=True)
     return outcome
 
 
 def flipped_byte(rig: Rig) -> list[str]:
-    """A byte that changes on the way."""
+    """Change a byte during the transfer."""
     TRANSPORTS["flipping"] = "tests.e2e.faulty_transport"
     config = rig.config
     rig.config = config.model_copy(update={"checkpoint_engine": CheckpointEngineConfig(transport="flipping")})
@@ -231,7 +231,7 @@ def flipped_byte(rig: Rig) -> list[str]:
 
 
 def many_versions(rig: Rig) -> dict[str, Any]:
-    """50 versions in a row: nothing piles up, and the base stays as it is."""
+    """Sync 50 versions in a row: nothing accumulates, and the base stays the same."""
     engine = rig.sampler._engine
     before = rig.call(engine.compute_weight_checksums())
     rig.renew(base_ready=True)
@@ -252,7 +252,7 @@ def many_versions(rig: Rig) -> dict[str, Any]:
 
 
 def new_base(rig: Rig) -> dict[str, Any]:
-    """A base that fails half-way ends the engine's use; one that arrives changes the logprobs to Hugging Face's."""
+    """Check that a base that fails half-way ends the engine's use, and a complete one gives Hugging Face's logprobs."""
     old = rig.generate(prompts(4), 59)
     for name, parameter in rig.trainer.model.named_parameters():
         if ".lora_" not in name:
@@ -273,7 +273,7 @@ def new_base(rig: Rig) -> dict[str, Any]:
 
 
 def death(rig: Rig) -> dict[str, Any]:
-    """An engine process that is killed while it decodes."""
+    """Kill an engine process while it decodes."""
     running = rig.start(rig.sampler.generate(prompts(60), 60))
     time.sleep(0.1)
     find_engine(psutil.Process()).kill()
@@ -288,7 +288,7 @@ def death(rig: Rig) -> dict[str, Any]:
 
 
 def death_in_sync(rig: Rig) -> dict[str, Any]:
-    """An engine process that is killed while it owes an answer to a sync."""
+    """Kill an engine process while a sync waits for its answer."""
     engine = find_engine(psutil.Process())
     engine.suspend()
     pool = ThreadPoolExecutor(1)
@@ -301,14 +301,14 @@ def death_in_sync(rig: Rig) -> dict[str, Any]:
 
 
 def pairs(left: list, right: list) -> list[tuple[Any, Any]]:
-    """Completions of two calls, side by side."""
+    """Pair the completions of two calls."""
     return [pair for a, b in zip(left, right, strict=True) for pair in zip(a, b, strict=True)]
 
 
 def main(scenario: str, folder: str, out: str) -> None:
     scenarios = {"llama": llama, "qwen3": qwen3, "qwen2": qwen2}
     if scenario == "moe":
-        # Not above: engine processes import this module too, and have no need of Megatron.
+        # Imported late: engine processes import this module too, and need no Megatron.
         from tests.e2e.sampler_moe import moe
 
         scenarios["moe"] = moe

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python examples run as a user runs them."""
+"""Run the Python examples as a user runs them."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def model(tmp_path_factory):
 
 
 def nll(model: torch.nn.Module, samples: list) -> float:
-    """Mean over all response tokens, sequence by sequence."""
+    """Return the mean over all response tokens, computed sequence by sequence."""
     found = []
     for sample in samples:
         logits = model(torch.as_tensor(sample.tokens)[None]).logits[0, :-1].double()

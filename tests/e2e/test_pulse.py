@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Participants that stop, hang, die or take too long: each is named, with its log, in the time that the config says.
+"""Participants that stop, hang, die or take too long: each is named, with its log, within the configured time.
 
-Real Ray actors, without models: what is shown here holds in every phase, since every phase waits in ``wait_all``.
+Real Ray actors without models. Every phase of a run waits in ``wait_all``, so the result holds for every phase.
 """
 
 import os
@@ -26,7 +26,7 @@ HANG_SECONDS = 3.0
 
 @logs_exceptions
 class Participant:
-    """An actor with a child, as an engine has."""
+    """An actor with a child process, like an engine's."""
 
     def __init__(self, place: Place) -> None:
         place.enter()

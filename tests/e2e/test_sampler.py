@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promise 4, on real engines: what vLLM samples from is exactly what the trainer holds, or nothing is sampled.
+"""Promise 4, on real engines: vLLM samples from exactly what the trainer holds, or not at all.
 
 The engines run in processes of their own (``sampler_scenarios``).
 """
@@ -22,7 +22,7 @@ TIMEOUT = 280
 
 
 class Scenarios:
-    """Results by name, of processes that start as cores become free: most of their time is vLLM's start."""
+    """Results by name, of processes that start as cores become free; they spend most of their time starting vLLM."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Scenarios:
         return self.results[name].result()
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the scenarios that still run."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in self.processes:
             process.kill()
@@ -180,7 +180,7 @@ def test_an_engine_killed_in_a_sync_is_an_error_at_once(scenarios: Scenarios) ->
 def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict) -> None:
     assert qwen3["error"] < 1e-4
     assert qwen3["error_at_temperature_1"] > 1e-2
-    # generation_config.json has top_k 2; 400 first tokens of random prompts show more than that many.
+    # generation_config.json has top_k 2; 400 first tokens of random prompts must be more than that many.
     assert qwen3["first_tokens"] > 20
     assert qwen3["samples_differ"] > 0.9
 

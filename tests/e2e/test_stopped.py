@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process of a real run is stopped (SIGSTOP) in each phase: it is named in time, and nothing is left.
+"""Stop a process of a real run (SIGSTOP) in each phase: it is named in time, and nothing is left.
 
-One case runs by default; ``MEGARL_STOP_ALL=1 pytest tests/e2e/test_stopped.py`` runs all, some 30 s each on idle cores.
+One case runs by default. ``MEGARL_STOP_ALL=1 pytest tests/e2e/test_stopped.py`` runs all, some 30 s each on idle cores.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.helpers.processes import describe, find_engine
 from tests.helpers.train_run import TrainRun
 
 HANG_SECONDS = 6
-# Of a rank: the method that Ray shows in the process's title.
+# For ranks: the method that Ray shows in the process's title.
 CASES = {
     "a rank while building": ("rank", "TrainerRank.build"),
     "a rank while training": ("rank", "TrainerRank.update"),
@@ -35,7 +35,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def find_rank(run: TrainRun, title: str) -> psutil.Process:
-    """Rank 0 or 1, in the moment in which it runs the method of this title."""
+    """Return rank 0 or 1 while it runs the method of this title."""
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole stack as a user starts it: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
+"""Run the whole stack as a user does: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
 
 import json
 import re
@@ -30,7 +30,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
-    """A tiny model with a tokenizer, an adapter that PEFT made, and a recipe that trains on from it."""
+    """Make a tiny model with a tokenizer, an adapter made by PEFT, and a recipe that continues training it."""
     file = make_recipe(tmp_path_factory.mktemp("train"), "qwen3", tied=True)
     base = AutoModelForCausalLM.from_pretrained(file.parent / "model")
     torch.manual_seed(0)
@@ -41,20 +41,20 @@ def recipe(tmp_path_factory) -> Path:
 
 
 def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
-    """A tiny model of a family with a tokenizer, and a recipe for it."""
+    """Make a tiny model of a family with a tokenizer, and a recipe for it."""
     model = make_model(folder / "model", family, tied=tied, vocab_size=100, head_dim=32, eos_token_id=0)
     assert make_tokenizer(model) == 100
     file = folder / "recipe.yaml"
     file.write_text(RECIPE.replace("MODEL", str(model)).replace("loss: {", 'loss: {name: "loss.py:OwnLoss", '))
     (folder / "reward.py").write_text(REWARD)
-    # The user's own loss, though it computes what a registered one does.
+    # The user's own loss. It computes the same as a registered one.
     (folder / "loss.py").write_text("from megarl.loss.grpo import GrpoLoss as OwnLoss\n")
     return file
 
 
 @pytest.fixture
 def start(recipe):
-    """Start runs; whatever a test does, none is left."""
+    """Start runs; at the end of a test none is left."""
     runs = []
 
     def begin(*overrides: str) -> TrainRun:
@@ -68,7 +68,7 @@ def start(recipe):
 
 @pytest.fixture(scope="module")
 def finished(recipe) -> Path:
-    """The folder of one complete run."""
+    """Return the folder of one complete run."""
     run = TrainRun(recipe, f"train.output={recipe.parent}")
     try:
         run.wait_for(f"step {STEPS} ", timeout=240)
@@ -79,7 +79,7 @@ def finished(recipe) -> Path:
 
 
 def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict]) -> np.ndarray:
-    """Hugging Face + PEFT's logprobs of recorded completions, one after the other."""
+    """Return Hugging Face + PEFT's logprobs of recorded completions, one after the other."""
     model = load_reference(recipe.parent / "model", adapter)
     logprobs = []
     for row in rows:
@@ -184,7 +184,7 @@ def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(
     assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 0
     assert main(["export", str(finished), "--format", "merged", "--out", str(tmp_path / "merged")]) == 2
     assert main(["export", str(tmp_path), "--format", "peft", "--out", str(tmp_path / "other")]) == 2
-    # Another model of the same shape has taken the base's place.
+    # Another model of the same shape replaces the base.
     replaced = shutil.copytree(finished, tmp_path / "replaced")
     settings = (replaced / "config.yaml").read_text()
     (replaced / "config.yaml").write_text(settings.replace(str(recipe.parent / "model"), str(tmp_path / "merged")))
@@ -216,7 +216,7 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
         time.sleep(0.01)
     run.process.send_signal(signal.SIGKILL)
     run.finish(30)
-    # As if it had died between the second checkpoint and the third: later ones are gone.
+    # As if the run had died between the second checkpoint and the third: later ones are missing.
     for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[2:]:
         shutil.rmtree(checkpoint)
     resumed = start("train.resume=auto")  # as a job that Slurm queues again
@@ -263,7 +263,8 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
     folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
     time.sleep(2)
     steps = len(read_rows(folder))
-    # Slurm signals every process and the launcher its job: whatever comes second must not cut the checkpoint short.
+    # Slurm signals every process, and the launcher signals its job: the second signal must not cut the checkpoint
+    # short.
     run.process.send_signal(signal.SIGTERM)
     time.sleep(0.05)
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -275,8 +276,8 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
     assert run.output().index(f"run folder: {folder}\n") < run.output().index("lora:")
     saved = json.loads((folder / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
     assert saved["extra"]["step"] == saved["extra"]["updates"] == steps
-    # The cursor is that of the checkpoint of a run that went on: the prompts that were drawn come again.
+    # The cursor equals that of a checkpoint of a run that went on: the drawn prompts come again.
     other = json.loads((finished / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
     for extra in (saved["extra"], other["extra"]):
-        del extra["run"]  # its settings are others
+        del extra["run"]  # its settings differ
     assert saved["extra"] == other["extra"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.fuzz [TARGET ...] [--cases 2000] [--seed 0] [--case N] [--keep FOLDER]``: thousands of cases."""
+"""Run fuzz cases: ``python -m tests.fuzz [TARGET ...] [--cases 2000] [--seed 0] [--case N] [--keep FOLDER]``."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 
 
 def main() -> int:
-    """Run the cases of each target in a process of its own; 1 if one failed."""
+    """Run the cases of each target in a process of its own; return 1 if one failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"default: all of {', '.join(TARGETS)}")
     parser.add_argument("--cases", type=int, default=2000, help="of each target")
@@ -28,7 +28,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="megarl-fuzz-") as temporary:
         for name in arguments.targets or TARGETS:
             work = (arguments.keep or Path(temporary)) / name
-            # A rank: some targets build a model.
+            # In a rank, because some targets build a model.
             outcomes += run_ranks(run_cases, 1, name, arguments.seed, numbers, str(work), bool(arguments.keep))[0]
     for outcome in outcomes:
         if outcome.failed or arguments.show:

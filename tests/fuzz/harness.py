@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A seeded fuzzer: files that users hand to megarl are changed at random, and an outcome is a named error or right.
+"""A seeded fuzzer of the files that users give megarl. The outcome must be a named error or the right result.
 
-A target (``tests/fuzz/targets``) writes an intact subject, changes a copy of it, and has megarl read the copy. Every
-case depends on its target, the seed and its number alone, so that one can be repeated by itself.
+A target (``tests/fuzz/targets``) writes an intact subject, changes a copy of it, and makes megarl read the copy. Each
+case depends only on its target, the seed and its number, so that it can be repeated alone.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from typing import Protocol
 
 from megarl.errors import MegarlError
 
-# Seconds after which a case counts as hung; the slowest right one takes about one on a busy core.
+# Seconds after which a case counts as hung. The slowest correct one takes about one on a busy core.
 CASE_SECONDS = 60.0
-# Characters of the shortest message that can name a field, its value and the fix.
+# Least number of characters of a message that can name a field, its value and the fix.
 SHORTEST = 25
 
 
 class WrongResult(AssertionError):
-    """megarl accepted a changed subject and made something else of it than the reference does."""
+    """megarl accepted a changed subject, and its result differs from the reference's."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Mutation:
     """One change of a subject.
 
     Attributes:
-        what: the change, for people.
-        names: a refusal must have one of these in its message (a file's name, a field); empty: any message will do.
+        what: the change in words.
+        names: a refusal must contain one of these (a file's name, a field); if empty, any message will do.
     """
 
     what: str
@@ -42,10 +42,10 @@ class Mutation:
 
 
 class Target(Protocol):
-    """Something that megarl reads."""
+    """Interface of something that megarl reads."""
 
     def make(self, folder: Path) -> None:
-        """Write the intact subject into an empty folder. Called once, and before ``check``."""
+        """Write the intact subject into an empty folder. Called once, before ``check``."""
         ...
 
     def mutate(self, folder: Path, draw: random.Random) -> Mutation:
@@ -53,18 +53,18 @@ class Target(Protocol):
         ...
 
     def check(self, folder: Path) -> None:
-        """Have megarl read the copy.
+        """Make megarl read the copy.
 
         Raises:
-            MegarlError: it is refused by name.
-            WrongResult: it was accepted and the result is not the right one.
+            MegarlError: megarl refused it by name.
+            WrongResult: megarl accepted it, and the result is not the right one.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one case: ``kind`` is right, refused, wrong, crashed, unnamed or hung."""
+    """The outcome of one case: ``kind`` is right, refused, wrong, crashed, unnamed or hung."""
 
     target: str
     seed: int
@@ -82,21 +82,21 @@ class Outcome:
 
 
 class Hung(BaseException):
-    """A case took longer than ``CASE_SECONDS``; no ``except Exception`` of the product catches it."""
+    """A case took longer than ``CASE_SECONDS``. No ``except Exception`` of the product catches it."""
 
 
 def run_cases(name: str, seed: int, numbers: Iterable[int], work: str, keep: bool = False) -> list[Outcome]:
-    """Run cases of a target, one after the other, on the main thread.
+    """Run cases of a target one after the other, on the main thread.
 
     Args:
         name: a key of ``tests.fuzz.targets.TARGETS``.
-        seed: of the changes.
-        numbers: of the cases.
+        seed: seed of the changes.
+        numbers: numbers of the cases.
         work: an empty folder for the subject and its copies.
-        keep: leave the copies of failed cases there.
+        keep: True leaves the copies of failed cases there.
 
     Raises:
-        AssertionError: the intact subject is refused: nothing that follows would mean anything.
+        AssertionError: the intact subject is refused, so that no case would mean anything.
     """
     from tests.fuzz.targets import TARGETS
 
@@ -119,7 +119,7 @@ def run_cases(name: str, seed: int, numbers: Iterable[int], work: str, keep: boo
 
 
 def judge(target: Target, folder: Path, mutation: Mutation) -> tuple[str, str]:
-    """Kind and text of one case's outcome."""
+    """Return kind and text of one case's outcome."""
     try:
         with limited(CASE_SECONDS):
             target.check(folder)
@@ -139,7 +139,7 @@ def judge(target: Target, folder: Path, mutation: Mutation) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise ``Hung`` in the block once the time is over."""
+    """Raise ``Hung`` in the block when the time is over."""
 
     def stop(*_: object) -> None:
         raise Hung
@@ -154,7 +154,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def summary(outcomes: Iterable[Outcome]) -> str:
-    """``recipes: 12 right, 188 refused``, a line per target."""
+    """Return ``recipes: 12 right, 188 refused``, one line per target."""
     counts: dict[str, Counter] = {}
     for outcome in outcomes:
         counts.setdefault(outcome.target, Counter())[outcome.kind] += 1

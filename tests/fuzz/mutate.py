@@ -11,7 +11,7 @@ import yaml
 
 from tests.fuzz.harness import Mutation
 
-# What a value is replaced by: wrong types, wrong signs, numbers that overflow or allocate, paths, expressions.
+# Replacements of values: wrong types, wrong signs, numbers that overflow or allocate, paths, expressions.
 ODD = (
     None, True, False, -1, 0, 1, 7, 10**9, 10**19, -(10**19), 0.5, 1e308, -1e308, 1e-320, math.nan, math.inf, "", " ",
     "null", "8", "x", "x" * 5000, "\0", "\n", "é\u202e", "[", "(", "*", "**", "${nothing}", "../..", "/proc/self/mem",
@@ -20,7 +20,7 @@ ODD = (
 
 
 def bytes_of(file: Path, draw: Random) -> Mutation:
-    """Flip a bit, cut, empty, repeat or overwrite a part of a file, or take it away."""
+    """Flip a bit, cut, empty, repeat or overwrite a part of a file, or remove it."""
     data = bytearray(file.read_bytes())
     place = draw.randrange(len(data)) if data else 0
     kind = draw.choice(["bit", "cut", "empty", "garbage", "append", "gone", "folder", "link", "zeros"])
@@ -64,7 +64,7 @@ def yaml_of(file: Path, draw: Random) -> Mutation:
 
 
 def tree_of(tree: Any, draw: Random) -> str:
-    """Replace, remove, rename or move one value of a tree of mappings and lists, in place; what was done."""
+    """Replace, remove, rename or move one value of a tree of mappings and lists, in place; return what was done."""
     places = [(node, key, path) for node, key, path in _places(tree, "") if path]
     node, key, path = draw.choice(places)
     kind = draw.choice(["replace", "replace", "replace", "replace", "replace", "remove", "rename", "swap", "nudge"])
@@ -88,7 +88,7 @@ def tree_of(tree: Any, draw: Random) -> str:
 
 
 def _places(node: Any, path: str) -> list[tuple[Any, Any, str]]:
-    """``(container, key, dotted path)`` of every value below ``node``."""
+    """Return ``(container, key, dotted path)`` of every value below ``node``."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     found = []
     for key in keys:
@@ -103,7 +103,7 @@ def _shown(value: Any) -> str:
 
 
 def safetensors_of(file: Path, draw: Random) -> Mutation:
-    """Change one tensor of a file: its shape, dtype, name or values; or leave it out, or add one."""
+    """Change one tensor of a file: its shape, dtype, name or values; or remove it, or add one."""
     import torch
     from safetensors.torch import load_file, save_file
 

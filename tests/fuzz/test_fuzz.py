@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few hundred seeded cases of every target; ``python -m tests.fuzz`` runs thousands."""
+"""Run a few hundred seeded cases of every target; ``python -m tests.fuzz`` runs thousands."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_a_changed_subject_is_refused_by_name_or_read_right(tmp_path, name):
     assert len(outcomes) == IN_SUITE[name]
     failed = [str(outcome) for outcome in outcomes if outcome.failed]
     assert not failed, f"{len(failed)} of {len(outcomes)}:\n" + "\n".join(failed[:5])
-    # Else the changes miss what is read, or spoil everything.
+    # Otherwise the changes miss what is read, or spoil everything.
     kinds = {outcome.kind for outcome in outcomes}
     assert kinds == {"right", "refused"}
 
@@ -66,7 +66,7 @@ def test_a_case_that_does_not_end_is_found(monkeypatch):
 
 
 def test_cases_repeat(tmp_path):
-    """The same seed makes the same changes; other numbers make others."""
+    """Check that the same seed makes the same changes, and other numbers others."""
     results = set()
     for number in (1, 1, 2):
         file = tmp_path / "file"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On GPUs what is refused until it is shown there can be shown."""
+"""Fixtures of the GPU tests: settings that are otherwise refused until GPUs have shown them can be tested here."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the models that `tests.gpu.prove` verifies: `python3 -m tests.gpu.models FOLDER`."""
+"""Write the models that `tests.gpu.prove` verifies: `python3 -m tests.gpu.models FOLDER`."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from megarl.bench.shapes import SHAPES
 from megarl.verify.inputs.tiny_model import write_random
 
-# For the matrix, which shrinks them: nothing but a config.json.
+# For the matrix, which shrinks them: only a config.json.
 FAMILIES = {
     "qwen3": transformers.Qwen3Config(num_key_value_heads=8),
     "qwen2_moe": transformers.Qwen2MoeConfig(num_key_value_heads=8),
@@ -21,7 +21,7 @@ FAMILIES = {
     "deepseek_v2": transformers.DeepseekV2Config(num_experts_per_tok=6),
     "deepseek_v3": transformers.DeepseekV3Config(),
 }
-# Qwen3-30B-A3B's layers at half its widths, few of them and of its experts: a float64 reference has room beside it.
+# Qwen3-30B-A3B's layers at half its widths, with few layers and experts, so that a float64 reference fits beside it.
 SMALL_MOE = transformers.Qwen3MoeConfig(
     vocab_size=32003,
     hidden_size=1024,
@@ -39,7 +39,7 @@ SMALL_MOE = transformers.Qwen3MoeConfig(
 
 
 def main(folder: str) -> None:
-    """Write each family's config and the two models with weights."""
+    """Write each family's config, and the two models with weights."""
     root = Path(folder)
     for name, config in FAMILIES.items():
         config.save_pretrained(root / name)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What only GPUs show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
+"""Run what only GPUs can show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
-Stages joined by `+` run at the same time. Each has a time limit and prints the lines that matter at its end; none stops
-the next: PROVE_LIMIT seconds (570). Every half minute a stage says how far its log is. A table comes last; every log,
-table and profile is in OUT/logs.tar.gz, which is written again with each line that is said. Another megatron-core, put
-first on PYTHONPATH (scripts/mcore.sh), serves every stage; the first line names the release. Stages:
+Stages joined by `+` run at the same time. Each has a time limit of PROVE_LIMIT seconds (570) and prints its important
+lines at its end. A failed stage does not stop the next. Every half minute a stage reports how far its log is. The last
+output is a table. Every log, table and profile is in OUT/logs.tar.gz, which is rewritten with each printed line.
+Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
+release. Stages:
 
     smoke, kernels, graphs, parity      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
@@ -38,7 +39,7 @@ TESTS = {
     "parity": ["test_parity_cuda.py"],
 }
 ARCHIVING = threading.Lock()
-# Lines to show of a test's, a verification's, any other log.
+# Patterns of the lines to show: of a test or verification, of any other log.
 TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^[^{]"
 VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
 LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), 30
@@ -46,7 +47,7 @@ SAY_SECONDS = 30
 
 
 def command_of(stage: str, out: Path) -> tuple[list[str], str]:
-    """A stage's command and the pattern of the lines to show; tables go to ``out``."""
+    """Return a stage's command, and the pattern of the lines to show. Tables go to ``out``."""
     kind, *rest = stage.rpartition("@")[2].split(":")
     page = ["--out", str(out / f"{file_name(stage)}.md")]
     match kind, rest:
@@ -71,23 +72,23 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
 
 
 def options_of(settings: list[str]) -> list[str]:
-    """``KEY=VALUE,...``, where a value may be a list."""
+    """Split ``KEY=VALUE,...``, where a value may be a list."""
     return [option for setting in settings for option in re.split(r",(?=[\w.]+=)", setting)]
 
 
 def file_name(stage: str) -> str:
-    """The stage's name for files."""
+    """Return the stage's name in file names."""
     return re.sub(r"[^\w.]+", "-", stage).strip("-")[:200]
 
 
 def archive(work: Path, out: Path) -> None:
-    """Keep the logs so far: the whole may be cut off."""
+    """Store the logs so far, because the whole run may be cut off."""
     with ARCHIVING, tarfile.open(out / "logs.tar.gz", "w:gz") as file:
         file.add(work, "logs")
 
 
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Callable[[], None]) -> None:
-    """Run a stage, print its progress and what matters, keep ``(status, seconds)`` and the logs."""
+    """Run a stage, print its progress and important lines, store ``(status, seconds)`` and the logs."""
     command, shown = command_of(stage, out)
     gpus, at, _ = stage.rpartition("@")
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
@@ -111,7 +112,7 @@ def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Call
 
 
 def ended(process: subprocess.Popen) -> int | None:
-    """The status, or None if it has not ended for a while."""
+    """Return the status, or None if the process does not end for a while."""
     try:
         return process.wait(SAY_SECONDS)
     except subprocess.TimeoutExpired:
@@ -119,7 +120,7 @@ def ended(process: subprocess.Popen) -> int | None:
 
 
 def main(out_folder: str, *groups: str) -> int:
-    """Run the groups of stages one after the other; 0 if every stage succeeded."""
+    """Run the groups of stages one after the other; return 0 if every stage succeeded."""
     out, work = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-"))
     for stage in [stage for group in groups for stage in group.split("+")]:
         command_of(stage, work)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer stack of the `te` back end on CUDA: build, forward, backward; prints releases and what attention chose."""
+"""Build the `te` back end's layers on CUDA, forward and backward; print releases and attention's choices."""
 
 import logging
 import os
@@ -9,7 +9,7 @@ import torch
 
 
 def main() -> None:
-    """Run both back ends on the same weights and print their mean logprobs and a gradient norm."""
+    """Run both back ends on the same weights; print their mean logprobs and a gradient norm."""
     os.environ.setdefault("NVTE_DEBUG", "1")
     os.environ.setdefault("NVTE_DEBUG_LEVEL", "1")
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="attention %(message)s")

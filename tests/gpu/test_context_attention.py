@@ -14,7 +14,7 @@ HEADS, KV_HEADS = 8, 2
 
 
 def attend_ranks(leaves: list[torch.Tensor], lengths: tuple[int, ...], context: int) -> torch.Tensor:
-    """Output of the whole pack ``[T, heads, dim]``: each rank's runs, on keys gathered without a group."""
+    """Return the output of the whole pack ``[T, heads, dim]``: each rank's runs, on keys gathered without a group."""
     query, key, value = leaves
     device = query.device
     held = [torch.from_numpy(rank_tokens(lengths, context, rank)).to(device) for rank in range(context)]
@@ -30,7 +30,7 @@ def attend_ranks(leaves: list[torch.Tensor], lengths: tuple[int, ...], context: 
 
 
 def attend_whole(leaves: list[torch.Tensor], lengths: tuple[int, ...]) -> torch.Tensor:
-    """The same by SDPA, sequence by sequence."""
+    """Return the same by SDPA, sequence by sequence."""
     parts = zip(*(leaf.transpose(0, 1).split(lengths, dim=1) for leaf in leaves), strict=True)
     outs = [
         F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]

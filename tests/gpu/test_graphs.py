@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training by CUDA graphs is training without them: logprobs, gradients and updates, over packs of changing shapes."""
+"""CUDA graphs do not change training: logprobs, gradients and updates, over packs of changing shapes."""
 
 import importlib.util
 from itertools import product
@@ -20,13 +20,13 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
-# In float32 what AdamW makes of rounding in the gradients; in bf16 rounding itself.
+# In float32 the effect of rounding in gradients after AdamW; in bf16 rounding itself.
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 BATCHES, LR = (5, 12, 26), 1e-3
 
 
 def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tuple[str, str], float]:
-    """On each rank: for each ``(dtype, back end)`` the largest difference that graphs make."""
+    """On each rank, return the largest difference that graphs make, for each ``(dtype, back end)``."""
     from megarl.config import checks
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import destroy_groups, init_groups
@@ -44,7 +44,7 @@ def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tu
 
 
 def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.Tensor]:
-    """Everything that a few steps on batches of different sizes give."""
+    """Return all results of a few steps on batches of different sizes."""
     from megarl.config import parse_config
     from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel

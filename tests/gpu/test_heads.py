@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel between the qkv projection and attention rounds no more than once."""
+"""Check that the kernel between the qkv projection and attention rounds no more than once."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chunked logprobs on CUDA, in bf16 and at a real vocabulary size."""
+"""Check the chunked logprobs on CUDA, in bf16 and at a real vocabulary size."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Promise 1 on CUDA, over NCCL on several GPUs: what `megarl verify` says in fp32 and in bf16."""
+"""Promise 1 on CUDA, over NCCL on several GPUs: run `megarl verify` in fp32 and in bf16."""
 
 import pytest
 import torch
@@ -8,14 +8,14 @@ from megarl.verify.run import verify_places
 from tests.distributed.test_parity import LAYOUTS, make_cases, places_at
 from tests.helpers.cases import make_case, place
 
-# Between them: norms of queries and keys, biases, tied embeddings, both kinds of mixtures of experts, adapters of the
-# embedding and lm_head.
+# They have between them: norms of queries and keys, biases, tied embeddings, both kinds of mixtures of experts,
+# adapters of the embedding and lm_head.
 COVERED = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "mixtral", "llama-vocabulary")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def report_all(places):
-    """Verify, and print the row nearest to its bound."""
+    """Verify, and print the row closest to its bound."""
     world = max(place.config.parallel.world_size for place in places)
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")
@@ -36,7 +36,7 @@ def cases(tmp_path_factory):
 @pytest.mark.parametrize(
     "layouts",
     [
-        ["TE+TP1", "TP1"],  # and so a checkpoint of one back end goes on in the other
+        ["TE+TP1", "TP1"],  # and so a checkpoint of one back end is resumed on the other
         ["TE+TP2+SP", "TE+PP2", "TE+CP2", "TE+EP2xDP2"],
         ["TE+TP2+SPxCP2", "TE+TP2+SPxEP2xETP2xDP2"],
         ["TP2+SP", "TP2", "PP2", "DP2", "CP2", "EP2xDP2"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SwiGLU and RMSNorm kernels round once."""
+"""Check that the SwiGLU and RMSNorm kernels round once."""
 
 import pytest
 import torch

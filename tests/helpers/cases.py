@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models as ``megarl.verify`` takes them."""
+"""Build tiny models and cases for ``megarl.verify``."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,20 +14,20 @@ from megarl.verify.inputs.settings import TEMPERATURE, verify_tree
 from megarl.verify.run import Report
 from tests.helpers.models import make_model
 
-# In the order of a report.
+# Rows of a float32 report, in its order.
 FLOAT32_ROWS = [row for row in BOUNDS if row not in BFLOAT16_ONLY]
 
 
 def make_config(
     model: Path, layout: dict[str, Any] | None = None, dtype: str = "float32", temperature: float = 1.0
 ) -> RunConfig:
-    """What ``megarl verify`` runs a model with: small micro-batches force several per step.
+    """Return the config with which ``megarl verify`` runs a model. Small micro-batches make several per step.
 
     Args:
         model: Hugging Face folder.
-        layout: the ``parallel`` section; besides keys of ``train``, and ``model``'s ``backend``.
+        layout: the ``parallel`` section; also keys of ``train``, and ``backend`` of the ``model`` section.
         dtype: ``model.dtype``.
-        temperature: of the policy.
+        temperature: temperature of the policy.
     """
     layout, tree = layout or {}, verify_tree(model)
     tree["sampler"]["temperature"] = temperature
@@ -46,19 +46,19 @@ def make_case(
     dtype: str = "float32",
     **model: Any,
 ) -> Case:
-    """A random model and a random adapter below ``folder``; ``model`` goes to ``make_model``, ``adapter`` to PEFT."""
+    """Make a random model (``model`` goes to ``make_model``) and a random adapter (``adapter`` goes to PEFT)."""
     path = make_model(folder / name / "model", dtype=dtype, **model)
     made = make_adapter(path, folder / name / "adapter", seed=adapter_seed, **adapter or {})
     return Case(name, make_config(path, dtype=dtype, temperature=TEMPERATURE), made, folder / name / "work")
 
 
 def place(case: Case, name: str, layout: dict[str, Any]) -> Place:
-    """A case at a layout given as for ``make_config``."""
+    """Return a case at a layout, given as for ``make_config``."""
     return Place(case, name, make_config(case.model, layout, case.dtype, case.temperature))
 
 
 def check(reports: Sequence[Report]) -> None:
-    """Every row within its fixed bound, without Hugging Face's own rounding to excuse it."""
+    """Assert that every row is within its fixed bound, whatever Hugging Face's own rounding error."""
     worst = max(((r, row) for r in reports for row in r.rows), key=lambda pair: pair[1].severity)
     print(f"\n{len(reports)} places, worst {worst[0].place.key}: {worst[1]}")
     rows = [(report, row) for report in reports for row in report.rows]
@@ -67,5 +67,5 @@ def check(reports: Sequence[Report]) -> None:
 
 
 def outside(findings: Iterable[Finding]) -> dict[str, str]:
-    """Row -> worst tensor of the findings outside their fixed bounds."""
+    """Map the rows of findings outside their fixed bounds to their worst tensors."""
     return {finding.row: finding.worst for finding in findings if not finding.error <= BOUNDS[finding.row]}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel between the qkv projection and attention beside torch's own operations.
+"""Compare the kernel between the qkv projection and attention with torch's own operations.
 
-As a program (`python -m tests.helpers.heads`): in float32 on the CPU, by Triton's interpreter.
+Run as a program (`python -m tests.helpers.heads`), it uses float32 on the CPU and Triton's interpreter.
 """
 
 import torch
@@ -17,7 +17,7 @@ Weights = tuple[torch.Tensor, torch.Tensor] | None
 def reference(
     fused: torch.Tensor, angles: torch.Tensor, weights: Weights, heads: HeadLayout, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Split, norms and RoPE as Hugging Face writes them."""
+    """Compute split, norms and RoPE as Hugging Face does."""
     query, key, value = split_heads(fused.to(dtype), heads)
     turned = []
     for states, weight in zip((query, key), weights or (None, None), strict=True):
@@ -30,7 +30,7 @@ def reference(
 
 
 def run(compute, fused: torch.Tensor, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs and the gradient of the fused tensor, in float64."""
+    """Return the outputs and the gradient of the fused tensor, in float64."""
     leaf = fused.detach().requires_grad_()
     outs = compute(leaf)
     (by_fused,) = torch.autograd.grad(outs, leaf, [g.to(out.dtype) for g, out in zip(gradients, outs, strict=True)])
@@ -38,7 +38,7 @@ def run(compute, fused: torch.Tensor, gradients: list[torch.Tensor]) -> list[tor
 
 
 def errors(heads: HeadLayout, norm: bool, dtype: torch.dtype, device: str) -> dict[str, tuple[float, float]]:
-    """Result -> relative error of the kernel and of torch's operations in the same dtype, both against float64."""
+    """Return each result's relative error against float64: the kernel's, and that of torch in the same dtype."""
     from megarl.model.layers.kernels.heads import prepare_heads
 
     generator = torch.Generator(device).manual_seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs whose Triton kernels Triton interprets on the CPU."""
+"""Run programs whose Triton kernels are interpreted on the CPU."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 
 
 def run_interpreted(*program: str) -> None:
-    """Run `python *program`; Triton decides on import whether it interprets, hence another process."""
+    """Run `python *program` in another process, because Triton decides on import whether it interprets."""
     run = subprocess.run(
         [sys.executable, "-W", "ignore", *program],
         env=os.environ | {"TRITON_INTERPRET": "1"},

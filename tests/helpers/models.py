@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny random Hugging Face models, saved as real folders."""
+"""Write tiny random Hugging Face models as folders."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from transformers import (
 
 from megarl.verify.inputs.tiny_model import write_random
 
-# Odd vocabulary, grouped-query attention, head_dim that is not hidden / heads: what breaks careless mappings.
+# Odd vocabulary, grouped-query attention, head_dim other than hidden / heads: a careless mapping fails on each of them.
 SHAPE = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -28,13 +28,13 @@ SHAPE = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-5,
 }
-# Scaled for contexts of 8 tokens, so that the scaling shows in sequences of 40.
+# Parameters of RoPE scaled for contexts of 8 tokens, so that the scaling has an effect in sequences of 40.
 ROPES = {
     "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": {"factor": 4.0},
     "linear": {"factor": 2.0},
 }
-# Those whose frequencies change with the length; not within the longest sequences here, of 128 tokens.
+# RoPEs whose frequencies change with the length, but not within the longest sequences here, of 128 tokens.
 BY_LENGTH = {
     "dynamic": {"factor": 2.0},
     "longrope": {
@@ -44,7 +44,8 @@ BY_LENGTH = {
         "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
     },
 }
-# Multi-latent attention: heads of 24 (16 without and 8 with RoPE) but values of 12; the first layer has no experts.
+# Multi-latent attention: query and key heads of 24 (16 without RoPE, 8 with), value heads of 12; no experts in the
+# first layer.
 LATENT = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 20,
@@ -105,7 +106,7 @@ FAMILIES = {
 
 
 def rope(kind: str) -> dict[str, object]:
-    """``rope_parameters`` of a kind of ``ROPES``, or of ``BY_LENGTH`` for heads of 12."""
+    """Return ``rope_parameters`` of a kind of ``ROPES``, or of ``BY_LENGTH`` for heads of 12."""
     if kind in BY_LENGTH:
         return {"rope_type": kind, "rope_theta": 10000.0, **BY_LENGTH[kind]}
     original = {} if kind == "linear" else {"original_max_position_embeddings": 8}

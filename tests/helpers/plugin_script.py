@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``examples/plugin``, as a user's own Megatron script: imported from its folder, run on ranks."""
+"""Run ``examples/plugin`` as a user's own Megatron script: imported from its folder, on ranks."""
 
 import shlex
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plugin"
-# tests.helpers.models' tiny Llama with 132 tokens: mcore's own loss counts the padding of a vocabulary that needs some.
+# The tiny Llama of tests.helpers.models with 132 tokens: mcore's own loss would count the padding of 131.
 MODEL_ARGUMENTS = shlex.split(
     "--num-layers 4 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 4 --group-query-attention "
     "--num-query-groups 2 --max-position-embeddings 256 --vocab-size 132 --make-vocab-size-divisible-by 1 "
@@ -22,7 +22,7 @@ FLAGS = {"tensor": "--tensor-model-parallel-size", "pipeline": "--pipeline-model
 
 
 def script() -> Any:
-    """The example's ``train.py``."""
+    """Import the example's ``train.py``."""
     if str(EXAMPLE) not in sys.path:
         sys.path.insert(0, str(EXAMPLE))
     import train
@@ -31,13 +31,13 @@ def script() -> Any:
 
 
 def arguments(model: str | Path, layout: dict[str, int], *flags: object) -> list[str]:
-    """A command line for the tiny Llama at a layout (``tensor``, ``pipeline``; what remains is data)."""
+    """Return a command line for the tiny Llama at a layout (``tensor``, ``pipeline``; the rest is data-parallel)."""
     sizes = [text for axis, size in layout.items() if axis in FLAGS for text in (FLAGS[axis], str(size))]
     return [*MODEL_ARGUMENTS, *TRAINING_ARGUMENTS, "--hf-model", str(model), *sizes, *map(str, flags)]
 
 
 def parsed(model: str | Path, layout: dict[str, int], *flags: object) -> Any:
-    """The same, parsed."""
+    """Return the command line's parsed arguments."""
     script()
     from arguments import parse_args
 

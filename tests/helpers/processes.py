@@ -5,7 +5,7 @@ import psutil
 
 
 def describe(process: psutil.Process) -> str:
-    """A process's command line and state; a process may end, or turn into a zombie, while it is looked at."""
+    """Return a process's command line and state. The process may end, or become a zombie, during the call."""
     try:
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())}"
     except (psutil.NoSuchProcess, psutil.ZombieProcess) as error:
@@ -13,15 +13,15 @@ def describe(process: psutil.Process) -> str:
 
 
 def is_engine(line: str) -> bool:
-    """Whether a child of a sampler's process is vLLM's engine.
+    """Return True if a child of a sampler's process is vLLM's engine.
 
-    Its title is not always there: setproctitle looks for argv before the first environment variable, so it sets
-    nothing where vLLM has changed that variable, and Ray hands the variables over in no fixed order.
+    The engine's title is not always set. setproctitle looks for argv before the first environment variable, so it sets
+    nothing if vLLM has changed that variable, and Ray passes the variables in no fixed order.
     """
     return "EngineCore" in line or "multiprocessing.spawn" in line
 
 
 def find_engine(sampler: psutil.Process) -> psutil.Process:
-    """The engine process of a sampler's process; raises ValueError where it has none, or several."""
+    """Return the engine process of a sampler's process. Raises ValueError if there is not exactly one."""
     [engine] = [child for child in sampler.children() if is_engine(describe(child))]
     return engine

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``run_ranks`` for functions that live in test files."""
+"""Make ``run_ranks`` work with functions of test files."""
 
 from megarl.verify import launch
 
-# Imported once by the fork server, instead of by every rank.
+# The fork server imports it once, instead of every rank.
 launch.PRELOAD.append("pytest")
 run_ranks = launch.run_ranks

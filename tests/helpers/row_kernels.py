@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The SwiGLU and RMSNorm kernels beside torch's own operations; the gradient's rows may lie apart.
+"""Compare the SwiGLU and RMSNorm kernels with torch's own operations, also where the gradient's rows are not adjacent.
 
-As a program (`python -m tests.helpers.row_kernels`): in float32 on the CPU, by Triton's interpreter.
+Run as a program (`python -m tests.helpers.row_kernels`), it uses float32 on the CPU and Triton's interpreter.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 EPS, TOKENS = 1e-6, 75
-# Width of the result, and of the gap behind each row of its gradient.
+# Width of the result, and of the gap after each row of its gradient.
 SHAPES = [(384, 0), (200, 8), (130, 48), (1024, 16)]
 Errors = dict[str, tuple[float, float]]
 
 
 def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
-    """Result -> relative error of the kernel and of torch's operations in the same dtype, both against float64."""
+    """Return each result's relative error against float64: the kernel's, and that of torch in the same dtype."""
     from megarl.model.layers.kernels.swiglu import swiglu
 
     def theirs(fused: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Erro
 
 
 def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
-    """As ``swiglu_errors``."""
+    """Return RMSNorm's errors, as ``swiglu_errors`` does SwiGLU's."""
     from megarl.model.layers.kernels.norm import rms_norm
 
     weight = torch.linspace(-0.5, 2.0, width, device=device).to(dtype)

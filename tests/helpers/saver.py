@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes for test_kill.py: one that trains and saves until it is killed, one that checks what it left.
+"""Processes for test_kill.py: one trains and saves until it is killed, one checks the checkpoints that are left.
 
-Apart from the test, because each of a hundred processes would import what the test imports.
+They are not in the test's module, because each of a hundred processes would import what the test imports.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from tests.helpers.tiny_run import build, everything, train
 
 @contextlib.contextmanager
 def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Any]]:
-    """``(process, pipe)`` of ``function(pipe, *args)``, forked from the fork server; killed with SIGKILL at the end."""
+    """Yield ``(process, pipe)`` of ``function(pipe, *args)``, forked from the fork server; SIGKILL it at the end."""
     warm_up()
     context = mp.get_context("forkserver")
     ours, theirs = context.Pipe()
@@ -40,7 +40,7 @@ def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, An
 
 
 def save_for_ever(pipe: Any, folder: Path, resume: Path | None, in_place: bool = False) -> None:
-    """Train a step, save, and so on; tell when a save begins (the time) and when it is complete (the step)."""
+    """Train a step, save, and repeat. Send the time when a save begins, and the step when it is complete."""
     from megarl.model import checkpoint
 
     if in_place:
@@ -57,13 +57,13 @@ def save_for_ever(pipe: Any, folder: Path, resume: Path | None, in_place: bool =
 
 
 def _write_in_place(target: Path, fill: Callable[[Path], None]) -> None:
-    """What ``publish`` must not do."""
+    """Write as ``publish`` must not: under the final name."""
     target.mkdir()
     fill(target)
 
 
 def check_for_ever(pipe: Any, folder: Path) -> None:
-    """Load each checkpoint that is named; answer "" or what is wrong with it."""
+    """Load each checkpoint that is named. Answer "", or what is wrong with it."""
     loaded, straight = _build_alone(folder), _build_alone(folder)
     truth: list[str] = []
     while True:
@@ -81,14 +81,14 @@ def check_for_ever(pipe: Any, folder: Path) -> None:
 
 
 def _build_alone(folder: Path) -> MegatronModel:
-    """The model on the only rank, as torchrun would start it."""
+    """Build the model on a single rank, as torchrun would start it."""
     os.environ.update(ALONE)
     torch.set_num_threads(1)
     return build(folder, {}, target_modules=["q_proj", "down_proj"])
 
 
 def _digest(model: MegatronModel) -> str:
-    """Of everything that training goes on from; no random states, since nothing here draws."""
+    """Digest everything that training continues from. Random states are left out, since nothing here draws."""
     state = {name: tensor for name, tensor in everything(model).items() if not name.startswith("rng")}
     whole = hashlib.sha256()
     for name in sorted(state):

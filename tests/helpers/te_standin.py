@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A linear with a norm in front that returns what mcore's wrapper of Transformer Engine's does, on a CPU."""
+"""A linear with a norm in front that returns on a CPU what mcore's wrapper of Transformer Engine's linear returns."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class NormColumnStandIn(ColumnParallelLinear):
     """``TELayerNormColumnParallelLinear`` of mcore 0.16.1 over ``LayerNormLinear`` of Transformer Engine 2.12.
 
     TE returns ``out``, or ``(out, normed)`` with ``return_layernorm_output``; with ``return_bias`` the bias comes
-    second. mcore's wrapper passes on what it got with ``return_bias``, and else pairs all of it with None.
+    second. mcore's wrapper passes this on with ``return_bias``, and otherwise pairs all of it with None.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
@@ -31,7 +31,7 @@ class NormColumnStandIn(ColumnParallelLinear):
         self.te_return_bias = kwargs["skip_bias_add"] and kwargs["bias"]
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        """What the wrapper returns. The norm's output is this rank's tokens, also under SP."""
+        """Return what mcore's wrapper returns. The norm's output holds this rank's tokens, under SP too."""
         normed = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
         out, bias = super().forward(normed)
         returned = (out, bias) if self.te_return_bias else (out,)
@@ -43,6 +43,6 @@ class NormColumnStandIn(ColumnParallelLinear):
 
 
 def standin_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The ``te`` back end's block, of stand-ins."""
+    """Return the block of the ``te`` back end, made of stand-ins."""
     parts = Parts(RMSNorm, NormColumnStandIn, RowParallelLinear, PackedAttention, SwiGLU, fused_norm=True)
     return block_of(parts, config, vp_stage)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a call takes, whatever else the machine does."""
+"""Time a call, independently of the machine's other work."""
 
 import time
 from collections.abc import Callable
 
 
 def fastest(call: Callable[[], object], times: int = 3) -> float:
-    """Seconds of the fastest of a few calls; one may be interrupted by the garbage collector or another process."""
+    """Return the seconds of the fastest of a few calls; the garbage collector or another process may interrupt one."""
 
     def seconds() -> float:
         start = time.perf_counter()

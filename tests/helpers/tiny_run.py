@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny model with an adapter on this rank, and updates that depend on nothing but their number."""
+"""Build a tiny model with an adapter on this rank, and make updates that depend only on their number."""
 
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ from tests.helpers.models import SHAPE
 def build(
     folder: Path, layout: dict[str, Any], dtype: str = "float32", model: str = "model", **lora: Any
 ) -> MegatronModel:
-    """The model ``folder / model`` with a new adapter; in bf16 with dropout, so that the random states matter.
+    """Build the model ``folder / model`` with a new adapter; in bf16 with dropout, so that the random states matter.
 
     Args:
-        layout: the ``parallel`` section, and under ``train`` what to change there.
+        layout: the ``parallel`` section, and under ``train`` the changes of that section.
         lora: changes of the adapter's config.
     """
     train = {"micro_batch_tokens": 64, "prompts_per_step": 4} | layout.get("train", {})
@@ -45,7 +45,7 @@ def build(
 
 
 def train(model: MegatronModel, seeds: range) -> None:
-    """One update per seed, on that seed's samples."""
+    """Make one update per seed, on that seed's samples."""
     for seed in seeds:
         samples = make_samples(8, SHAPE["vocab_size"], seed=seed)
         model.forward_backward(model.pack(samples, np.full(8, 0.05)), SurrogateLoss())
@@ -53,7 +53,7 @@ def train(model: MegatronModel, seeds: range) -> None:
 
 
 def everything(model: MegatronModel) -> dict[str, torch.Tensor]:
-    """Adapter, main weights, moments and random states of this rank."""
+    """Return adapter, main weights, moments and random states of this rank."""
     found = {f"adapter {n}": p.data.clone() for n, p in model.adapter.parameters()}
     found |= {f"main {n}": t.clone() for n, t in model.optimizer.main_weights().items()}
     for kind, tensors in model.optimizer.moments().items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A character tokenizer with a chat template, for tiny models."""
+"""Make a character tokenizer with a chat template, for tiny models."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
 
 
 def make_tokenizer(folder: Path) -> int:
-    """Write it into a model's folder; returns the vocabulary's size (ids 0 .. 4 are special, 0 ends a message)."""
+    """Write it into a model's folder; return the vocabulary's size (ids 0 .. 4 are special, 0 ends a message)."""
     characters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate(SPECIAL + characters)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of tests that start programs: a free port, and finding every process that a test started."""
+"""Fixtures of tests that start programs: a free port, and an environment that marks every process of a test."""
 
 import os
 import socket
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Traced:
-    """An environment whose mark every descendant inherits, however it detaches itself."""
+    """An environment with a mark that every descendant inherits, however it detaches itself."""
 
     def __init__(self) -> None:
         self.mark = f"MEGARL_TEST_MARK={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
-        # Ray and pytest's own environment must not leak in. This interpreter has everything: nothing is installed.
+        # Ray's variables of this process must not leak in. MEGARL_PYTHON has every package, so nothing is installed.
         kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
         self.environment = kept | {
             name: value,
@@ -30,7 +30,7 @@ class Traced:
         }
 
     def processes(self) -> list[psutil.Process]:
-        """Every live process that inherited the mark."""
+        """Return every live process that inherited the mark."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -41,16 +41,16 @@ class Traced:
         return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
 
     def wait_until_gone(self, seconds: float = 5.0) -> list[str]:
-        """Command lines that are still there after ``seconds``."""
+        """Return the command lines of processes that are left after ``seconds``."""
         deadline = time.monotonic() + seconds
-        while (left := self.processes()) and time.monotonic() < deadline:
+        while (remaining := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
-        return [" ".join(process.cmdline()) for process in left]
+        return [" ".join(process.cmdline()) for process in remaining]
 
 
 @pytest.fixture
 def traced() -> Iterator[Traced]:
-    """A marked environment; whatever a failing test leaves behind is killed."""
+    """Yield a marked environment; at the end kill the processes that a failing test left."""
     trace = Traced()
     yield trace
     for process in trace.processes():
@@ -59,7 +59,7 @@ def traced() -> Iterator[Traced]:
 
 @pytest.fixture
 def port() -> int:
-    """A port that was free a moment ago, outside the range of outgoing connections."""
+    """Return a port that is free at present, outside the range of outgoing connections."""
     for candidate in range(20000 + os.getpid() % 5000, 32000):
         with socket.socket() as probe:
             try:

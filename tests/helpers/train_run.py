@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start `megarl train` as a user does, watch it, and look at what it leaves."""
+"""Start `megarl train` as a user does, watch it, and read what it leaves."""
 
 import json
 import os
@@ -23,7 +23,7 @@ loss: {importance_cap: null}
 sampler: {samples_per_prompt: 4, max_prompt_tokens: 96, max_response_tokens: 8, kv_cache_gib: 0.05, max_num_seqs: 16}
 train: {steps: 4, prompts_per_step: 2, learning_rate: 0.01, micro_batch_tokens: 256, save_every: 1, keep_checkpoints: 9}
 """
-# A random model never answers right: any reward that differs between completions will do.
+# A random model never answers correctly, so any reward that differs between completions is used.
 REWARD = """
 def reward(prompt, response):
     return sum(character.islower() for character in response) / 8
@@ -41,17 +41,17 @@ class TrainRun:
             stdout=self._handle,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            # Not the log level that a sampler in this process may have set: the run's logs are looked at.
+            # Without the log level that a sampler in this process may have set, because tests read the run's logs.
             env={name: value for name, value in os.environ.items() if name != "VLLM_LOGGING_LEVEL"}
             | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "")},
             start_new_session=True,
-            # A background job of a shell ignores Ctrl-C, and so would what it starts.
+            # A shell's background job ignores Ctrl-C, and its children would inherit that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.family: set[psutil.Process] = set()
 
     def wait_for(self, text: str, timeout: float = 120) -> None:
-        """Wait until the output holds a text; remember every process that belongs to the run."""
+        """Wait until the output holds a text. Remember every process that belongs to the run."""
         deadline = time.monotonic() + timeout
         while text not in self.output():
             assert self.process.poll() is None, self.output()[-3000:]
@@ -68,7 +68,7 @@ class TrainRun:
             return
 
     def find(self, title: str, timeout: float = 30) -> psutil.Process:
-        """The process of the run whose command line holds a text; fails at once where the run has ended."""
+        """Return the run's process whose command line holds a text. Fails at once if the run has ended."""
         deadline = time.monotonic() + timeout
         while True:
             self.look()
@@ -82,19 +82,19 @@ class TrainRun:
             time.sleep(0.2)
 
     def finish(self, timeout: float) -> int:
-        """Exit status; fails where the process or any process it started outlives the timeout (seconds)."""
+        """Return the exit status. Fails if the process, or one that it started, outlives the timeout (seconds)."""
         deadline = time.monotonic() + timeout
         status = self.process.wait(timeout)
-        while left := [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        while remaining := [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
             if time.monotonic() > deadline:
-                names = [" ".join(p.cmdline())[:100] for p in left]
+                names = [" ".join(p.cmdline())[:100] for p in remaining]
                 self.kill()
                 raise AssertionError(f"still running after {timeout} s: {names}")
             time.sleep(0.2)
         return status
 
     def kill(self) -> None:
-        """End everything, whatever happened."""
+        """Kill everything, whatever happened."""
         for process in [*self.family, self.process]:
             try:
                 process.send_signal(signal.SIGKILL)
@@ -103,19 +103,19 @@ class TrainRun:
         self._handle.close()
 
     def output(self) -> str:
-        """All that was printed so far."""
+        """Return the output so far."""
         return self.log.read_text()
 
     def folder(self) -> Path:
-        """The run folder, from the last line."""
+        """Return the run folder, from the last line of output."""
         return Path(self.output().strip().splitlines()[-1])
 
 
 def read_rows(folder: Path) -> list[dict]:
-    """Rows of metrics.jsonl."""
+    """Return the rows of metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def read_rollout(folder: Path, step: int) -> list[dict]:
-    """Completions of one step."""
+    """Return the completions of one step."""
     return [json.loads(line) for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The second lane: what megarl does on the newest megatron-core, beside the release that is installed."""
+"""Fixtures of the second lane: tests on the newest megatron-core, beside the installed release."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def newest() -> dict[str, str]:
-    """Environment of a process that imports the newest release."""
+    """Return the environment of a process that imports the newest release."""
     pinned = (ROOT / "requirements" / "mcore-newest.txt").read_text().split("==")[-1].strip()
     if mcore.release() == pinned:
         pytest.skip(f"megatron-core {pinned} is the one installed, and all other tests run on it")

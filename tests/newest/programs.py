@@ -17,11 +17,11 @@ from tests.distributed.test_checkpoint import resume, save_and_go_on
 from tests.helpers.cases import check, make_case, place
 from tests.helpers.ranks import run_ranks
 
-# Between them: every kind of layer and of schedule, every axis, mcore's own buffers and recomputation.
+# They have between them every kind of layer and of schedule, every axis, mcore's own buffers and recomputation.
 DENSE = ["TP2xPP2", "TP2+SPxCP2", "PP2xVPP2xDP2+all", "PP2+full"]
 EXPERTS = ["TP2+SPxCP2", "TP2+SPxEP2xETP2xDP2", "EP2xDP4+all", "PP2xVPP2xDP2+all"]
 LATENT = ["TP2xPP2xEP2", "CP2+selective"]
-# Checkpoints with all that could differ: family -> layout and dtype; in bf16 with dropout, hence random states.
+# Checkpoints with everything that could differ: family -> layout and dtype; in bf16 with dropout, hence random states.
 SAVED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3": ({"tensor": 2}, "bfloat16"),
     "mixtral": ({"data": 2, "expert": 2, "train": {"distributed_optimizer": True}}, "float32"),
@@ -29,7 +29,7 @@ SAVED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def layouts() -> None:
-    """A dense model, a mixture of experts and one with multi-latent attention against Hugging Face + PEFT."""
+    """Verify a dense model, a mixture of experts and one with multi-latent attention."""
     with tempfile.TemporaryDirectory() as folder:
         cases = parity.make_cases(Path(folder), ["qwen3", "mixtral"])
         cases["v3"] = make_case(Path(folder), "v3", **latent.MODELS["v3"])
@@ -41,20 +41,20 @@ def layouts() -> None:
 
 
 def save(folder: str) -> None:
-    """Train the models in FOLDER, save a checkpoint of each, train on; straight.pt tells what came of it."""
+    """Train the models in FOLDER, save a checkpoint of each, train on; straight.pt holds the results."""
     for family, setup in SAVED.items():
         done = run_ranks(save_and_go_on, 2, f"{folder}/{family}", *setup)
         torch.save(done, Path(folder) / family / "straight.pt")
 
 
 def load(folder: str) -> None:
-    """Go on from the checkpoints in FOLDER; resumed.pt tells what came of it."""
+    """Resume the checkpoints in FOLDER; resumed.pt holds the results."""
     for family, setup in SAVED.items():
         torch.save(run_ranks(resume, 2, f"{folder}/{family}", *setup), Path(folder) / family / "resumed.pt")
 
 
 def main(name: str, *arguments: str) -> None:
-    """Run a program and say which release it ran on."""
+    """Run a program, and print the release that it ran on."""
     {"layouts": layouts, "save": save, "load": load}[name](*arguments)
     print(f"megatron-core {mcore.release()}")
 

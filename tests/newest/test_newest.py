@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megarl on the newest megatron-core: exact at layouts, its plugin, checkpoints of either release, a run.
+"""Run megarl on the newest megatron-core: exact at layouts, the plugin, checkpoints of either release, a training.
 
 Whole matrices: `PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix`.
 """
@@ -19,7 +19,7 @@ from tests.newest.conftest import ROOT
 
 
 def run_on(environment: dict[str, str], *program: str) -> str:
-    """Standard output of `python *program`."""
+    """Return the standard output of `python *program`."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *program],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl` itself: quick, and helpful where it is misused."""
+"""Test the `megarl` command: quick, and helpful on misuse."""
 
 import re
 import shutil

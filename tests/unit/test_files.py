@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders appear whole or not at all, on disk before they have their name, and no writer touches another's."""
+"""Check that folders appear complete or not at all, are on disk before they have their name, and have one writer."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports flow one way (design.md). Every import counts: in functions, under TYPE_CHECKING, through importlib."""
+"""Imports flow one way (docs/design.md). Every import counts: in functions, under TYPE_CHECKING, through importlib."""
 
 import ast
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
-# May be imported by all of megarl.
+# Parts that all of megarl may import.
 COMMON = {"types", "errors", "config", "families", "files", "network", "plugins", "run_folder", "triton_support"}
 
-# Part -> the other parts that it may import. The part with the longest name that fits a module counts.
+# Part -> the other parts that it may import. The longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
     "errors": set(),
@@ -47,14 +47,14 @@ INTERNAL: dict[str, set[str]] = {
     | {"bench", "verify"},
 }
 
-# Package -> where alone it may be imported (a trailing * stands for any ending).
+# Package -> the only parts that may import it (a trailing * stands for any ending).
 ONLY_UNDER: dict[str, set[str]] = {
     "megatron": {"parallel", "model", "lora"},
     "vllm": {"sampler", "checkpoint_engine.receiver*"},
     "ray": {"controller", "launch"},
 }
 
-# Part -> packages that it must not import: these parts stay light.
+# Part -> packages that it must not import, to stay light.
 NEVER: dict[str, set[str]] = {
     part: {"torch", "transformers", "peft", "megatron", "vllm", "ray"}
     for part in ("types", "errors", "families", "files", "network", "run_folder", "torch_addons", "config", "tasks")
@@ -62,19 +62,19 @@ NEVER: dict[str, set[str]] = {
 
 
 def is_under(module: str, place: str) -> bool:
-    """Whether ``module`` is ``place`` or lies below it."""
+    """Return True if ``module`` is ``place`` or is below it."""
     if place.endswith("*"):
         return module.startswith(place[:-1])
     return module == place or module.startswith(place + ".")
 
 
 def longest_fit(module: str, places: dict[str, set[str]]) -> str | None:
-    """The most special of ``places`` that holds ``module``."""
+    """Return the longest of ``places`` that holds ``module``."""
     return max((place for place in places if is_under(module, place)), key=len, default=None)
 
 
 def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of every import in ``source``; ``module`` resolves relative ones."""
+    """Yield line and absolute dotted name of every import in ``source``; ``module`` resolves relative ones."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -92,7 +92,7 @@ def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, 
 
 
 def violations(package: Path) -> list[str]:
-    """``file:line: what`` for every import in the package ``package`` that the tables forbid."""
+    """Return ``file:line: problem`` for every import in the package ``package`` that the tables forbid."""
     found = []
     for file in sorted(package.rglob("*.py")):
         parts = list(file.relative_to(package).with_suffix("").parts)
@@ -107,7 +107,7 @@ def violations(package: Path) -> list[str]:
 
 
 def verdict(module: str, target: str, package: str) -> str | None:
-    """What is wrong with ``module`` (relative to the package) importing ``target`` (absolute), or None."""
+    """Return the problem of ``module`` (relative to the package) importing ``target`` (absolute), or None."""
     part = longest_fit(module, INTERNAL)
     if target == package or target.startswith(package + "."):
         inside = target[len(package) + 1 :]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses that others can reach, and gloo on loopback only where the whole group is on this host."""
+"""Test the choice of addresses that others can reach, and gloo on loopback only if the whole group is on this host."""
 
 import socket
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The user's own loss, task and transport by ``file.py:Name``."""
+"""Load the user's own loss, task and transport by ``file.py:Name``."""
 
 import json
 

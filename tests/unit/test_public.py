@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import megarl`` is light, and every public name is there."""
+"""Check that ``import megarl`` is light, and that every public name is there."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every source file."""
+"""Test properties of every source file."""
 
 from pathlib import Path
 

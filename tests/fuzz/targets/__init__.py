@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fuzzed. One more target is one more module here and one more line in ``TARGETS``."""
+"""Registry of fuzz targets. A further target is one module here and one line in ``TARGETS``."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from tests.fuzz.targets.folders import Folders
 from tests.fuzz.targets.recipes import Recipes
 from tests.fuzz.targets.run_folders import RunFolders
 
-# Name on the command line -> target; made in the process that runs the cases.
+# Name on the command line -> target, made in the process that runs the cases.
 TARGETS: dict[str, Callable[[], Target]] = {
     "adapters": Adapters,
     "folders": Folders,
     "recipes": Recipes,
     "run_folders": RunFolders,
 }
-# Cases of each that the test suite runs.
+# Number of cases of each target in the test suite.
 IN_SUITE: dict[str, int] = {"adapters": 50, "folders": 60, "recipes": 120, "run_folders": 50}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT folders of adapters: a named error, or the same update of every weight as PEFT makes of the folder."""
+"""PEFT folders of adapters: a named error, or the same update of every weight as PEFT makes."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class Adapters:
-    """An adapter with a part of everything in its config, on a dense model of two layers."""
+    """An adapter whose config uses every field, on a dense model of two layers."""
 
     def make(self, folder: Path) -> None:
         self.path = make_model(folder.parent / "model", "qwen3", tied=True, num_hidden_layers=2)

@@ -24,7 +24,7 @@ from tests.fuzz.mutate import bytes_of, json_of, safetensors_of
 from tests.helpers.models import FAMILIES, SHAPE, rope
 from tests.helpers.tokenizer import make_tokenizer
 
-# Families whose config.json have between them all that megarl reads; one is changed in each case.
+# Families whose config.json have between them every key that megarl reads. Each case changes one of them.
 MODELS = {
     "llama": {"rope_parameters": rope("llama3"), "attention_bias": True, "mlp_bias": True},
     "qwen2": {},
@@ -85,7 +85,7 @@ class Folders:
         except Exception as error:
             raise WrongResult(f"transformers refuses it: {error!r}") from error
         worst = max(abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True))
-        # Damaged weights can be of any size, and the logprobs with them.
+        # Damaged weights can be of any size, and so can the logprobs.
         if not worst < LARGEST * max(1.0, *(abs(theirs).max() for theirs in expected)):
             raise WrongResult(f"logprobs differ from transformers' by {worst:.3g}")
 

@@ -24,12 +24,12 @@ OVERRIDES = "overrides.json"
 
 
 class Recipes:
-    """A recipe, its reward and overrides, up to the moment at which processes would be started."""
+    """A recipe, its reward and overrides, read up to the point at which processes would be started."""
 
     def make(self, folder: Path) -> None:
-        model = make_model(folder.parent / "model", "qwen3", tied=True, head_dim=32)  # vLLM on CPUs has no 16
+        model = make_model(folder.parent / "model", "qwen3", tied=True, head_dim=32)  # vLLM on CPUs does not support 16
         tree = yaml.safe_load(RECIPE.replace("MODEL", str(model)))
-        # All settings, so that each of them is changed some time.
+        # All settings, so that each of them is changed at some time.
         (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
         (folder / "reward.py").write_text(REWARD)
         (folder / OVERRIDES).write_text("[]")
@@ -83,7 +83,7 @@ class Recipes:
 
 
 def _inside(path: str, output: Path) -> str:
-    """Relative and empty paths below a case's own folder, others as they are."""
+    """Move relative and empty paths below the case's own folder; keep others."""
     return path if path.startswith(("/", "~")) else str(output / path)
 
 
@@ -95,7 +95,7 @@ def _compiles(pattern: str) -> bool:
 
 
 def _compare(found: Any, written: Any, path: str = "") -> None:
-    """What is written in the recipe is what the config holds; paths are made absolute."""
+    """Check that the config holds the values of the recipe, with paths made absolute."""
     if isinstance(written, dict) and isinstance(found, dict):
         for key, value in written.items():
             _compare(found.get(key), value, f"{path}.{key}" if path else str(key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders on resume: a named error that leaves the folder as it was, or the state that the run had."""
+"""Run folders on resume: a named error that leaves the folder as it was, or the run's state."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ HARMLESS = ("task.reward", "task.reward_threads")
 
 
 class Alone:
-    """The trainer's ranks as the loop sees them: one, in this process."""
+    """The trainer's ranks as the loop sees them: one rank, in this process."""
 
     def __init__(self, model: MegatronModel) -> None:
         self.model = model
@@ -53,7 +53,7 @@ class Alone:
 
 
 class RunFolders:
-    """A run of three steps, each with a checkpoint, and its resume up to the moment at which it would go on."""
+    """A run of three steps, each with a checkpoint, and its resume up to the point at which training would continue."""
 
     def make(self, folder: Path) -> None:
         path = make_model(folder.parent / "model", "qwen3", tied=True, num_hidden_layers=1, head_dim=32)
@@ -61,7 +61,7 @@ class RunFolders:
         (folder.parent / "reward.py").write_text(REWARD)
         recipe = folder.parent / "recipe.yaml"
         recipe.write_text(RECIPE.replace("MODEL", str(path)).replace("{data: 2}", "{data: 1}"))
-        # All prompts are encoded for every case.
+        # Few targets and prompts, because all prompts are encoded for every case.
         overrides = ["lora.target_modules=[q_proj, down_proj]", "task.options.size=12"]
         config = with_absolute_paths(load_config(recipe, overrides), folder.parent)
         check_run(config)
@@ -107,7 +107,7 @@ class RunFolders:
         )
 
     def _digest(self, state: loop.RunState) -> str:
-        """Of everything that training goes on from."""
+        """Digest everything that training continues from."""
         whole = hashlib.sha256(repr((state.step, state.updates, self.model.version, state.stream.state())).encode())
         for name, tensor in sorted(everything(self.model).items()):
             whole.update(name.encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -155,7 +155,7 @@ class RunFolders:
         return Mutation(f"{kind} {first.name} {second.name}")
 
     def _override(self, folder: Path, draw: Random) -> Mutation:
-        """A setting, another reward or an older checkpoint."""
+        """Change a setting, take another reward, or an older checkpoint."""
         (folder / "same.py").write_text(REWARD)
         (folder / "other.py").write_text(REWARD.replace("8", "9"))
         name = draw.choice(sorted(self.settings))
@@ -181,7 +181,7 @@ class RunFolders:
             check_names(config)
             state = self._state(run, config)
             found = find_resumption(run, config, state.origin["contents"])
-            if config.parallel.world_size > 1:  # may change, but needs more ranks than there are here
+            if config.parallel.world_size > 1:  # may change, but needs more ranks than this test has
                 return
             resume(state, found)
         except MegarlError:
@@ -210,6 +210,6 @@ class RunFolders:
 
 
 def _tree(folder: Path) -> dict[str, bytes]:
-    """Every file but the lock."""
+    """Return every file except the lock."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl bench train`: what it counts, what it refuses, and one whole comparison on the CPU."""
+"""Test `megarl bench train`: its counts, its refusals, and one whole comparison on the CPU."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_only_the_end_of_a_sequence_is_trained_on() -> None:
 
 
 def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
-    """On a Hugging Face folder, so that both sides hold the same weights: their mean logprobs must then agree."""
+    """On a Hugging Face folder, so that both sides hold the same weights and their mean logprobs must agree."""
     from tests.helpers.models import make_model
 
     model = make_model(tmp_path / "model", "qwen3", tied=True)
@@ -73,7 +73,7 @@ def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
     assert found["local"]["trained_parameters"] == found["peft"]["trained_parameters"]
     assert found["local"]["over_peft"] > 0 and found["local"]["lora_over_full"] > 0 and report["gemm_tflops"] > 0
     assert set(found["local"]["phases"]) == {"forward", "logprobs", "backward", "optimizer"}
-    # B is zero at the start and the steps are small.
+    # B is zero at the start, and the steps are small.
     assert found["local"]["logprob"] == pytest.approx(found["peft"]["logprob"], abs=1e-3)
     assert any(line.strip().startswith("local") for line in printed)
     assert "aten::" in (tmp_path / "out" / "profile-local.txt").read_text()

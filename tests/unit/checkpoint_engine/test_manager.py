@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sync either reaches every sampler whole, or every sampler refuses. Real transports, real mixin; no vLLM."""
+"""Check that a sync reaches every sampler completely, or every sampler refuses. Real transports and mixin; no vLLM."""
 
 import json
 import time
@@ -23,7 +23,7 @@ POOL = ThreadPoolExecutor(8)
 
 
 class Rank(CheckpointEngineMixin):
-    """One trainer rank with a countable export."""
+    """One trainer rank with an export whose tensors can be counted."""
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class Trainer:
 
 
 class Engine:
-    """A ``Sink`` with workers that receive for real; ``spoil`` changes its receipts or raises."""
+    """A ``Sink`` whose workers really receive. ``spoil`` changes its receipts or raises."""
 
     def __init__(
         self, index: int, receivers: int, spoil: Callable[[Receipt], Receipt] = lambda receipt: receipt

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""megarl's CPU LoRA kernels give what vLLM's own give, for one adapter, for several and for tokens without one."""
+"""Compare megarl's CPU LoRA kernels with vLLM's own, for one adapter, for several, and for tokens without one."""
 
 import pytest
 import torch

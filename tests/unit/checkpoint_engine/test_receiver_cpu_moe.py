@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts under LoRA on a CPU equal a plain loop over tokens in float64, with the adapters merged."""
+"""Compare routed experts with LoRA on a CPU with a plain loop over tokens in float64, with the adapters merged."""
 
 import inspect
 
@@ -16,7 +16,7 @@ SLOT_OF_TOKEN = [0, 2, -1, 1, 2, 2, 0, -1, 1, 0, 2]
 
 
 def layer(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights, adapters and routing in which the experts 2 and 5 get no token."""
+    """Make random weights, adapters and routing in which the experts 2 and 5 get no token."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ def layer(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def plain_loop(t: dict[str, torch.Tensor], slots: list[int]) -> torch.Tensor:
-    """Token by token, choice by choice, adapters merged into the weights."""
+    """Compute token by token and choice by choice, with adapters merged into the weights."""
     t = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in t.items()}
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token, slot in enumerate(slots):

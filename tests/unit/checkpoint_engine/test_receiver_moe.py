@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What megarl reads from vLLM's experts is what vLLM put there, tensor parallel too; what it cannot hold is refused."""
+"""Check that megarl reads from vLLM's experts what vLLM wrote, tensor parallel too, and refuses what it cannot hold."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ PARTS = [f"{NAME}.{expert}.{part}" for expert in range(EXPERTS) for part in ("ga
 
 
 def experts(tp_size: int = 1, tp_rank: int = 0, kind: str = "FusedMoEWithLoRA", **parallel: Any) -> Any:
-    """vLLM's own module for one layer's experts, with its buffers but without a kernel."""
+    """Return vLLM's own module for one layer's experts, with its buffers but without a kernel."""
     module = getattr(layers, kind).__new__(getattr(layers, kind))
     torch.nn.Module.__init__(module)
     module.moe_config = SimpleNamespace(
@@ -43,7 +43,7 @@ def experts(tp_size: int = 1, tp_rank: int = 0, kind: str = "FusedMoEWithLoRA", 
 
 
 def manager(module: Any, **others: Any) -> Any:
-    """A worker LoRA manager around it."""
+    """Return a worker LoRA manager around it."""
     inner = SimpleNamespace(
         modules={NAME: module, **others}, packed_modules={NAME: PARTS}, lora_index_to_id=[None, LORA_ID]
     )
@@ -51,7 +51,7 @@ def manager(module: Any, **others: Any) -> Any:
 
 
 def staged(module: Any) -> receiver_lora.StagedAdapter:
-    """A random adapter of all experts, and vLLM's own copy of it in the module's buffers."""
+    """Return a random adapter of all experts, after vLLM has copied it into the module's buffers."""
     generator = torch.Generator().manual_seed(3)
     pairs = {
         part: receiver_lora.Pair(

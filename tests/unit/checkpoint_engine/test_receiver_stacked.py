@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stacked adapters as vLLM's pairs: each expert's product is the one PEFT's own formula gives it."""
+"""Convert stacked adapters to vLLM's pairs: each expert's product is that of PEFT's own formula."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ RANK = 3
 
 
 def stacked(inputs: int, outputs: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A and B of all experts, as PEFT's ``ParamWrapper`` holds them."""
+    """Return A and B of all experts, as PEFT's ``ParamWrapper`` holds them."""
     generator = torch.Generator().manual_seed(seed)
     a = torch.randn(EXPERTS * RANK, inputs, generator=generator)
     return a, torch.randn(outputs, RANK * EXPERTS, generator=generator)
 
 
 def deltas(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``ParamWrapper.get_delta_weight`` of PEFT 0.21 without its scaling: ``[experts, out, in]``."""
+    """Compute ``ParamWrapper.get_delta_weight`` of PEFT 0.21 without its scaling: ``[experts, out, in]``."""
     return torch.einsum("o r e, e r i -> e o i", b.view(len(b), -1, EXPERTS), a.view(EXPERTS, -1, a.shape[1]))
 
 

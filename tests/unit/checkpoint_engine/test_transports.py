@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every transport brings every bit to every receiver; a failure at one end is an error at the other, and no hang."""
+"""Check that every transport brings every bit to every receiver, and that a failure at one end raises at the other."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ RECEIVERS = 2
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
-    """All dtypes, odd sizes, an empty and a non-contiguous tensor, bit patterns that arithmetic would not keep."""
+    """Return all dtypes, odd sizes, an empty and a non-contiguous tensor, bit patterns that arithmetic would change."""
     torch.manual_seed(0)
     bits = torch.randint(0, 2**16, (1001,), dtype=torch.int32).to(torch.int16)
     return [
@@ -52,7 +52,7 @@ def receive(endpoint: dict, index: int) -> tuple[dict[str, torch.Tensor], object
 
 
 def transfer(transport: str, timeout: float = 20.0, receivers: int = RECEIVERS, joined: int | None = None):
-    """Send to receivers in threads; the sender's future and theirs."""
+    """Send to receivers in threads; return the sender's future and theirs."""
     sender = open_sender(transport, Link(receivers, timeout))
     pool = ThreadPoolExecutor(receivers + 1)
     endpoint = sender.endpoint()

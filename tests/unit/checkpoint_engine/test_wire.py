@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records survive the wire, and no difference between what was sent and what is held goes unnoticed."""
+"""Check that records survive encoding, and that every difference between what was sent and what is held is found."""
 
 import json
 from collections import Counter

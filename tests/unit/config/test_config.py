@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is wrong with a recipe is one clear error; whatever is right survives saving and loading."""
+"""Check that each mistake in a recipe is one clear error, and that correct recipes survive saving and loading."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from megarl.config import check_run, dump_config, load_config, parse_config
 from megarl.errors import ConfigError, UnsupportedError
 
-# Shape of SmolLM2-135M: 9 heads allow TP1, 3 and 9.
+# Shape of SmolLM2-135M: 9 heads allow TP 1, 3 and 9.
 SHAPE = {
     "num_attention_heads": 9,
     "num_key_value_heads": 3,

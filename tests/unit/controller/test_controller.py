@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
+"""Test the controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
 
 import json
 import threading
@@ -205,7 +205,7 @@ def test_prompts_encoded_ahead_are_those_that_come_next():
         assert ahead.state() == state
         assert [p.prompt.id for p in ahead.next(count)] == [p.prompt.id for p in plain.next(count)]
         assert ahead.state() == plain.state()
-    assert len(threads) == 2  # what was not prepared is encoded by the caller
+    assert len(threads) == 2  # the caller encodes what was not prepared
 
 
 def test_a_prompt_that_cannot_be_encoded_ahead_is_an_error_when_it_is_asked_for():

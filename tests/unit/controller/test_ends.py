@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run ends what it started."""
+"""Test how a run ends what it started."""
 
 import pytest
 from rich.console import Console
@@ -10,7 +10,7 @@ from megarl.launch.run import stop_engines
 
 
 class SlowEngines:
-    """Engines that are not gone in time."""
+    """Engines that do not end in time."""
 
     def close(self, seconds: float) -> None:
         raise WorkerError(f"sampler 0 did not answer within {seconds:.0f} s")

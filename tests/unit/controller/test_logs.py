@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log holds everything that a process and its children print, and the root of a failure is found in it."""
+"""Check that a log holds the output of a process and its children, and that the root of a failure is found in it."""
 
 import asyncio
 import subprocess

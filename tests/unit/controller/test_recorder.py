@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run folder holds after a resume: the run's own config, and only the metrics whose weights exist."""
+"""Test a run folder after a resume: the run's own config, and only metrics of weights that exist."""
 
 import json
 import re
@@ -23,7 +23,7 @@ from tests.helpers.models import make_model
 
 
 def make_recorder(folder: Path) -> Recorder:
-    """Of a run that begins in ``folder / "run"``."""
+    """Make the recorder of a run that begins in ``folder / "run"``."""
     model = folder / "model"
     if not model.exists():
         make_model(model, "llama", tied=True)
@@ -113,7 +113,7 @@ recorder.close()
 
 @pytest.mark.parametrize("size", [0, 1501])
 def test_a_full_disk_is_named_and_leaves_only_whole_rows(tmp_path, size):
-    make_recorder(tmp_path).close()  # makes the model
+    make_recorder(tmp_path).close()  # writes the model
     ran = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path), str(size)], capture_output=True, text=True, timeout=300
     )
@@ -141,7 +141,7 @@ def test_summary_averages_the_ends_and_weighs_speed_by_time():
 
 
 class FakeTrainers:
-    """Writes its checkpoints when it is told to, as rank 0's thread does in its own time."""
+    """Writes its checkpoints when told to, like rank 0's thread at its own pace."""
 
     def __init__(self):
         self.saved, self.answer = [], Future()
@@ -154,7 +154,7 @@ class FakeTrainers:
         assert method == "finish_checkpoint"
         return self.answer
 
-    def write(self, path):  # under another name until it is whole, as megarl.files.publish
+    def write(self, path):  # under another name until it is complete, like megarl.files.publish
         partial = path.with_name(f".{path.name}.partial")
         partial.mkdir()
         (partial / "state.json").write_text("{}")
@@ -165,7 +165,7 @@ def test_checkpoints_beyond_those_kept_go_only_once_newer_ones_are_complete(reco
     trainers, folder = FakeTrainers(), recorder.folder / "checkpoints"
     for step in (1, 2, 3, 4):
         if step > 1:
-            trainers.write(trainers.saved[-1])  # the save before is complete when the next one is accepted
+            trainers.write(trainers.saved[-1])  # the previous save is complete when the next one is accepted
         recorder.checkpoint(trainers, step, {})
         complete = [path.name for path in sorted(folder.glob("step-*"))]
         assert complete == [f"step-{n:06d}" for n in range(max(1, step - 2), step)]
@@ -187,7 +187,7 @@ def test_an_interrupted_run_waits_for_the_checkpoint_that_is_being_written(recor
     def write():
         time.sleep(0.3)
         trainers.write(trainers.saved[0])
-        if not busy:  # else rank 0 is stuck in a collective and never answers
+        if not busy:  # otherwise rank 0 is stuck in a collective and never answers
             trainers.answer.set_result(None)
 
     thread = threading.Thread(target=write)
@@ -201,7 +201,7 @@ def test_an_interrupted_run_waits_for_the_checkpoint_that_is_being_written(recor
 
 def test_an_interrupted_run_says_why_its_checkpoint_is_missing(recorder, capsys):
     trainers = FakeTrainers()
-    recorder.rescue(trainers)  # nothing is being written: nothing to wait for
+    recorder.rescue(trainers)  # nothing is being written, so there is nothing to wait for
     recorder.checkpoint(trainers, 1, {})
     trainers.answer.set_exception(CheckpointError("no space left"))
     recorder.rescue(trainers)

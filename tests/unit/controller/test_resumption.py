@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resume goes on from: an intact checkpoint, whole rows of metrics, the run's own settings, data and reward."""
+"""Test what a resume requires: an intact checkpoint, complete rows of metrics, the run's settings, data and reward."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def write_checkpoint(folder, step, config):
 
 @pytest.fixture
 def run(tmp_path, model):
-    """A run folder with checkpoints of steps 2, 4 and 6, and rows of 7 steps."""
+    """Return a run folder with checkpoints of steps 2, 4 and 6, and rows of 7 steps."""
     folder = tmp_path / "run"
     for step in (2, 4, 6):
         write_checkpoint(folder, step, settings(model))
@@ -200,7 +200,7 @@ def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
         assert changes_of(model, contents=CONTENT | {key: "other"}, train__resume_changes=[name]) == {name}
 
 
-# A new setting belongs here or in FREE: whoever adds it says whether another value makes it another experiment.
+# A new setting belongs here or in FREE, depending on whether another value makes it another experiment.
 DECIDE = """
     task.name task.system_prompt task.options task.held_out
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale

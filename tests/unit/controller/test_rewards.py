@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever a reward does, the run goes on or ends with a named error."""
+"""Check that whatever a reward does, the run goes on or ends with a named error."""
 
 import os
 import time

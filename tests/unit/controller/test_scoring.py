@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: in order, several at a time, and refused by the prompt's name."""
+"""Test rewards: in order, several at a time, and refused by the prompt's name."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ PAIRS = [(Prompt(f"train-{index}", ()), str(index)) for index in range(32)]
 
 
 class WaitingTask:
-    """Scores a response by its number, after a while; counts how many it works on at once."""
+    """Scores a response by its number, after a while. Counts how many responses it scores at once."""
 
     def __init__(self, seconds=0.05, special=None):
         self.seconds, self.special = seconds, special or {}

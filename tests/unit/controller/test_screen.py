@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is seen of a run, on a terminal and in a log; the warning when nothing is learned; the plot."""
+"""Test the display of a run on a terminal and in a log, the warning when nothing is learned, and the plot."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def test_a_terminal_keeps_every_steps_row_with_one_completion():
     rows = [line.split()[:2] for line in text.splitlines() if line.split()[1:2] == ["0.250"]]
     assert rows == [[str(step), "0.250"] for step in range(1, 31)]
     assert text.count("'What is 3 + 4? Reply.' -> '3 + 4 = 7' (0.6)") == 30
-    assert text.count(" reward ") == 2  # the header, again after 20 rows
+    assert text.count(" reward ") == 2  # the header, repeated after 20 rows
 
 
 def test_columns_that_do_not_fit_a_narrow_terminal_are_left_out_whole():

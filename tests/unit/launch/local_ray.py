@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's own Ray with one actor, as `megarl train` starts it: says what listens where, then waits to be killed."""
+"""Start a run's Ray with one actor, as `megarl train` does; print its listening addresses; wait to be killed."""
 
 import json
 import time
@@ -18,7 +18,7 @@ class Nothing:
 
 
 def listening() -> list[str]:
-    """Addresses on which this process and its descendants listen."""
+    """Return the addresses on which this process and its descendants listen."""
     found = set()
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
         found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}

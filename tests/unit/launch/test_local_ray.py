@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray of a run on one host: nobody else reaches it, and nothing of it is left."""
+"""Check that nobody else can reach the Ray of a run on one host, and that nothing of it is left."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement with real Ray: four nodes of eight GPUs each that only Ray's bookkeeping has."""
+"""Test placement with real Ray: four nodes of eight GPUs each, which exist only in Ray's bookkeeping."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +21,11 @@ from tests.unit.launch.test_plan import run
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    """Joined by this process through the head; its node id."""
+    """Join the cluster through its head; return this process's node id."""
     started = Cluster()
     try:
         for index in range(4):
-            # Not a Python process for each of a node's CPUs, just in case.
+            # Otherwise Ray would start a Python process for each of a node's CPUs.
             head = {"_system_config": {"prestart_worker_first_driver": False}, "include_dashboard": False}
             resources = {"num_cpus": 24, "num_gpus": 8, "object_store_memory": 80 * 2**20}
             started.add_node(**resources, **({} if index else head), wait=index == 3)
@@ -39,7 +39,7 @@ def cluster() -> Iterator[str]:
 
 
 def nodes_of(group: PlacementGroup) -> list[str]:
-    """Where Ray has put each bundle."""
+    """Return the nodes on which Ray has put the bundles."""
     where = placement_group_table(group)["bundles_to_node_id"]
     return [where[index] for index in range(len(where))]
 
@@ -69,7 +69,7 @@ def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, i
 
 
 def actor_node(plan: Plan, group: PlacementGroup, rank: int) -> str:
-    """The node on which an actor of a rank's bundle really runs."""
+    """Return the node on which an actor of a rank's bundle really runs."""
     task = ray.remote(lambda: ray.get_runtime_context().get_node_id())
     options = placement.options(group, plan.trainer[rank], plan.trainer_gpus) | {"max_restarts": None}
     return ray.get(task.options(**{k: v for k, v in options.items() if v is not None}).remote())

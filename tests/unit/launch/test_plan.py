@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placement as pure arithmetic, over many shapes of cluster and layout."""
+"""Test placement as pure arithmetic, over many shapes of cluster and layout."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from megarl.parallel.topology import Topology
 
 
 def run(**settings: Any) -> RunConfig:
-    """A config with ``section__key`` settings; no model is read, so that only the layout matters."""
+    """Return a config with ``section__key`` settings. No model is read, so that only the layout matters."""
     sections: dict[str, Any] = {"model": {"path": "/"}, "task": {"name": "arithmetic"}}
     for key, value in settings.items():
         *path, name = key.split("__")
@@ -39,7 +39,7 @@ def node_of(plan: Plan) -> list[str]:
 
 
 def groups(topology: Topology, axes: tuple[str, ...]) -> list[list[int]]:
-    """Ranks that differ only in the given dense axes."""
+    """Return groups of ranks that differ only in the given dense axes."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(topology.world_size):
         place = dict(zip(("tensor", "context", "data", "pipeline"), topology.coordinates(rank), strict=True))
@@ -48,7 +48,7 @@ def groups(topology: Topology, axes: tuple[str, ...]) -> list[list[int]]:
 
 
 def expert_groups(topology: Topology) -> list[list[int]]:
-    """mcore's order within a stage: expert-tensor fastest, then expert."""
+    """Return groups in mcore's order within a stage: expert-tensor fastest, then expert."""
     size = topology.expert * topology.expert_tensor
     return [list(range(first, first + size)) for first in range(0, topology.world_size, size)]
 
@@ -59,7 +59,7 @@ def together(plan: Plan, found: list[list[int]]) -> bool:
 
 
 def check(plan: Plan, cluster: list[Node], config: RunConfig) -> None:
-    """What holds for every plan."""
+    """Assert the properties of every plan."""
     used = Counter[str]()
     for bundle, node in zip(plan.bundles, plan.nodes, strict=True):
         used[node.id] += int(bundle["GPU"])
@@ -99,7 +99,7 @@ def test_every_layout_on_every_cluster_is_placed_whole_or_refused_by_name() -> N
                 continue
             placed += 1
             check(plan, cluster, config)
-            # With the controller, wherever its node can hold the group.
+            # With the controller, if its node can hold the group.
             assert (plan.nodes[0].id == "id0") == plan.with_controller == (sizes[0] >= t)
             if all(size % (t * c) == 0 for size in sizes) and width == 1:
                 assert together(plan, groups(Topology.from_config(config.parallel), ("tensor", "context")))
@@ -130,7 +130,7 @@ def test_a_group_too_wide_for_a_node_is_split_between_tensor_groups_only() -> No
 
 
 def fits_by_trying(slots: tuple[int, ...], block: int, blocks: int, width: int, engines: int, on_first: int) -> bool:
-    """The same question, answered by all ways to spread the blocks."""
+    """Answer the same question by trying all ways to spread the blocks."""
     for counts in itertools.product(*(range(slot // block + 1) for slot in slots)):
         room = sum((slot - count * block) // width for slot, count in zip(slots, counts, strict=True))
         if sum(counts) == blocks and counts[0] >= on_first and room >= engines:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controller that is killed leaves neither processes nor shared memory."""
+"""Check that a killed controller leaves neither processes nor shared memory."""
 
 import os
 import signal

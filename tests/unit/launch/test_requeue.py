@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`train.resume=auto` goes on with the unfinished run of the same settings, and with no other."""
+"""Check that `train.resume=auto` continues the unfinished run of the same settings, and no other."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def settings(model: Path, output: Path, **train: object) -> RunConfig:
 
 
 def leave_run(config: RunConfig, name: str, *, age: float = 0, steps: int = 1, finished: bool = False) -> Path:
-    """What a run of ``config`` leaves when it is ended after ``steps`` checkpoints, ``age`` seconds ago."""
+    """Make the files that a run of ``config`` leaves if it ended after ``steps`` checkpoints, ``age`` seconds ago."""
     folder = Path(config.train.output) / name
     (folder / "checkpoints").mkdir(parents=True)
     train = config.train.model_copy(update={"resume": None})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a run's folder may be made."""
+"""Test where a run's folder may be made."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that somebody else built: what fits its config.json works, however it was cast; the rest is refused."""
+"""Put LoRA on models that somebody else built: those that fit their config.json work; others are refused."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from tests.helpers.plugin_script import parsed, script
 from tests.helpers.ranks import run_ranks
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "embed_tokens", "lm_head"]
-# How a model may differ from its config.json -> what the refusal names.
+# A difference between a model and its config.json -> what the refusal names.
 OTHERS = {
     "no gate": (["--swiglu"], [], "gated_linear_unit"),
     "fewer layers": ([], ["--num-layers", 2], "num_layers"),
@@ -112,7 +112,7 @@ def cast(model: torch.nn.Module, when: str) -> Iterator[None]:
 
 
 def logits(model: torch.nn.Module) -> torch.Tensor:
-    """``[1, 24, 132]``."""
+    """Return logits ``[1, 24, 132]``."""
     tokens = torch.arange(24)[None] * 5 % 131
     mask = torch.ones(1, 1, 24, 24, dtype=torch.bool).triu(1)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 def padded(example: Any, model: str, adapter: str, device: torch.device) -> torch.Tensor:
-    """Logits of a model whose vocabulary mcore has padded to 135 rows; its adapter is saved."""
+    """Return the logits of a model whose vocabulary mcore has padded to 135 rows, and save its adapter."""
     args = parsed(model, {}, "--make-vocab-size-divisible-by", 5)
     one = example.model_provider(args, device)
     load_base([one], model, read_config(model))
@@ -131,13 +131,13 @@ def padded(example: Any, model: str, adapter: str, device: torch.device) -> torc
 
 
 def of_ranks(tensor: int) -> Groups:
-    """This rank as it would be in a larger tensor-parallel group."""
+    """Return this rank as it would be in a larger tensor-parallel group."""
     groups = current_groups()
     return dataclasses.replace(groups, topology=dataclasses.replace(groups.topology, tensor=tensor))
 
 
 def spoilt(model: torch.nn.Module) -> torch.nn.Module:
-    """A linear that keeps integers and scales in place of its weight."""
+    """Return a linear that keeps integers and scales instead of its weight."""
     linear = model.decoder.layers[1].self_attention.linear_proj
     linear.integers = linear.weight.data.mul(16).round().to(torch.int8)
     del linear.weight
@@ -145,7 +145,7 @@ def spoilt(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def states(fresh: Callable[[], torch.nn.Module], hf: dict) -> dict[str, Any]:
-    """What the base's state dict and an adapted model's have to do with each other."""
+    """Return the base's and an adapted model's state dicts, to be compared."""
     plain, adapted = fresh(), fresh()
     before = plain.state_dict()
     lora_parts = apply_lora([adapted], lora(), hf)
@@ -248,7 +248,7 @@ def test_state_dicts_keep_the_bases_names(ran):
 
 
 class GroupedMLP(torch.nn.Module):
-    """As mcore's, which a CPU host cannot build: all experts in two matrices."""
+    """Like mcore's, which a CPU host cannot build: all experts in two matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class GroupedMLP(torch.nn.Module):
 
 
 def grouped(model: str) -> tuple[str, bool]:
-    """LoRA on experts in one matrix, and on the attention beside them."""
+    """Put LoRA on experts in one matrix, and on the attention beside them."""
     example, hf = script(), read_config(model)
     args = parsed(model, {}, "--kv-channels", 16, "--qk-layernorm")
     device = example.initialize(args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of experts in either kind of PEFT file: the other kind is what PEFT makes of it, and means the same."""
+"""Convert adapters of experts between PEFT's two kinds of file: the result is PEFT's own, and means the same."""
 
 import json
 
@@ -23,7 +23,7 @@ ATTENTION = ["q_proj", "o_proj"]
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_pairs_of_each_expert_are_stacked_as_peft_stacks_them(tmp_path, family):
-    """PEFT loads our file with one pair per linear and saves it: bit for bit what we save, and it comes back."""
+    """PEFT loads our file with one pair per linear and saves it: bit for bit what we save, and it converts back."""
     model = make_model(tmp_path / "model", family, tied=False, num_hidden_layers=2)
     names = names_of(read_config(model))
     ours = make_adapter(model, tmp_path / "ours")

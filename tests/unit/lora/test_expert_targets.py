@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of experts that PEFT or vLLM would compute differently are refused by name."""
+"""Refuse adapters of experts that PEFT or vLLM would compute differently, by name."""
 
 import pytest
 from peft import LoraConfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged export: out of place, the same logprobs in transformers as PEFT gives, and refusals that leave nothing."""
+"""Test merged export: out of place, with PEFT's logprobs in transformers, and refusals that leave nothing."""
 
 import hashlib
 import json

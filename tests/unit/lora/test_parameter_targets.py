@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's ``target_parameters``: which linears they mean, at which rank, as PEFT itself decides; what is refused."""
+"""Resolve PEFT's ``target_parameters`` to linears and ranks as PEFT itself does; test the refusals."""
 
 import math
 
@@ -27,7 +27,7 @@ def config_of(family: str, **changes: object) -> dict:
 
 
 def adapted(hf_config: dict, config: LoraConfig) -> tuple[PeftModel, dict[str, torch.Size]]:
-    """A model in which PEFT put the adapter, and name -> shape in PEFT's file."""
+    """Return a model in which PEFT put the adapter, and name -> shape in PEFT's file."""
     with torch.device("meta"):
         model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**hf_config)), config)
     parameters = model.named_parameters()
@@ -54,7 +54,7 @@ SETTINGS = [
 ]
 
 
-# PEFT converts no names of this family: those among ``target_modules`` are the shared expert's.
+# PEFT does not convert names of this family: those in ``target_modules`` are the shared expert's.
 SHARED = [
     SETTINGS[0],
     {"target_modules": ["gate_proj", "shared_expert_gate"], "target_parameters": ["gate_up_proj", "gate.weight"]},

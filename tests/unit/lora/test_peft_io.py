@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading ``adapter_config.json``."""
+"""Read ``adapter_config.json``."""
 
 import json
 
@@ -40,7 +40,7 @@ PATTERNS = [
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_the_order_of_patterns_that_peft_lost_when_it_saved_is_found_again(tmp_path, pattern):
-    """PEFT itself refuses its own file then; the ranks, and with them the scalings, are those of the trained model."""
+    """PEFT itself refuses its own file then. The ranks, and so the scalings, are those of the trained model."""
     settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "rank_pattern": pattern}
     hf_config = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 2})
     model = get_peft_model(transformers.AutoModelForCausalLM.from_config(hf_config), LoraConfig(**settings))
@@ -50,7 +50,7 @@ def test_the_order_of_patterns_that_peft_lost_when_it_saved_is_found_again(tmp_p
     for name in resolve_targets(config, names):
         module = model.get_submodule(f"base_model.model.{name}")
         assert rank_and_scaling(config, name) == (module.r["default"], module.scaling["default"])
-    # What is saved from here PEFT can load.
+    # PEFT can load what is saved from here.
     write(tmp_path / "again", load_file(tmp_path / "adapter_model.safetensors"), config_dict(config, names))
     base = transformers.AutoModelForCausalLM.from_config(hf_config)
     again = PeftModel.from_pretrained(base, tmp_path / "again").state_dict()

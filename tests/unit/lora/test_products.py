@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused products of a LoRA update against the formula written out, in float64."""
+"""Compare the fused products of a LoRA update with the formula written out, in float64."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS = {"single": (10,), "gated": (8, 8), "qkv": (24, 8, 8)}
 
 
 def fuse(parts: list[torch.Tensor], fusion: str) -> torch.Tensor:
-    """Columns of the parts as the fused layer orders them: for q, k, v per group its queries, its key, its value."""
+    """Order the columns of the parts as the fused layer does: for q, k, v per group its queries, its key, its value."""
     if fusion != "qkv":
         return torch.cat(parts, dim=-1)
     grouped = [part.view(*part.shape[:-1], HEADS.groups, -1) for part in parts]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules a PEFT config adapts: as PEFT decides; by name where PEFT or a saved file would decide otherwise."""
+"""Resolve the modules that a PEFT config adapts, as PEFT does; refuse where PEFT or a saved file would differ."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of an adapter's config that PEFT takes as they come are refused by name."""
+"""Refuse values of an adapter's config that PEFT accepts unchecked, by name."""
 
 import pytest
 from peft import LoraConfig
@@ -14,7 +14,7 @@ LLAMA = names_of({"model_type": "llama", "num_hidden_layers": 2})
 
 
 def config(**values: object) -> LoraConfig:
-    """PEFT's config with values set afterwards, as its files are read without looking."""
+    """Return PEFT's config with values set afterwards, as PEFT reads its files unchecked."""
     made = LoraConfig(target_modules=["q_proj", "v_proj"])
     for field, value in values.items():
         setattr(made, field, value)

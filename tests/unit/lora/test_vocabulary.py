@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of the embedding and of lm_head: PEFT's files, and merges that untie."""
+"""Test adapters of the embedding and of lm_head: PEFT's files, and merges that untie."""
 
 import json
 import shutil
@@ -78,7 +78,7 @@ def test_pefts_file_with_base_weights_loads_and_another_models_is_refused(tmp_pa
 
 
 def check_start(start: dict[str, torch.Tensor], base: torch.nn.Module) -> None:
-    """The embedding starts as PEFT's does: A zero, B standard normal; others as ever."""
+    """Check that the embedding starts as in PEFT: A zero, B standard normal; others as usual."""
     peft = get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS))
     for name, tensor in peft.named_parameters():
         if tensor.requires_grad:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random micro-batches of a loss, in float64, and how to cut them by sequence."""
+"""Make random micro-batches of a loss, in float64, and cut them by sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -25,14 +25,14 @@ class Case:
     tokens: TokenBatch
 
     def positions(self, sequences: Sequence[int]) -> torch.Tensor:
-        """Token positions of some sequences, in the order given."""
+        """Return the token positions of some sequences, in the given order."""
         starts = np.cumsum((0, *self.lengths))
         parts = [torch.arange(starts[s], starts[s + 1]) for s in sequences]
         return torch.cat(parts) if parts else torch.arange(0)
 
 
 def make_case(aggregation: str = "token_mean", lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Case:
-    """Logprobs that differ between policy, old, sampler and reference enough for every bound to be hit."""
+    """Make logprobs that differ between policy, old, sampler and reference enough to hit every bound."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
 
@@ -56,14 +56,14 @@ def make_case(aggregation: str = "token_mean", lengths: tuple[int, ...] = LENGTH
 
 
 def select(tokens: TokenBatch, positions: torch.Tensor) -> TokenBatch:
-    """The tokens at some positions."""
+    """Return the tokens at some positions."""
     tensors = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "token_fraction"}
     chosen: dict[str, Any] = {name: value if value is None else value[positions] for name, value in tensors.items()}
     return replace(tokens, **chosen)
 
 
 def run(loss: Loss, case: Case, parts: Sequence[Sequence[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
-    """Loss, gradient of all logprobs and combined metrics of a step cut into micro-batches of sequences."""
+    """Return loss, gradient of all logprobs and combined metrics of a step cut into micro-batches of sequences."""
     leaf = case.logprobs_T.clone().requires_grad_()
     total = 0.0
     metrics: dict[str, float] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Group advantages: the published formulas, and what they must never do."""
+"""Test group advantages: the published formulas, and their invariants."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token weights: each mode's definition; they never depend on how the step is cut."""
+"""Test token weights: each mode's definition, and that they do not depend on how the step is cut."""
 
 import numpy as np
 import pytest

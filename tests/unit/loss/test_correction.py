@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampler-trainer mismatch: its measure against exact KL, its correction against an exact expectation."""
+"""Test the sampler-trainer mismatch: its measure against exact KL, its correction against an exact expectation."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_k3_is_the_kl_of_sampler_and_trainer_in_expectation() -> None:
     exact = float(torch.distributions.kl_divergence(sampler, trainer))
     reverse = float(torch.distributions.kl_divergence(trainer, sampler))
     assert expectation == pytest.approx(exact, rel=1e-10)
-    assert abs(exact - reverse) > 1e-3  # else the direction would not be tested
+    assert abs(exact - reverse) > 1e-3  # otherwise the direction would not be tested
 
 
 def test_uncapped_weights_turn_sampler_expectations_into_trainer_expectations() -> None:

@@ -13,13 +13,13 @@ from tests.unit.loss.cases import CONFIG, LENGTHS, MAX_RESPONSE, make_case, run,
 
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 WHOLE = [list(range(len(LENGTHS)))]
-# Sums of some 40 float64 terms in another order.
+# Error of summing some 40 float64 terms in another order.
 BOUND = 1e-12
 
 
 @st.composite
 def cuts(draw: Any) -> list[list[int]]:
-    """Any order of the sequences, cut into micro-batches anywhere; some may be empty. Ranks are more of the same."""
+    """Draw any order of the sequences, cut into micro-batches anywhere; some may be empty. Ranks are further cuts."""
     order = draw(st.permutations(range(len(LENGTHS))))
     bounds = sorted(draw(st.lists(st.integers(0, len(order)), max_size=5)))
     return [list(order[a:b]) for a, b in zip([0, *bounds], [*bounds, len(order)], strict=True)]
@@ -48,7 +48,7 @@ def test_the_invariance_test_would_catch_denominators_per_micro_batch(aggregatio
         tokens = select(case.tokens, positions)
         counts = torch.tensor([LENGTHS[s] for s in sequences])
         local = torch.from_numpy(sequence_weights(counts.numpy(), aggregation, MAX_RESPONSE))  # type: ignore[arg-type]
-        # What a mean per micro-batch, averaged over micro-batches, amounts to.
+        # The result of a mean per micro-batch, averaged over micro-batches.
         object.__setattr__(tokens, "weights_T", local.repeat_interleave(counts) / len(parts))
         loss(leaf[positions], tokens).loss.backward()
     assert leaf.grad is not None

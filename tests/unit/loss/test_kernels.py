@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels, run by Triton's interpreter on the CPU, against torch's own functions in float64."""
+"""Compare the Triton kernels, run by Triton's interpreter on the CPU, with torch's own functions in float64."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def test_kernels_equal_torch() -> None:
 
 
 def compare(dtype: torch.dtype, bound: float) -> None:
-    """Values and gradients of a chunked vocabulary shard by kernels, against full logits."""
+    """Compare values and gradients of a chunked vocabulary shard by kernels with those of full logits."""
     from megarl.loss import chunks, logprobs
 
     chunks.has_kernels = lambda tensor: True
@@ -30,7 +30,7 @@ def compare(dtype: torch.dtype, bound: float) -> None:
         leaf = hidden.clone().requires_grad_()
         ours = logprobs.token_logprobs(leaf, weight, labels, **options, keep_bytes=keep)
         truth_leaf = hidden.double().requires_grad_()
-        # A chunk's logits are rounded to the weight's dtype, with a gradient as if they were not.
+        # A chunk's logits are rounded to the weight's dtype; their gradient ignores the rounding.
         exact = truth_leaf @ weight[:VOCAB].double().T
         rounded = exact + ((hidden @ weight[:VOCAB].T).double() - exact).detach()
         policy = torch.distributions.Categorical(logits=rounded / TEMPERATURE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked logprobs and entropy against torch's own on full logits, in float64."""
+"""Compare chunked logprobs and entropy with torch's own on full logits, in float64."""
 
 from typing import Any
 

@@ -10,7 +10,7 @@ from megarl.loss import token_logprobs
 from tests.helpers.ranks import run_ranks
 
 TOKENS, HIDDEN = 19, 8
-# dtype -> largest error; float64 logits of -900 are rounded to 1e-13, float32 sums have 40 terms rounded to 6e-8.
+# dtype -> largest error. float64 logits of -900 are rounded to 1e-13; float32 sums have 40 terms rounded to 6e-8.
 BOUNDS = {torch.float64: 1e-11, torch.float32: 2e-6}
 
 
@@ -21,7 +21,7 @@ def make_inputs(vocab: int, padded: int, dtype: torch.dtype) -> tuple[torch.Tens
     if dtype == torch.float64:
         # All logits near -900, where exp is 0: a shard without real rows must not contribute a larger maximum.
         hidden[:, 0], weight[:, 0] = 25.0, -25.0
-    # Rows that must not matter, on whichever rank they are.
+    # Rows of padding that must not matter, on whichever rank they are.
     weight[vocab:] = 50.0
     labels = torch.randint(0, vocab, (TOKENS,), generator=generator)
     labels[:2] = torch.tensor([0, vocab - 1])
@@ -29,7 +29,7 @@ def make_inputs(vocab: int, padded: int, dtype: torch.dtype) -> tuple[torch.Tens
 
 
 def one_rank(vocab: int, padded: int, temperature: float) -> dict[torch.dtype, list[torch.Tensor]]:
-    """One rank's logprobs, entropy, hidden gradient summed over ranks, and gradient of its own rows, by dtype."""
+    """Return one rank's logprobs, entropy, hidden gradient summed over ranks, gradient of its rows, by dtype."""
     dist.init_process_group("gloo")
     try:
         rank, rows = dist.get_rank(), padded // dist.get_world_size()
@@ -79,7 +79,7 @@ def test_ranks_equal_one_process(world: int, vocab: int, padded: int) -> None:
             assert truth is not None
             assert (got.double() - truth).abs().max() <= bound * max(1.0, float(truth.abs().max()))
         for result in results:
-            # Ranks that disagreed in the last bit would drift apart.
+            # Ranks that differed in the last bit would drift apart.
             assert all(torch.equal(got, first) for got, first in zip(result[:3], results[0][:3], strict=True))
 
 

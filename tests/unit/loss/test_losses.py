@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO and CISPO: gradients by definition, what is measured, what is refused."""
+"""Test GRPO and CISPO: gradients by definition, metrics, refusals."""
 
 from dataclasses import replace
 from typing import Any
@@ -111,7 +111,7 @@ def test_metrics_count_what_they_name() -> None:
     config = LossConfig(importance_cap=1.5, kl_coef=1.0)
     metrics = {name: value.item() for name, value in build_loss(config)(old + ratios.log(), tokens).metrics.items()}
     mismatch = torch.tensor(2.0, dtype=torch.float64).log().item()
-    # Per token: -min(r A, clip(r) A) * weight, the first one's weight capped.
+    # Per token: -min(r A, clip(r) A) * weight; the first token's weight is capped.
     assert metrics == pytest.approx(
         {
             "loss": (0.8 * 1.5 - 1.2 + 2.0 - 0.5) / 4,

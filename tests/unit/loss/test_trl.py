@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss and gradient of every model weight equal TRL's own ``GRPOTrainer._compute_loss``.
 
-The method is TRL's, called on a trainer that was not set up (no data, no optimizer) but has the attributes it reads.
-TRL gets padded rows and full attention; megarl gets the sequences one by one, in two micro-batches.
+The method is TRL's, called on a trainer that was not set up (no data, no optimizer) but has the attributes that it
+reads. TRL gets padded rows and full attention; megarl gets the sequences one by one, in two micro-batches.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ from megarl.loss import TokenBatch, build_loss, sequence_weights, token_logprobs
 
 PROMPT, LONGEST, VOCAB, TEMPERATURE = 3, 9, 61, 0.8
 LENGTHS = (9, 1, 4, 6)
-# (TRL's loss_type, our loss, our aggregation)
+# (TRL's loss_type, megarl's loss, megarl's aggregation)
 PAIRS = [
     ("grpo", "grpo", "sequence_mean"),
     ("bnpo", "grpo", "token_mean"),
@@ -68,7 +68,7 @@ def model() -> torch.nn.Module:
 
 
 def current_logprobs(model: torch.nn.Module, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    """Our logprobs ``[R]`` of one unpadded sequence."""
+    """Return megarl's logprobs ``[R]`` of one unpadded sequence."""
     hidden = model.model(torch.cat([prompt, response])[None]).last_hidden_state[0, len(prompt) - 1 : -1]
     return token_logprobs(hidden, model.lm_head.weight, response, temperature=TEMPERATURE, chunk_tokens=3)[0]
 
@@ -117,7 +117,7 @@ def trl_loss(model: torch.nn.Module, rows: Rows, loss_type: str, config: LossCon
     if not on_policy:
         inputs["old_per_token_logps"] = rows.old
     if config.importance_cap is not None:
-        # As _generate_and_score_completions makes it (mode "token_truncate").
+        # As _generate_and_score_completions computes it (mode "token_truncate").
         inputs["importance_sampling_ratio"] = (
             ((rows.old - rows.sampler) * rows.mask).exp().clamp(max=config.importance_cap)
         )
@@ -174,7 +174,7 @@ def test_loss_and_gradient_equal_trl_off_policy(
     kl_coef: float,
     importance_cap: float | None,
 ) -> None:
-    # TRL's CISPO has no lower bound: put ours out of reach.
+    # TRL's CISPO has no lower bound, so megarl's is put out of reach.
     config = LossConfig(
         name=name,
         aggregation=aggregation,  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A back end that cannot compute exactly what was asked for is refused before anything is built."""
+"""Refuse a back end that cannot compute exactly what was asked for, before anything is built."""
 
 import importlib.util
 

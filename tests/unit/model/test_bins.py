@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bins: nothing lost, nothing over the budget, full, balanced by work, and planned in a moment."""
+"""Test bins: nothing lost, nothing over the budget, full, balanced by work, and planned quickly."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.helpers.timing import fastest
 from tests.unit.model.test_packing import random_samples
 
 RNG = np.random.default_rng(0)
-# Lengths as rollouts have them: a long tail, two kinds of prompts, anything.
+# Lengths as rollouts have them: a long tail, two kinds of prompts, any distribution.
 LENGTHS = {
     "tail": np.clip(RNG.lognormal(6.3, 0.8, 2048), 32, 8000).astype(int).tolist(),
     "two kinds": np.where(
@@ -55,14 +55,14 @@ def test_bins_are_full_and_ranks_have_as_much_to_do_whether_or_not_they_wait_for
     dealt = deal(plan_bins(lengths, costs, budget, groups=ranks), costs, ranks)
     rows = [[sum(costs[i] for i in bin_) for bin_ in rank] for rank in dealt]
     mean = sum(map(sum, rows)) / ranks
-    # A multiple of the ranks, and not one row more than there must be.
+    # A multiple of the ranks, and not one row more than needed.
     assert len(rows[0]) == -(-sum(lengths) // (budget * ranks))
     assert max(map(sum, rows)) / mean < 1.02
     assert sum(map(max, zip(*rows, strict=True))) / mean < 1.03
 
 
 def test_bins_of_many_sequences_are_planned_in_a_moment():
-    """For every bin to look at every other would take half a minute."""
+    """If every bin were compared with every other, it would take half a minute."""
     lengths = LENGTHS["tail"] * 8
     costs = [cost_of(length) for length in lengths]
     assert fastest(lambda: plan_bins(lengths, costs, 16384, groups=8)) < 10

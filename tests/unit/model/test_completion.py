@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json: transformers' defaults for what it leaves out; no key that changes the model goes unread."""
+"""Complete config.json with transformers' defaults, and leave no key unread that changes the model."""
 
 import json
 
@@ -12,7 +12,7 @@ from megarl.model.weights.full_config import HARMLESS, HARMLESS_PREFIXES, full_c
 from tests.helpers.models import FAMILIES as TINY
 from tests.helpers.models import SHAPE
 
-# As published, by families; what most folders have beside the sizes.
+# As published, by family; the keys that most folders have beside the sizes.
 PUBLISHED = {
     "llama": {
         "_name_or_path": "smol", "architectures": ["LlamaForCausalLM"], "attention_bias": False,
@@ -81,7 +81,7 @@ def test_every_default_is_the_classs_own(family):
 
 
 def other_than(value):
-    """Another value of a config field."""
+    """Return another value of a config field."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers have a sliding window, and which linears a bias, as transformers decides it."""
+"""Decide which layers have a sliding window, and which linears a bias, as transformers does."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes that packs are rounded up to for CUDA graphs; the graphs themselves are in tests/gpu."""
+"""Test the sizes that packs are rounded up to for CUDA graphs; tests/gpu has the graphs themselves."""
 
 import pytest
 import torch

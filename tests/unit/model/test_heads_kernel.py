@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel between the qkv projection and attention, run by Triton's interpreter, against torch in float64."""
+"""Compare the kernel between the qkv projection and attention, run by Triton's interpreter, with torch in float64."""
 
 import pytest
 

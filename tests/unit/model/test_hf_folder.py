@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder's index is followed inside the folder only, and means what its files hold."""
+"""Follow a folder's index inside the folder only, and check it against the files."""
 
 import json
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 
 def with_index(model, folder, index):
-    """The model's file under another name, and an index."""
+    """Move the model's file to another name, and write an index."""
     folder.mkdir()
     (folder / "config.json").write_text((model / "config.json").read_text())
     (folder / "part.safetensors").write_bytes((model / "model.safetensors").read_bytes())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint knows its base model by values, however the folder is written."""
+"""Identify a checkpoint's base model by values, however the folder is written."""
 
 import json
 
@@ -20,7 +20,7 @@ def model(tmp_path_factory):
 
 
 def copy_of(model, folder, change=lambda weights: weights, **config):
-    """The folder with other weights or config fields."""
+    """Copy the folder with other weights or config fields."""
     folder.mkdir()
     save_file(change(load_file(model / "model.safetensors")), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | config))

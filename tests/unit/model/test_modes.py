@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training and evaluation: a model is switched once, and an adapter starts in its base layer's mode."""
+"""Test training and evaluation mode: a model is switched once, and an adapter starts in its base layer's mode."""
 
 import pytest
 import torch

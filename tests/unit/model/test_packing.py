@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: nothing is lost, doubled or misaligned, whatever the budget and the layout."""
+"""Test packing: nothing is lost, doubled or misaligned, whatever the budget and the layout."""
 
 import numpy as np
 import pytest
@@ -60,7 +60,7 @@ def test_every_response_token_keeps_its_label_and_its_values_on_one_rank(lengths
 
 
 def check_alignment(item, batch, held):
-    """Each token on the rank is fed at its own position, and each response position predicts its own label."""
+    """Check that each token on the rank is fed at its position, and each response position predicts its label."""
     fed = [np.pad(s.tokens[:-1], (0, n - len(s.tokens) + 1)) for s, n in sequences(item, batch)]
     ends = np.cumsum([0, *item.packed.lengths])
     rest = np.zeros(ends[-1] - sum(len(part) for part in fed), dtype=np.int64)
@@ -81,7 +81,7 @@ def check_alignment(item, batch, held):
 
 
 def sequences(item, batch):
-    """(sample, padded length) of each sequence of the pack that is not padding."""
+    """Return (sample, padded length) of each sequence of the pack that is not padding."""
     return [(batch.samples[index], length) for index, length in zip(item.samples, item.packed.lengths, strict=False)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local back end's pointwise functions against Hugging Face's, as written and compiled."""
+"""Compare the local back end's pointwise functions with Hugging Face's, as written and compiled."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_rotate_leaves_what_has_no_angle() -> None:
 
 
 def test_a_compiled_function_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on CUDA, through the part of the compiler that needs none; with two numbers of tokens."""
+    """The code that runs on CUDA, through the part of the compiler that needs none; with two numbers of tokens."""
     monkeypatch.setattr(pointwise, "wants_compilation", lambda tensor: True)
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="aot_eager", fullgraph=True))

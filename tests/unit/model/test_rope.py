@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaled RoPE: transformers' own frequencies, and refusals by name."""
+"""Test scaled RoPE: transformers' own frequencies, and refusals by name."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def test_frequencies_are_those_of_the_transformers_model(family, kind):
     config_class, extra = FAMILIES[family]
     config = config_class(**{**SHAPE, **extra, "rope_parameters": rope(kind)})
     if family == "mixtral" and kind == "yarn":
-        with pytest.raises(UnsupportedError, match="transformers rejects"):  # so it does: head_dim is None
+        with pytest.raises(UnsupportedError, match="transformers rejects"):  # head_dim is None
             rope_of(config.to_dict())
         return
     reference = AutoModel.from_config(config).rotary_emb
@@ -50,12 +50,12 @@ def test_config_json_of_older_transformers_means_the_same():
     new = rope_of({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
     assert old.base == new.base == 5e5
     assert torch.equal(old.frequencies, new.frequencies)
-    assert "rope_theta" not in scaling  # config.json as parsed stays as it was
+    assert "rope_theta" not in scaling  # the parsed config.json is not changed
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_partial_rotation_is_refused_as_no_class_of_transformers_has_it(family):
-    """Where transformers begins to rotate a part of each head, this fails: then it can be supported."""
+    """If transformers begins to rotate a part of each head, this fails; then it can be supported."""
     config_class, extra = FAMILIES[family]
     shape = {**SHAPE, **extra, "num_hidden_layers": 1}
     parameters = {"rope_type": "default", "rope_theta": 10000.0}

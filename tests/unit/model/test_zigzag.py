@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The partition of a pack over context-parallel ranks: complete, equal loads, and the one mcore and TE use."""
+"""Test the partition of a pack over context-parallel ranks: complete, equal loads, and that of mcore and TE."""
 
 import numpy as np
 import pytest

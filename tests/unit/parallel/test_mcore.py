@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which releases of megatron-core are taken, and that a refused one is named before anything of it is imported."""
+"""Test the supported releases of megatron-core, and that an unsupported one is named before it is imported."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group's store: its port is taken from the moment it is known, and every rank can meet there."""
+"""Test a group's store: its port is taken from the moment it is known, and every rank can meet there."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from megarl.parallel.rendezvous import open_store, rank_environment
 
 
 def total() -> int:
-    """The sum of all ranks' numbers, by a collective."""
+    """Return the sum of all ranks' numbers, by a collective."""
     dist.init_process_group("gloo")
     mine = torch.tensor(int(os.environ["RANK"]))
     dist.all_reduce(mine)
@@ -34,7 +34,7 @@ def test_a_store_can_be_reached_at_its_address_only() -> None:
     store = open_store()
     listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {place.ip for place in listening if place.port == store.port} == {"127.0.0.1"}
-    elsewhere = socket.create_server(("127.0.0.2", store.port))  # taken on all addresses, this would fail
+    elsewhere = socket.create_server(("127.0.0.2", store.port))  # would fail if the store listened on all addresses
     elsewhere.close()
     with pytest.raises(OSError):
         open_store("192.0.2.77")
@@ -45,5 +45,5 @@ def test_rank_0_joins_a_store_that_is_open_already(monkeypatch: pytest.MonkeyPat
     for name, value in rank_environment(0, 1, "127.0.0.1", store.port).items():
         monkeypatch.setenv(name, value)
     assert total() == 0
-    # The group's keys are in it: another store would have none.
+    # The group's keys are in it; another store would have none.
     assert store.num_keys() > 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank arithmetic agrees with mcore's order and inverts itself."""
+"""Check that rank arithmetic agrees with mcore's order and inverts itself."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gate answers from one verified version or not at all."""
+"""Check that the gate answers from one verified version or not at all."""
 
 from contextlib import ExitStack
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM gets settings under which it samples exactly the configured distribution."""
+"""Check that vLLM's settings make it sample exactly the configured distribution."""
 
 import ast
 import json
@@ -103,7 +103,7 @@ def test_a_base_that_is_sent_starts_from_dummy_weights(tmp_path: Path, base: str
 
 
 def vllm_source(module: str) -> str:
-    """Source of a vLLM module, found without importing vLLM."""
+    """Return the source of a vLLM module, found without importing vLLM."""
     found = subprocess.run(
         [sys.executable, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"],
         capture_output=True,

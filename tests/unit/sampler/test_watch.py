@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for an engine that answers, fails, dies or says nothing."""
+"""Wait for an engine that answers, fails, dies or does not answer."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents: the site builds without a warning, links lead somewhere, lines are short enough to read."""
+"""Test the documents: the site builds without a warning, links resolve, lines are short enough to read."""
 
 import importlib.util
 import os

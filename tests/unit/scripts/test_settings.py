@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of launch_node.sh: each mistake is named before anything is started."""
+"""Name each mistake in the environment of launch_node.sh, before anything is started."""
 
 import socket
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for all shell scripts."""
+"""Test properties of all shell scripts."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def test_no_registry_is_named(file: Path) -> None:
 
 @pytest.fixture
 def checked(tmp_path: Path) -> Path:
-    """test.sh in a repository of one module and one test, with this interpreter's tools and nothing to install."""
+    """Return test.sh in a repository of one module and one test, with this interpreter's tools; nothing to install."""
     for folder in ("megarl", "tests", ".ci"):
         (tmp_path / folder).mkdir()
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")

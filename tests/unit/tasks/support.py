@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of tasks share."""
+"""Helpers that the tests of tasks share."""
 
 from pathlib import Path
 
@@ -8,5 +8,5 @@ from megarl.tasks import Task, TaskContext, build_task
 
 
 def make(recipe_dir: Path | str = ".", seed: int = 0, **config) -> Task:
-    """``build_task`` for a ``task`` section given as keywords."""
+    """Call ``build_task`` for a ``task`` section given as keywords."""
     return build_task(TaskContext(TaskConfig(**config), Path(recipe_dir), seed))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes under examples/ load and their tasks build; the arithmetic one fits two CPU cores."""
+"""Load the recipes under examples/ and build their tasks; the arithmetic one fits two CPU cores."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_the_arithmetic_recipe_is_for_two_cores(model):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_commands_of_a_readme_load(name, model, monkeypatch):
-    """Every ``megarl train`` line, with the model put in."""
+    """Load every ``megarl train`` line, with the model put in."""
     monkeypatch.chdir(EXAMPLES.parent)
     text = (EXAMPLES / name / "README.md").read_text()
     commands = re.findall(r"^    megarl train (.+)$", text, re.MULTILINE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""arithmetic and countdown: reproducible prompts, rewards that cannot be cheated."""
+"""Test arithmetic and countdown: reproducible prompts, and rewards that cannot be cheated."""
 
 import itertools
 import re
@@ -97,7 +97,7 @@ def test_a_negative_answer_is_recognised_and_a_difference_is_none():
 
 
 def reachable(numbers: tuple[Fraction, ...]) -> set[Fraction]:
-    """All values of expressions that use every number once, by exhaustive search: not how puzzles are made."""
+    """Return all values of expressions that use every number once, by exhaustive search (unlike the puzzles)."""
     if len(numbers) == 1:
         return {numbers[0]}
     values = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gsm8k: prompts from rows, answers graded by math-verify in any thread and in bounded time."""
+"""Test gsm8k: prompts from rows, and answers graded by math-verify in any thread and in bounded time."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def task():
 
 
 def rosa(task):
-    """The sample whose reference is written 1,260."""
+    """Return the sample whose reference is written 1,260."""
     return next(prompt for prompt in task if prompt.data["answer"] == "1260")
 
 
@@ -94,7 +94,7 @@ def test_the_format_counts_as_the_options_say():
 
 
 def test_grading_works_off_the_main_thread(task):
-    gsm8k._math_verify.cache_clear()  # of verdicts that the main thread reached
+    gsm8k._math_verify.cache_clear()  # drops verdicts of the main thread
     with ThreadPoolExecutor(4) as pool:
         scores = list(pool.map(lambda pair: task.reward(rosa(task), pair[0]).score, RESPONSES[:16]))
     assert scores == [score for _, score in RESPONSES[:16]]
@@ -151,7 +151,7 @@ def test_answers_that_could_be_computed_on_for_ever_are_wrong_at_once(answer):
 
 
 def test_no_answer_that_passes_the_guards_takes_long():
-    """A fuzz test: 200 s of it (80,000 answers) found 0.9 s at most."""
+    """A fuzz test; 200 s of it (80,000 answers) found 0.9 s at most."""
     pieces = [
         *"9./*+-(){}=<|%,xeE_; ",
         "99",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on is never trained on."""
+"""Check that held-out prompts are never trained on."""
 
 import pytest
 

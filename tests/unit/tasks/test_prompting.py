@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""encode_prompt against the tokenizer's own rendering; bad prompts are named before anything starts."""
+"""Compare encode_prompt with the tokenizer's own rendering; name bad prompts before anything starts."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no syst
 
 
 def tokenizer_with(template):
-    """A byte-level tokenizer with ChatML's special tokens, made by Hugging Face's own libraries."""
+    """Return a byte-level tokenizer with ChatML's special tokens, made by Hugging Face's own libraries."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""build_task: names, options, paths and rewards of the user's own."""
+"""Test build_task: names, options, paths, and the user's own rewards."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""read_rows: what a file holds is what comes back; what is wrong is one error that loses no row."""
+"""Test read_rows: it returns what a file holds, and each mistake is one error that loses no row."""
 
 import json
 from pathlib import Path

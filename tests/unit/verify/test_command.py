@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megarl verify` refuses what it could not judge, before any process is started."""
+"""Check that `megarl verify` refuses what it could not judge, before any process is started."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes and what does not: the rule of ``megarl.verify`` on numbers made up for it."""
+"""Test the rule of ``megarl.verify`` on made-up numbers."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ FP32, BF16 = Rule.of("float32", routers=False), Rule.of("bfloat16", routers=Fals
 
 @pytest.fixture
 def truth():
-    """Two tensors with made-up gradients and three updates."""
+    """Return two tensors with made-up gradients and three updates."""
     generator = torch.Generator().manual_seed(0)
     start = {name: torch.randn(4, 6, generator=generator, dtype=torch.float64) for name in "ab"}
     moved = {name: tensor + 1e-3 * torch.randn(4, 6, generator=generator) for name, tensor in start.items()}

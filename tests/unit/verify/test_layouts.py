@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layouts the matrix runs, and where a checkpoint goes next."""
+"""Test the layouts of the matrix, and the choice of the layout at which a checkpoint is resumed."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_every_product_that_fits_is_met_once():
     labels = [label(layout) for layout in layouts]
     assert len(set(labels)) == len(labels)
     assert all(layout.world_size <= 4 for layout in layouts)
-    # Sizes of the dense axes that fit in 4 ranks, times VPP, EP and ETP, times SP on and off where TP is.
+    # Sizes of the dense axes that fit in 4 ranks, times VPP, EP and ETP, times SP on and off if TP is on.
     dense = {(t, p, c, d) for t in (1, 2) for p in (1, 2) for c in (1, 2) for d in (1, 2, 4) if t * p * c * d <= 4}
     assert len(labels) == 8 * sum(t for t, *_ in dense)
 

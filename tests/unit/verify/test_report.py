@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed: the table, Markdown, JSON, and the exit status that follows."""
+"""Test the printed table, Markdown and JSON, and the exit status."""
 
 import io
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A token's id says where it belongs, whatever becomes of its neighbours."""
+"""Check that a token's id gives its position, whatever happens to its neighbours."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command's arguments: what they become, and that mistakes are told at once."""
+"""Turn the command's arguments into a config, and report mistakes at once."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ SHAPE = {"model_type": "llama", **SIZES}
 
 @pytest.fixture
 def model(tmp_path):
-    """A folder with a config and nothing else: no check that these tests are about needs more."""
+    """Make a folder with only a config; these tests need no more."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     return str(tmp_path)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A shrunk config keeps what layouts get wrong, and makes a model that transformers and megarl load."""
+"""Check that a shrunk config keeps what layouts get wrong, and makes a model that transformers and megarl load."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in job: runs a task pinned to each node of the cluster, prints what it saw, exits with the given status."""
+"""A stand-in job: run a task pinned to each node of the cluster, print what it saw, exit with the given status."""
 
 import sys
 

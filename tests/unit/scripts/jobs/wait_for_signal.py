@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in job that runs until it is told to stop, writes which signal told it to the given file, and then takes the
-given number of seconds to end."""
+"""A stand-in job that runs until a signal ends it.
+
+It writes the signal's name to the given file, and then takes the given number of seconds to end.
+"""
 
 import signal
 import sys
