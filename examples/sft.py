@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning of an adapter, on any layout, in one readable file.
+"""Fine-tune an adapter on examples (SFT), at any layout, in one readable file.
 
     python examples/sft.py MODEL OUT                                       # one rank
     torchrun --nproc-per-node 2 examples/sft.py MODEL OUT --tensor 2       # two
@@ -21,7 +21,7 @@ STEPS, BATCH, LEARNING_RATE = 20, 16, 1e-3
 
 
 def make_sample(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> megarl.Sample:
-    """Question and answer as one sequence of which the answer, with the token that ends it, is learned."""
+    """Make one sequence of question and answer. The answer and the token that ends it are learned."""
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     response = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
@@ -30,7 +30,7 @@ def make_sample(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) 
 
 
 def batches(tokenizer: PreTrainedTokenizerBase) -> Iterator[list[megarl.Sample]]:
-    """Random sums of two numbers, the same on every rank."""
+    """Yield batches of random sums of two numbers, the same on every rank."""
     draw = random.Random(0)
     while True:
         pairs = [(draw.randint(0, 99), draw.randint(0, 99)) for _ in range(BATCH)]
@@ -38,7 +38,7 @@ def batches(tokenizer: PreTrainedTokenizerBase) -> Iterator[list[megarl.Sample]]
 
 
 def main() -> None:
-    """Teach sums."""
+    """Train an adapter on sums."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("out")
@@ -54,7 +54,7 @@ def main() -> None:
         train={"micro_batch_tokens": 1024},
     )
     for step, samples in enumerate(islice(batches(tokenizer), arguments.steps)):
-        # The denominators of the whole step, before it is cut into micro-batches and over ranks.
+        # The weights refer to the whole step, before it is split into micro-batches and over ranks.
         counts = np.array([sample.response_mask.sum() for sample in samples])
         weights = megarl.sequence_weights(counts, "token_mean", max_response_tokens=int(counts.max()))
         metrics = model.forward_backward(model.pack(samples, weights), megarl.NllLoss())

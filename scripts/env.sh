@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash
-# Source this: installs what is missing (scripts/install.sh), puts .venv first on PATH and keeps everything offline.
+# Prepares the environment of a shell; source it. Installs missing packages (scripts/install.sh), puts .venv first on
+# PATH, and keeps everything offline.
 #
 #   source scripts/env.sh
 #
-#   MEGARL_PYTHON=/path/to/python   an interpreter (of a container, say) that has everything: nothing is installed
+#   MEGARL_PYTHON=/path/to/python   an interpreter (of a container, say) with all packages; nothing is installed
 
 MEGARL_ROOT=$(unset CDPATH && cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export MEGARL_ROOT
@@ -21,7 +22,7 @@ MEGARL_INTERPRETER=${MEGARL_PYTHON:-$VIRTUAL_ENV/bin/python}
 PATH=$(dirname "$MEGARL_INTERPRETER"):$PATH
 export PATH
 unset PYTHONHOME
-# This checkout's megarl, by whatever path this host sees it.
+# Import megarl from this checkout, whatever its path on this host.
 export PYTHONPATH=$MEGARL_ROOT${PYTHONPATH:+:$PYTHONPATH}
 megarl() { "$MEGARL_INTERPRETER" -m megarl.cli.main "$@"; }
 

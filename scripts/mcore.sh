@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Unpacks a release of megatron-core beside the installed one and prints its folder, for the front of PYTHONPATH:
+# Unpacks a release of megatron-core beside the installed one, and prints its folder. Put the folder first on PYTHONPATH:
 #
 #   PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix           the newest, of requirements/mcore-newest.txt
 #   PYTHONPATH=$(bash scripts/mcore.sh 0.18.2) megarl verify MODEL --matrix    another one
 #
-# Later wheels want Python 3.12. What megarl imports of them is plain Python that runs on 3.11 too; what is compiled serves
-# data sets.
+# Newer wheels require Python 3.12. The modules that megarl imports from them are plain Python and run on 3.11 too. Only
+# modules for data sets are compiled.
 set -euo pipefail
 unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -24,7 +24,7 @@ unpack() {
   "$python" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
     --dest "$temporary" "megatron-core==$release"
   "$python" -m zipfile -e "$temporary"/megatron_core-*.whl "$temporary/unpacked"
-  # Left to the first import, it is lost where PYTHONDONTWRITEBYTECODE is set.
+  # Compile now: where PYTHONDONTWRITEBYTECODE is set, imports do not keep what they compile.
   "$python" -m compileall -q -j 2 "$temporary/unpacked/megatron/core"
   mv "$temporary/unpacked" "$folder"
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs and runs every check: format, lint, types, shell scripts, tests. Fails if any of them does. Two files of tests
-# run at a time, since many tests wait for processes to start; `-n 0` runs one after the other.
+# Installs, and runs every check: format, lint, types, shell scripts, tests. Fails if any check fails. Two test files run
+# at a time, because many tests wait for processes to start; `-n 0` runs them one after the other.
 #
 #   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
@@ -11,13 +11,13 @@ export MEGARL_DEV=1
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MEGARL_ROOT"
 
-# The ranks of a test share the cores with each other and with another test; more threads only wait for each other.
+# The ranks of a test share the cores with each other and with another test, so more threads would only wait.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# A rank that crashes says where.
+# A rank that crashes prints its stack.
 export PYTHONFAULTHANDLER=1
 
 failed=()
-# Go on after a failure: one run shows all of them.
+# Continue after a failure, so that one run shows all failures.
 check() {
   printf '\n== %s\n' "$*"
   "$@" || failed+=("$*")

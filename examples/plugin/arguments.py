@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of Megatron-LM's ``pretrain_gpt.py`` that the example understands, by their names there, and LoRA's."""
+"""Parse those arguments of Megatron-LM's ``pretrain_gpt.py`` that the example understands, and arguments for LoRA."""
 
 import argparse
 from collections.abc import Sequence
 
 
 def parse_args(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; every flag outside the last group means what it means to ``pretrain_gpt.py``."""
+    """Parse a command line. Every flag outside the last group means the same as in ``pretrain_gpt.py``."""
     parser = argparse.ArgumentParser(description="LoRA on a Megatron-Core GPTModel")
     for add in (_model, _training, _parallel, _checkpoint, _lora):
         add(parser)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's distributed checkpoints as Megatron-LM's ``checkpointing.py`` makes them, of adapter, optimizer and schedule.
+"""Save and load adapter, optimizer and schedule with mcore's distributed checkpoints, as Megatron-LM does.
 
-The base model never changes and stays out. A checkpoint saved at one layout loads at any other.
+The base model never changes, so it is not saved. A checkpoint saved at one layout loads at any other.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def sharding_metadata() -> dict[str, Any]:
-    """``--dist-ckpt-optim-fully-reshardable``: the layout may change between saving and loading."""
+    """Return the metadata of ``--dist-ckpt-optim-fully-reshardable``, which lets a load change the layout."""
     return {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
@@ -27,7 +27,7 @@ def sharding_metadata() -> dict[str, Any]:
 
 
 def unwrap_model(model: list) -> torch.nn.Module:
-    """The model below DDP and Float16Module, without whose prefixes checkpoints are."""
+    """Return the model below DDP and Float16Module, whose prefixes checkpoints do not have."""
     module = model[0]
     while hasattr(module, "module"):
         module = module.module
@@ -35,7 +35,7 @@ def unwrap_model(model: list) -> torch.nn.Module:
 
 
 def generate_state_dict(model: list, optimizer: Any, *, is_loading: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds of the model and the optimizer."""
+    """Return a checkpoint's entries for the model and the optimizer."""
     metadata = sharding_metadata()
     complete_adam_states(optimizer)  # megarl: mcore leaves this out where torch's AdamW replaces Transformer Engine's
     with cuda_names():  # adapters_of is megarl's
@@ -59,7 +59,7 @@ def save_checkpoint(folder: str, iteration: int, model: list, optimizer: Any, sc
 
 
 def load_checkpoint(folder: str, model: list, optimizer: Any, scheduler: Any) -> int:
-    """Restore the latest checkpoint of a folder; the iterations that were done. Collective."""
+    """Restore the latest checkpoint of a folder; return the number of iterations done. Collective."""
     iteration = int((Path(folder) / TRACKER).read_text())
     wanted = generate_state_dict(model, optimizer, is_loading=True)
     state = dist_checkpointing.load(wanted, str(Path(folder) / f"iter_{iteration:07d}"))
@@ -72,7 +72,7 @@ def load_checkpoint(folder: str, model: list, optimizer: Any, scheduler: Any) ->
 
 
 def load_base_checkpoint(folder: str, model: torch.nn.Module, adapter: LoraAdapter) -> None:
-    """``--pretrained-checkpoint``: the base's weights from a checkpoint made without adapters. Collective."""
-    with adapter.without_adapters():  # megarl: a checkpoint without adapters cannot be asked for them
+    """Load the base's weights from a checkpoint made without adapters (``--pretrained-checkpoint``). Collective."""
+    with adapter.without_adapters():  # megarl: that checkpoint has no adapters
         state = {"model": model.sharded_state_dict(metadata=sharding_metadata())}
         model.load_state_dict(dist_checkpointing.load(state, folder)["model"])

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def write(folder: Path) -> Path:
-    """The model that ``tiny_model.args`` describes to Megatron."""
+    """Write the model that ``tiny_model.args`` describes to Megatron."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=132,

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on your own Megatron-Core script, laid out as Megatron-LM's ``pretrain_gpt.py`` and its ``training.py``: mcore's
-layers, schedules, DDP, optimizer, learning rate and distributed checkpoints. megarl's lines are marked. See README.md.
+"""Train LoRA in your own Megatron-Core script, laid out as Megatron-LM's ``pretrain_gpt.py`` and ``training.py``.
+
+It uses mcore's layers, schedules, DDP, optimizer, learning rate and distributed checkpoints. megarl's lines are marked.
+See README.md.
 """
 
 import datetime
@@ -32,7 +34,7 @@ from checkpointing import load_base_checkpoint, load_checkpoint, save_checkpoint
 
 
 def initialize(args: Namespace) -> torch.device:
-    """Megatron-LM's ``initialize_megatron``."""
+    """Do what Megatron-LM's ``initialize_megatron`` does."""
     device = pick_device("auto")  # megarl: also makes mcore run on a CPU host
     dist.init_process_group(backend(device), timeout=datetime.timedelta(minutes=args.distributed_timeout_minutes))
     mpu.initialize_model_parallel(
@@ -44,7 +46,7 @@ def initialize(args: Namespace) -> torch.device:
 
 
 def core_transformer_config_from_args(args: Namespace, device: torch.device) -> TransformerConfig:
-    """Megatron-LM's function of that name, for the arguments here."""
+    """Do what Megatron-LM's function of that name does, for this example's arguments."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     return TransformerConfig(
         num_layers=args.num_layers,
@@ -77,9 +79,9 @@ def core_transformer_config_from_args(args: Namespace, device: torch.device) -> 
 
 
 def model_provider(args: Namespace, device: torch.device) -> GPTModel:
-    """Megatron-LM's ``model_provider``: this stage's model. Nothing of megarl in it."""
+    """Build this stage's model as Megatron-LM's ``model_provider`` does, without megarl."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    with cuda_names():  # nothing on CUDA
+    with cuda_names():  # does nothing on CUDA
         return GPTModel(
             core_transformer_config_from_args(args, device),
             get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
@@ -94,7 +96,7 @@ def model_provider(args: Namespace, device: torch.device) -> GPTModel:
 
 
 def get_model(args: Namespace, device: torch.device) -> tuple[list, LoraAdapter]:
-    """Megatron-LM's ``get_model``: the stage in mcore's wrappers. LoRA goes on before DDP makes gradient buffers."""
+    """Wrap the stage as Megatron-LM's ``get_model`` does. LoRA goes on before DDP makes gradient buffers."""
     model = model_provider(args, device)
     hf = read_config(args.hf_model)
     if not args.pretrained_checkpoint:
@@ -123,7 +125,7 @@ def get_model(args: Namespace, device: torch.device) -> tuple[list, LoraAdapter]
 
 
 def get_optimizer(args: Namespace, model: list) -> tuple:
-    """mcore's Adam over the adapter, and its learning-rate schedule."""
+    """Return mcore's Adam over the adapter, and its learning-rate schedule."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=args.lr,
@@ -162,13 +164,13 @@ def get_optimizer(args: Namespace, model: list) -> tuple:
 
 
 def sample(index: int, args: Namespace) -> torch.Tensor:
-    """``[seq-length + 1]`` token ids of one of eight sequences; put your data set here."""
+    """Return the ``[seq-length + 1]`` token ids of one of eight sequences. Put your data set here."""
     generator = torch.Generator().manual_seed(args.seed + index % 8)
     return torch.randint(args.vocab_size, (args.seq_length + 1,), generator=generator)
 
 
 def batches(iteration: int, args: Namespace, device: torch.device) -> Iterator[torch.Tensor]:
-    """This data-parallel rank's micro-batches ``[micro-batch-size, seq-length + 1]`` of an iteration."""
+    """Yield this data-parallel rank's micro-batches ``[micro-batch-size, seq-length + 1]`` of an iteration."""
     mine = args.global_batch_size // mpu.get_data_parallel_world_size()
     first = iteration * args.global_batch_size + mpu.get_data_parallel_rank() * mine
     for start in range(first, first + mine, args.micro_batch_size):
@@ -176,13 +178,13 @@ def batches(iteration: int, args: Namespace, device: torch.device) -> Iterator[t
 
 
 def loss_func(loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-    """Sum over the micro-batch, its tokens, and both to report."""
+    """Return the loss summed over the micro-batch, its number of tokens, and both for the report."""
     total, tokens = loss.float().sum(), torch.tensor(loss.numel(), dtype=torch.int, device=loss.device)
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple:
-    """The stage's output for a micro-batch, and the function that makes a loss of the last stage's."""
+    """Return the stage's output for a micro-batch, and the function that computes the loss from the last stage's."""
     tokens = next(data_iterator)
     length = tokens.shape[1] - 1
     positions = torch.arange(length, device=tokens.device)[None]
@@ -191,7 +193,7 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
 
 
 def run_batch(iteration: int, args: Namespace, model: list, device: torch.device, *, forward_only: bool) -> float:
-    """Forward (and backward) passes of a global batch on mcore's schedule; its mean loss, on every rank."""
+    """Run forward (and backward) passes of a global batch on mcore's schedule; return its mean loss, on every rank."""
     found = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches(iteration, args, device),
@@ -210,7 +212,7 @@ def run_batch(iteration: int, args: Namespace, model: list, device: torch.device
 
 
 def train_step(iteration: int, args: Namespace, model: list, optimizer, scheduler, device: torch.device) -> tuple:
-    """One update; ``(loss, gradient norm)``."""
+    """Make one update; return ``(loss, gradient norm)``."""
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
@@ -222,7 +224,7 @@ def train_step(iteration: int, args: Namespace, model: list, optimizer, schedule
 
 
 def main(given: Sequence[str] | None = None) -> list[float]:
-    """Train an adapter; the loss of every iteration."""
+    """Train an adapter; return the loss of every iteration."""
     args = parse_args(given)
     device = initialize(args)
     model, adapter = get_model(args, device)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# An image for hosts without a GPU. From the repository:
+# Builds an image for hosts without a GPU. From the repository:
 #
 #   docker build -f scripts/docker/cpu.Dockerfile -t megarl:cpu .
 #   docker run --rm --shm-size=4g megarl:cpu bash scripts/quickstart.sh
 #
-# --shm-size: Ray and the weights on their way to vLLM use /dev/shm, of which Docker gives 64 MB by default.
+# --shm-size is needed because Ray and the transfer of weights to vLLM use /dev/shm, of which Docker gives 64 MB.
 FROM python:3.11-slim-bookworm
-# g++: torch compiles small kernels for the CPU. git and procps: what a shell in the image expects.
+# torch compiles small kernels for the CPU with g++. git and procps are for shells in the image.
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git procps && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megarl
-# The installation is a layer of its own, so that a change of the sources does not repeat it.
+# The installation is a separate layer, so that a change of the sources does not repeat it.
 COPY setup.py README.md LICENSE ./
 COPY requirements requirements
 COPY scripts scripts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mkdocs hook: fills docs/api.md from the docstrings of what `import megarl` offers; torch is not imported."""
+"""mkdocs hook that fills docs/api.md from the docstrings of megarl's public names. Imports no torch."""
 
 import ast
 import re
@@ -11,17 +11,17 @@ import megarl
 
 PLACE = "<!-- public names -->"
 ROOT = Path(megarl.__file__).resolve().parents[1]
-# Heads of Google's docstring sections; what is below them is a list.
+# Headings of Google-style docstring sections. Their contents become a list.
 HEADS = ("Args", "Attributes", "Returns", "Raises", "Yields")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for every page."""
+    """Fill the page; mkdocs calls this for every page."""
     return markdown.replace(PLACE, "\n".join(reference())) if PLACE in markdown else markdown
 
 
 def reference() -> Iterator[str]:
-    """Lines of Markdown: a section for each public name."""
+    """Yield lines of Markdown: a section for each public name."""
     for name, module in megarl._HOMES.items():
         node = definition(module, name)
         yield from (f"## {name}", "", "```python", *signature(node), "```", "", *described(node), "")
@@ -33,7 +33,7 @@ def reference() -> Iterator[str]:
 
 
 def definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
-    """The class or function behind a public name, through the imports of packages."""
+    """Return the class or function of a public name, following the imports of packages."""
     path = ROOT / module.replace(".", "/")
     tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
     for node in tree.body:
@@ -45,7 +45,7 @@ def definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef:
 
 
 def signature(node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-    """The first lines of a class or function, as ast writes them; of a class with those of its ``__init__``."""
+    """Yield the first lines of a class or function as ast writes them; for a class also those of its ``__init__``."""
     if isinstance(node, ast.FunctionDef):
         bare = ast.FunctionDef(**{**vars(node), "body": [ast.Expr(ast.Constant(...))]})
         yield ast.unparse(bare).replace("\n    ...", " ...")
@@ -57,14 +57,14 @@ def signature(node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
 
 
 def described(node: ast.ClassDef | ast.FunctionDef) -> list[str]:
-    """The docstring, and that of a class's ``__init__``, as Markdown."""
+    """Return the docstring as Markdown, for a class also that of its ``__init__``."""
     texts = [ast.get_docstring(node)]
     texts += [ast.get_docstring(item) for item in node.body if getattr(item, "name", "") == "__init__"]  # type: ignore[arg-type]
     return [line for text in texts if text for line in [*markdown_of(text), ""]]
 
 
 def markdown_of(docstring: str) -> Iterator[str]:
-    """Google's sections become lists; double backquotes become single ones."""
+    """Convert a docstring: Google-style sections become lists, double backquotes single ones."""
     within = False
     for line in docstring.replace("``", "`").splitlines():
         head = re.fullmatch(rf"({'|'.join(HEADS)}):", line)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mkdocs hook: fills docs/configuration.md from the models in megarl/config, so that the page cannot be out of date."""
+"""mkdocs hook that fills docs/configuration.md from the models in megarl/config, so that the page is never outdated."""
 
 import types
 import typing
@@ -17,18 +17,18 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Called by mkdocs for every page."""
+    """Fill the page; mkdocs calls this for every page."""
     return markdown.replace(PLACE, "\n".join(reference())) if PLACE in markdown else markdown
 
 
 def reference() -> Iterator[str]:
-    """Lines of Markdown: one section for each section of the config."""
+    """Yield lines of Markdown: one section for each section of the config."""
     for name, field in RunConfig.model_fields.items():
         yield from section(name, model_of(field))
 
 
 def section(name: str, model: type[BaseModel]) -> Iterator[str]:
-    """One table, then those of the sections within it."""
+    """Yield one table for a section, then those of the sections within it."""
     yield from (f"## {name}", "", "| setting | allowed | default | |", "| --- | --- | --- | --- |")
     nested = {key: field for key, field in model.model_fields.items() if is_model(field.annotation)}
     for key, field in model.model_fields.items():
@@ -40,12 +40,12 @@ def section(name: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def text(field: FieldInfo) -> str:
-    """The docstring below the field, on one line."""
+    """Return the docstring below the field, on one line."""
     return " ".join((field.description or "").replace("``", "`").split())
 
 
 def default(field: FieldInfo) -> str:
-    """What the field is where a recipe leaves it out."""
+    """Return the value that the field has if a recipe leaves it out."""
     if field.is_required():
         return "required"
     value = field.default if field.default is not PydanticUndefined else field.get_default(call_default_factory=True)
@@ -53,7 +53,7 @@ def default(field: FieldInfo) -> str:
 
 
 def allowed(field: FieldInfo) -> str:
-    """Type and bounds, in words of YAML."""
+    """Return type and bounds in YAML's terms."""
     bounds = [
         f"{sign} {getattr(item, name)}"
         for item in field.metadata
@@ -64,7 +64,7 @@ def allowed(field: FieldInfo) -> str:
 
 
 def words(kind: Any) -> str:
-    """A type as a reader of YAML knows it."""
+    """Return a type's name in YAML's terms."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return words(arguments[0])
@@ -81,7 +81,7 @@ def words(kind: Any) -> str:
 
 
 def cell(words: str) -> str:
-    """Text that a table's cell may hold."""
+    """Escape text for a cell of a table."""
     return words.replace("|", "\\|")
 
 
