@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Unpacks a release of megatron-core beside the installed one, and prints its folder. Put the folder first on PYTHONPATH:
+# Unpacks a release of megatron-core beside the installed one, and prints its folder, to be put first on PYTHONPATH:
 #
 #   PYTHONPATH=$(bash scripts/mcore.sh) megarl verify MODEL --matrix           the newest, of requirements/mcore-newest.txt
 #   PYTHONPATH=$(bash scripts/mcore.sh 0.18.2) megarl verify MODEL --matrix    another one

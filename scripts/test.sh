@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Installs, and runs every check: format, lint, types, shell scripts, tests. Fails if any check fails. Two test files run
-# at a time, because many tests wait for processes to start; `-n 0` runs them one after the other.
+# Installs, and runs every check: format, lint, types, shell scripts, tests. Fails if any check fails. Two test files
+# run at a time, because many tests wait for processes to start; `-n 0` runs them one after the other.
 #
 #   bash scripts/test.sh [pytest arguments]
 set -euo pipefail
