@@ -39,10 +39,10 @@ def last_checkpoint(folder: Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    found = checkpoints(folder)
-    if not found:
+    complete = checkpoints(folder)
+    if not complete:
         raise CheckpointError(f"train.resume is '{folder}', which holds no complete checkpoint (checkpoints/step-*)")
-    return found[-1]
+    return complete[-1]
 
 
 def saved_config(run: str | Path, field: str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -110,10 +110,10 @@ def _owners(model: Any) -> dict[str, Any]:
     seen: set[int] = set()
     owners = {}
     for name, layer in model.named_modules():
-        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
-        if own - seen:
+        parameters = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if parameters - seen:
             owners[name] = layer
-        seen |= own
+        seen |= parameters
     return owners
 
 

@@ -136,14 +136,14 @@ def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> li
 
 def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     """Map every linear module that vLLM can adapt to (input size, output size), unsharded, by Hugging Face name."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for module, parts in _wrapped(manager._adapter_manager):
         if receiver_moe.is_experts(module):
-            found |= receiver_moe.shapes(module, parts)
+            shapes |= receiver_moe.shapes(module, parts)
         else:
             outputs = _output_sizes(module.base_layer, len(parts))
-            found |= {part: (module.base_layer.input_size, size) for part, size in zip(parts, outputs, strict=True)}
-    return found
+            shapes |= {part: (module.base_layer.input_size, size) for part, size in zip(parts, outputs, strict=True)}
+    return shapes
 
 
 def rename_mapper(model: Any) -> Any:
@@ -163,11 +163,11 @@ def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, to
         if half is None or not name.startswith(PREFIX):
             raise WeightSyncError(f"tensor '{name}' is not named '{PREFIX}<module>.lora_A.weight' (or lora_B)")
         halves.setdefault(name.removeprefix(PREFIX).removesuffix(SUFFIXES[half]), {})[half] = tensor
-    for module, found in halves.items():
-        if len(found) != len(SUFFIXES):
-            missing = next(suffix for half, suffix in SUFFIXES.items() if half not in found)
+    for module, pair in halves.items():
+        if len(pair) != len(SUFFIXES):
+            missing = next(suffix for half, suffix in SUFFIXES.items() if half not in pair)
             raise WeightSyncError(f"tensor '{PREFIX}{module}{missing}' is missing; its other half came")
-    return {module: (found["a"], found["b"]) for module, found in halves.items()}
+    return {module: (pair["a"], pair["b"]) for module, pair in halves.items()}
 
 
 def _check_targets(

@@ -89,25 +89,25 @@ def check_stackable(inner: Any, ranks: Mapping[str, int]) -> None:
                 "projections of all experts of a layer, or none"
             )
         for first in range(len(PROJECTIONS)):
-            found = {ranks[part] for part in parts[first :: len(PROJECTIONS)]}
-            if len(found) > 1:
+            values = {ranks[part] for part in parts[first :: len(PROJECTIONS)]}
+            if len(values) > 1:
                 raise UnsupportedError(
-                    f"the {PROJECTIONS[first]} projections of the experts '{name}' have the ranks {sorted(found)}; "
+                    f"the {PROJECTIONS[first]} projections of the experts '{name}' have the ranks {sorted(values)}; "
                     "vLLM takes one for all experts of a layer"
                 )
 
 
 def buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return A and B of one slot from the buffers that the kernels read, in the order of the parts."""
-    found = []
+    matrices_of_side = []
     for w13, w2 in (
         (module.w13_lora_a_stacked, module.w2_lora_a_stacked),
         (module.w13_lora_b_stacked, module.w2_lora_b_stacked),
     ):
         (gate, up), (down,) = w13, w2
         experts = zip(gate[slot], down[slot], up[slot], strict=True)
-        found.append([matrix for expert in experts for matrix in expert])
-    return found[0], found[1]
+        matrices_of_side.append([matrix for expert in experts for matrix in expert])
+    return matrices_of_side[0], matrices_of_side[1]
 
 
 def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
@@ -122,13 +122,13 @@ def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
 
 def _sliced(matrices: Tensors, slices: list[Callable[[torch.Tensor], torch.Tensor]]) -> Tensors:
     """Slice the matrices; vLLM slices one projection of all experts at once, ``[experts, rows, columns]``."""
-    found: Tensors = [None] * len(matrices)
+    parts: Tensors = [None] * len(matrices)
     for number, cut in enumerate(slices):
         every = slice(number, None, len(slices))
         present = [matrix for matrix in matrices[every] if matrix is not None]
         if present:
-            found[every] = list(cut(torch.stack(present)))
-    return found
+            parts[every] = list(cut(torch.stack(present)))
+    return parts
 
 
 def is_switched(module: Any, slot: int, adapted: bool) -> bool:

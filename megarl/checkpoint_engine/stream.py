@@ -90,9 +90,9 @@ class Inbox:
             raw = payload.numpy()
             for place, sent in zip(part.places, part.digests, strict=True):
                 tensor = _view(payload, place)
-                found = digest(raw[place.offset : place.offset + place.nbytes])
-                if found != sent:
-                    raise WeightSyncError(f"tensor '{place.name}' arrived damaged: checksum {found}, sent {sent}")
+                actual = digest(raw[place.offset : place.offset + place.nbytes])
+                if actual != sent:
+                    raise WeightSyncError(f"tensor '{place.name}' arrived damaged: checksum {actual}, sent {sent}")
                 self._places.append(place)
                 self._digests.append(sent)
                 yield place.name, tensor

@@ -98,18 +98,18 @@ class WeightMap:
         A layer's experts are stacked in two matrices: one with gate and up of every expert, expert by expert, and one
         with down. The linears are listed in that order.
         """
-        found: dict[str, list[str]] = {}
+        linears_of: dict[str, list[str]] = {}
         for layer in range(self.num_layers):
             prefix = HF_LAYER.format(layer)
             for linear in self.linears(layer):
                 if linear.expert is not None:
                     stack = STACKED_EXPERTS[0 if linear.fusion == "gated" else 1]
-                    found.setdefault(f"{prefix}{stack}", []).extend(f"{prefix}{hf}" for hf in linear.hf)
+                    linears_of.setdefault(f"{prefix}{stack}", []).extend(f"{prefix}{hf}" for hf in linear.hf)
                     continue
                 for hf in linear.hf:
                     name = STACKED_ROUTER if linear.is_router else hf
-                    found[f"{prefix}{name}.weight"] = [f"{prefix}{hf}"]
-        return found
+                    linears_of[f"{prefix}{name}.weight"] = [f"{prefix}{hf}"]
+        return linears_of
 
     def router_names(self) -> set[str]:
         """Return those of ``linear_names`` that are routers."""

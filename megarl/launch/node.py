@@ -146,17 +146,17 @@ class Node:
 
     def _wait_for_nodes(self, cluster: Cluster) -> None:
         nodes: list[str] = []
-        said = -1
+        reported = -1
         for waited in self._ticks():
             self._check_ray()
             nodes = cluster.alive_nodes()
-            if len(nodes) != said or waited % 10 == 0:
+            if len(nodes) != reported or waited % 10 == 0:
                 self.say(f"{len(nodes)} of {self.settings.nodes} nodes have joined ({self._progress(waited)})")
-                said = len(nodes)
-            if said >= self.settings.nodes:
+                reported = len(nodes)
+            if reported >= self.settings.nodes:
                 return
         raise WorkerError(
-            f"only {said} of {self.settings.nodes} nodes joined within {self.settings.join_timeout:.0f} s "
+            f"only {reported} of {self.settings.nodes} nodes joined within {self.settings.join_timeout:.0f} s "
             f"(JOIN_TIMEOUT): {', '.join(nodes)}; is the script running with HEAD_ADDR={self.settings.head} and "
             f"HEAD_PORT={self.settings.port} on the others?"
         )

@@ -76,7 +76,7 @@ class Plan:
         for node in dict.fromkeys(self.nodes):
             ranks = [rank for rank, bundle in enumerate(self.trainer) if self.nodes[bundle] == node]
             engines = [index for index, bundle in enumerate(self.engine) if self.nodes[bundle] == node]
-            held = [f"{what} {_runs(found)}" for what, found in (("ranks", ranks), ("engines", engines)) if found]
+            held = [f"{kind} {_runs(numbers)}" for kind, numbers in (("ranks", ranks), ("engines", engines)) if numbers]
             lines.append(f"placement: {', '.join(held)} on {node.name}")
         if self.shares_gpus:
             lines.append("placement: engines share the trainer's GPUs (sampler.share_gpus)")
@@ -200,9 +200,9 @@ def _assign(
     """
     ranks, sizes = parallel.world_size, block_sizes(parallel)
     for size in sizes:
-        found = fit(slots, size, ranks // size, width, engines, int(with_controller))
-        if found is not None:
-            return [blocks * size for blocks in found[0]], found[1]
+        counts = fit(slots, size, ranks // size, width, engines, int(with_controller))
+        if counts is not None:
+            return [blocks * size for blocks in counts[0]], counts[1]
     beside = f" and {engines} engines of sampler.parallel.tensor {width}" if engines else ""
     raise ConfigError(
         f"{ranks // sizes[-1]} x {sizes[-1]} trainer ranks (parallel.tensor, expert_tensor){beside} do not fit into "

@@ -23,8 +23,8 @@ def find_run(config: RunConfig) -> RunConfig:
         return config
     wanted = with_resume(config, None)
     parent = user_path("train.output", config.train.output).resolve()
-    found = [folder for folder in parent.glob(f"{config.task.name}-*") if can_continue(folder, wanted)]
-    newest = max(found, key=lambda folder: (checkpoints(folder)[-1].stat().st_mtime, folder.name), default=None)
+    runs = [folder for folder in parent.glob(f"{config.task.name}-*") if can_continue(folder, wanted)]
+    newest = max(runs, key=lambda folder: (checkpoints(folder)[-1].stat().st_mtime, folder.name), default=None)
     return with_resume(config, str(newest) if newest else None)
 
 

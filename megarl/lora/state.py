@@ -39,24 +39,24 @@ class WithBaseNames(torch.nn.Module):
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return torch's state dict, without ``base_layer.`` in the names."""
-        found = self.base_layer.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        states = self.base_layer.state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         if self.states_adapters:
-            self.adapters.state_dict(destination=found, prefix=f"{prefix}{ADAPTERS}", keep_vars=keep_vars)
-        return found
+            self.adapters.state_dict(destination=states, prefix=f"{prefix}{ADAPTERS}", keep_vars=keep_vars)
+        return states
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Return mcore's state dict for a distributed checkpoint. It may be loaded at another layout."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
-        found = dict(self.base_layer.sharded_state_dict(prefix, sharded_offsets, metadata))
+        states = dict(self.base_layer.sharded_state_dict(prefix, sharded_offsets, metadata))
         for name, adapter in self.adapters.items() if self.states_adapters else ():
-            found |= self._sharded(f"{prefix}{ADAPTERS}{name}.", adapter, metadata["dp_cp_group"])
-        return found
+            states |= self._sharded(f"{prefix}{ADAPTERS}{name}.", adapter, metadata["dp_cp_group"])
+        return states
 
     def _sharded(self, prefix: str, adapter: AdapterMatrices, replicas: Any) -> dict[str, Any]:
         """Return one adapter's part. ``replicas`` are the data-parallel ranks (mcore corrects them for experts)."""
-        found = {}
+        states = {}
         for part in filter(None, adapter.parts):
             for side in part.sides:
                 split, matrices = self.split_of(part, side), adapter.lora_A if side == "A" else adapter.lora_B
@@ -70,8 +70,8 @@ class WithBaseNames(torch.nn.Module):
                     sharded = make_tp_sharded_tensor_for_checkpoint(
                         matrix, key, split, allow_shape_mismatch=padded, **groups
                     )
-                found[f"{prefix}lora_{side}.{part.key}"] = sharded
-        return found
+                states[f"{prefix}lora_{side}.{part.key}"] = sharded
+        return states
 
 
 def _below_base(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -103,10 +103,12 @@ def accept_base_alone(model: torch.nn.Module) -> None:
 
 def _accept_base_alone(model: torch.nn.Module, incompatible: Any) -> None:
     absent = [name for name in incompatible.missing_keys if of_adapter(name)]
-    held = sum(len(layer.adapters.state_dict()) for layer in model.modules() if isinstance(layer, WithBaseNames))
-    kept = incompatible.missing_keys
-    if absent and len(absent) == held:
-        kept = [name for name in kept if not of_adapter(name)]
+    matrices = sum(len(layer.adapters.state_dict()) for layer in model.modules() if isinstance(layer, WithBaseNames))
+    missing = incompatible.missing_keys
+    if absent and len(absent) == matrices:
+        missing = [name for name in missing if not of_adapter(name)]
         if any(layer.states_adapters for layer in model.modules() if isinstance(layer, WithBaseNames)):
-            logger.warning("the state dict that was loaded has no adapter; the model's %d matrices are as before", held)
-    incompatible.missing_keys[:] = [name.replace(f".{BASE}", ".") for name in kept]
+            logger.warning(
+                "the state dict that was loaded has no adapter; the model's %d matrices are as before", matrices
+            )
+    incompatible.missing_keys[:] = [name.replace(f".{BASE}", ".") for name in missing]

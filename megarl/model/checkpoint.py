@@ -165,9 +165,9 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
         CheckpointError: the base models differ; the message names the first field or tensor that does.
         ModelError: ``base`` is incomplete.
     """
-    if found := difference(state["model"], base):
+    if reason := difference(state["model"], base):
         raise CheckpointError(
-            f"checkpoint '{folder}' was trained on another model than model.path '{base}': {found}; set model.path to "
+            f"checkpoint '{folder}' was trained on another model than model.path '{base}': {reason}; set model.path to "
             "the model it was trained on"
         )
 

@@ -47,8 +47,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"'{folder}' is not a complete checkpoint: {STATE}: {error}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else None
-        raise CheckpointError(f"checkpoint '{folder}' has format {found!r} in {STATE}; this megarl reads {FORMAT}")
+        actual = state.get("format") if isinstance(state, dict) else None
+        raise CheckpointError(f"checkpoint '{folder}' has format {actual!r} in {STATE}; this megarl reads {FORMAT}")
     if state.pop(STATE_DIGEST, None) != _digest_tree(state):
         raise CheckpointError(f"checkpoint '{folder}' is damaged: {STATE} is not as it was saved (its digest differs)")
     return state
@@ -66,11 +66,11 @@ def verify(folder: Path) -> dict[str, Any]:
     state = read_state(folder)
     for name, saved in state["files"].items():
         try:
-            found = digest_file(folder / name)
+            actual = digest_file(folder / name)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint '{folder}' is damaged: {name} cannot be read ({error})") from error
-        if found != saved:
-            raise CheckpointError(f"checkpoint '{folder}' is damaged: {_difference(name, saved, found)}")
+        if actual != saved:
+            raise CheckpointError(f"checkpoint '{folder}' is damaged: {_difference(name, saved, actual)}")
     return state
 
 
@@ -132,11 +132,11 @@ def _digest_tree(tree: Any) -> str:
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
-def _difference(name: str, saved: Mapping[str, Any], found: Mapping[str, Any]) -> str:
+def _difference(name: str, saved: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
     """Describe the first difference between two results of ``digest_file``."""
-    if saved["bytes"] != found["bytes"]:
-        return f"{name} has {found['bytes']} bytes, and had {saved['bytes']} when it was saved"
+    if saved["bytes"] != actual["bytes"]:
+        return f"{name} has {actual['bytes']} bytes, and had {saved['bytes']} when it was saved"
     for tensor, digest in saved.get("tensors", {}).items():
-        if found["tensors"].get(tensor, digest) != digest:
+        if actual["tensors"].get(tensor, digest) != digest:
             return f"{name}: tensor '{tensor}' is not as it was saved (its digest differs)"
     return f"{name} is not as it was saved (its digest differs)"

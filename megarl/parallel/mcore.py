@@ -39,32 +39,32 @@ def release() -> str | None:
     return None
 
 
-def check_release(found: str | None = None) -> None:
+def check_release(version: str | None = None) -> None:
     """Refuse releases outside the tested range; warn about untested releases within it.
 
     megarl reads and sets internals that mcore may change, so another release may compute something else without an
     error.
 
     Args:
-        found: the release; default: the one that would be imported.
+        version: the release; default: the one that would be imported.
 
     Raises:
         UnsupportedRelease: it is older than the first or newer than the last tested one, and MEGARL_UNTESTED_MCORE is
             not 1.
     """
-    found = found or release()
-    if found is None or found in TESTED:
+    version = version or release()
+    if version is None or version in TESTED:
         return
     tested = f"tested are {', '.join(TESTED)}"
-    between = _numbers(TESTED[0]) < _numbers(found) < _numbers(TESTED[-1])
+    between = _numbers(TESTED[0]) < _numbers(version) < _numbers(TESTED[-1])
     if not between and os.environ.get(ALLOW_UNTESTED) != "1":
         raise UnsupportedRelease(
-            f"megatron-core {found} is installed; {tested}. Install one of them, or set {ALLOW_UNTESTED}=1 to go on "
-            "and see with `megarl verify` whether it is exact"
+            f"megatron-core {version} is installed; {tested}. Install one of them, or set {ALLOW_UNTESTED}=1 to "
+            "go on, and see with `megarl verify` whether it is exact"
         )
     warnings.warn(
-        f"megatron-core {found} is not one that megarl was tested with; {tested}; `megarl verify` tells whether it is "
-        "exact here",
+        f"megatron-core {version} is not one that megarl was tested with; {tested}; `megarl verify` tells whether it "
+        "is exact here",
         stacklevel=2,
     )
 

@@ -69,10 +69,10 @@ class VersionGate:
         Raises:
             WeightSyncError: the workers' receipts differ.
         """
-        found = {Staged(receipt.version, receipt.kind, receipt.checksum) for receipt in receipts}
-        if len(found) != 1:
-            raise WeightSyncError(f"the engine's workers received different weights: {found}")
-        [self._staged] = found
+        received = {Staged(receipt.version, receipt.kind, receipt.checksum) for receipt in receipts}
+        if len(received) != 1:
+            raise WeightSyncError(f"the engine's workers received different weights: {received}")
+        [self._staged] = received
         if self._staged.kind == "adapter":
             self._loaded.add(self._staged.version)
 

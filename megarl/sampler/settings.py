@@ -156,10 +156,10 @@ def check_sampled(config: RunConfig) -> None:
     targets = _lora(config)["target_modules"]
     for module in NOT_SAMPLED:
         if isinstance(targets, str):
-            found = targets != "all-linear" and re.fullmatch(targets, module) is not None
+            targeted = targets != "all-linear" and re.fullmatch(targets, module) is not None
         else:
-            found = any(f".{module}".endswith(f".{target}") for target in targets or ())
-        if found:
+            targeted = any(f".{module}".endswith(f".{target}") for target in targets or ())
+        if targeted:
             raise UnsupportedError(
                 f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
                 "MLPs, experts and routers"

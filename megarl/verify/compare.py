@@ -298,9 +298,9 @@ def _each(row: str, actual: Mapping[str, torch.Tensor], expected: Mapping[str, t
     """Measure each tensor's difference over its own norm. A missing tensor counts as zeros."""
     parts = {}
     for name, tensor in expected.items():
-        size, found = _norm(tensor), actual.get(name)
-        fits = found is not None and found.shape == tensor.shape
-        wrong = _norm(found.double() - tensor.double()) if found is not None and fits else size
+        size, tensor_here = _norm(tensor), actual.get(name)
+        fits = tensor_here is not None and tensor_here.shape == tensor.shape
+        wrong = _norm(tensor_here.double() - tensor.double()) if tensor_here is not None and fits else size
         parts[name] = wrong / size if size else (0.0 if not wrong else math.inf)
     return replace(_worst(row, parts), parts=parts)
 

@@ -51,14 +51,14 @@ class Stage:
 
 def run_stages(stages: Sequence[Stage]) -> dict[str, list[Finding]]:
     """Run every stage in order, on each rank. Returns this rank's findings by place."""
-    found: dict[str, list[Finding]] = {}
+    findings: dict[str, list[Finding]] = {}
     for stage, groups in each_layout(stages):
         report_progress(f"{stage.place.key}: {stage.place.config.parallel.world_size} ranks")
         if stage.resume is not None:
-            found.setdefault(stage.resume.key, []).append(resume(stage.resume, stage.place, groups))
+            findings.setdefault(stage.resume.key, []).append(resume(stage.resume, stage.place, groups))
         if stage.full:
-            found.setdefault(stage.place.key, []).extend(train(stage.place, groups))
-    return found
+            findings.setdefault(stage.place.key, []).extend(train(stage.place, groups))
+    return findings
 
 
 def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
@@ -155,8 +155,8 @@ def compare_base(model: MegatronModel, folder: Path) -> Finding:
             error = _largest_difference(tensor.cpu(), original)
         if is_worse(error, largest):
             worst, largest = name, error
-    if left := sorted(name for name in unseen if not _never_exported(name, model.hf_config)):
-        return Finding(BASE_WEIGHTS, f"{left[0]} (missing)", float("inf"))
+    if missing := sorted(name for name in unseen if not _never_exported(name, model.hf_config)):
+        return Finding(BASE_WEIGHTS, f"{missing[0]} (missing)", float("inf"))
     return Finding(BASE_WEIGHTS, worst, largest)
 
 

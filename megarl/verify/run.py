@@ -64,16 +64,16 @@ def verify_places(
     check_gpus(max(place.config.parallel.world_size for place in places))
     cases = list({place.case.name: place.case for place in places}.values())
     truths = dict(zip([case.name for case in cases], run_shared(make_truth, cases, report), strict=True))
-    found: dict[str, list[Finding]] = {place.key: [] for place in places}
+    by_place: dict[str, list[Finding]] = {place.key: [] for place in places}
     for world, stages in groupby(plan(places), lambda stage: stage.place.config.parallel.world_size):
         here = list(stages)
         for rank in run_ranks(run_stages, world, here, prepare=prepare, report=report):
             for key, findings in rank.items():
-                found[key] += findings
+                by_place[key] += findings
     read = dict(zip([place.key for place in places], run_shared(read_back, list(places), report), strict=True))
     for place in places:
-        found[place.key] += [finding for finding, _ in read[place.key]]
-    yardsticks = _yardsticks(cases, places, found, report)
+        by_place[place.key] += [finding for finding, _ in read[place.key]]
+    yardsticks = _yardsticks(cases, places, by_place, report)
     reports = []
     for place in places:
         rule = place.case.rule
@@ -84,7 +84,7 @@ def verify_places(
             rule.judge_each(f, yardstick[f.row].parts)
             if f.row == EACH_GRADIENT
             else rule.judge(f, rule.yardstick(f.row, errors))
-            for f in worst_of(found[place.key])
+            for f in worst_of(by_place[place.key])
         ]
         rows.sort(key=lambda row: list(BOUNDS).index(row.name))
         reports.append(Report(place, rows, truths[place.case.name]))
@@ -135,13 +135,13 @@ def _next(saved: Place, places: Sequence[Place]) -> Place:
 
 
 def _yardsticks(
-    cases: Sequence[Case], places: Sequence[Place], found: dict[str, list[Finding]], report: Progress | None
+    cases: Sequence[Case], places: Sequence[Place], by_place: dict[str, list[Finding]], report: Progress | None
 ) -> dict[str, dict[str, Finding]]:
     """Return case -> row -> the yardstick's finding, for cases in which a row exceeds its fixed bound."""
     needed = {
         place.case.name
         for place in places
-        for f in found[place.key]
+        for f in by_place[place.key]
         if f.row not in (MERGED_WEIGHTS, EXPORTED_WEIGHTS) and place.case.rule.needs_yardstick(f)  # not judged by it
     }
     wanted = [case for case in cases if case.name in needed]

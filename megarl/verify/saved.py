@@ -76,10 +76,12 @@ def _alone(case: Case, name: str, adapter: Mapping[str, torch.Tensor], truth: Ou
 def _first_merged(place: Place, row: str, folder: str) -> str:
     """Find the first tensor of a merged model whose distance from the exact sum exceeds its own bound."""
     rule = place.case.rule
-    found: dict[str, str | None] = {}
+    beyond_bound: dict[str, str | None] = {}
     for name, exact, tensor in exact_sums(place.case.model, place.folder / "adapter", place.folder / folder):
         error, yardstick = (
             rule.measure(row, {name: one}, {name: exact}).error for one in (tensor, exact.to(tensor.dtype))
         )
-        found[name] = beyond(name, error, rule.bounds[row], yardstick)
-    return first_of((found[name] for name in sorted(found, key=forward_order(place.case))), "each weight alone agrees")
+        beyond_bound[name] = beyond(name, error, rule.bounds[row], yardstick)
+    return first_of(
+        (beyond_bound[name] for name in sorted(beyond_bound, key=forward_order(place.case))), "each weight alone agrees"
+    )

@@ -101,11 +101,11 @@ def _base_weights(names: Collection[str]) -> set[str]:
     return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in {EMBED_MODULE, OUTPUT_MODULE}.intersection(names)}
 
 
-def _check_names(found: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
+def _check_names(stored: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
     """Refuse a file that lacks a matrix of the whole model's adapter, or holds anything else."""
     expected = {place.file for place in locate_matrices(targets, names).values()}
-    found = found - _base_weights(targets)
-    if missing := sorted(expected - found):
-        raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], found)} ({len(missing)} tensors missing)")
-    if extra := sorted(found - expected):
+    stored = stored - _base_weights(targets)
+    if missing := sorted(expected - stored):
+        raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], stored)} ({len(missing)} tensors missing)")
+    if extra := sorted(stored - expected):
         raise AdapterError(f"{file} holds '{extra[0]}', which nothing here uses ({len(extra)} unexpected tensors)")

@@ -84,8 +84,8 @@ def _ranks(file: Path) -> dict[str, int]:
     """Map each unstacked module to its rank. Empty if the file is missing or damaged, which ``load`` reports."""
     try:
         with safe_open(str(file), framework="pt") as source:
-            found = {match[1]: name for name in source.keys() if (match := SIDE_A.fullmatch(name))}  # noqa: SIM118
-            plain = {module: name for module, name in found.items() if not module.endswith(STACKED)}
+            a_names = {match[1]: name for name in source.keys() if (match := SIDE_A.fullmatch(name))}  # noqa: SIM118
+            plain = {module: name for module, name in a_names.items() if not module.endswith(STACKED)}
             return {module: source.get_slice(name).get_shape()[0] for module, name in plain.items()}
     except (SafetensorError, OSError):
         return {}

@@ -51,21 +51,21 @@ def locate_matrices(targets: Mapping[str, str], names: WeightMap) -> dict[str, P
     """
     adapted = set(targets.values())
     parameters = {name: linears for name, linears in names.parameter_names().items() if name in adapted}
-    found: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     for name, key in targets.items():
         module = key.removesuffix(".weight") if key in parameters else name
         if not key.endswith(STACKS):
-            found |= {matrix_name(name, side): Place(matrix_name(module, side)) for side in "AB"}
+            places |= {matrix_name(name, side): Place(matrix_name(module, side)) for side in "AB"}
     for key, linears in parameters.items():
         if key.endswith(STACKS):
             module, parts = _wrapper(key, parameters), len(linears) // names.num_experts
             for number, name in enumerate(linears):
                 expert, part = divmod(number, parts)
                 # Up uses gate's A.
-                found[matrix_name(name, "A")] = Place(matrix_name(module, "A"), "A", expert, names.num_experts)
+                places[matrix_name(name, "A")] = Place(matrix_name(module, "A"), "A", expert, names.num_experts)
                 b = Place(matrix_name(module, "B"), "B", expert, names.num_experts, part, parts)
-                found[matrix_name(name, "B")] = b
-    return found
+                places[matrix_name(name, "B")] = b
+    return places
 
 
 def _wrapper(key: str, adapted: Iterable[str]) -> str:

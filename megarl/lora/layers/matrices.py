@@ -133,12 +133,12 @@ class AdapterMatrices(torch.nn.Module):
 
 def _starts(adapted: list[PartPlan]) -> tuple[int, ...]:
     """Return the first column of each part's A among all columns of the layer."""
-    found: dict[str, int] = {}
+    starts: dict[str, int] = {}
     end = 0
     for part in adapted:
-        found[part.key] = found[part.shares] if part.shares else end
+        starts[part.key] = starts[part.shares] if part.shares else end
         end += 0 if part.shares else part.rank
-    return tuple(found.values())
+    return tuple(starts.values())
 
 
 def generator_of(name: str, seed: int) -> torch.Generator:

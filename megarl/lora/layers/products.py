@@ -130,10 +130,10 @@ def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[
     wide = _product(rows.t(), low, _factor(layout))
     if layout.fusion == "single":
         return [wide]
-    found = _slots(wide, layout)
+    gradients = _slots(wide, layout)
     if _differ(layout):
-        found = [slot * scaling for slot, scaling in zip(found, layout.scalings, strict=True)]
-    return [slot.reshape(-1, rank) for slot, rank in zip(found, layout.ranks, strict=True)]
+        gradients = [slot * scaling for slot, scaling in zip(gradients, layout.scalings, strict=True)]
+    return [slot.reshape(-1, rank) for slot, rank in zip(gradients, layout.ranks, strict=True)]
 
 
 def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -94,10 +94,10 @@ def _check_paths(config: LoraConfig, experts: set[str], shadowed: set[str]) -> N
             "names; give a list of names"
         )
     for target in sorted(config.target_modules or ()):
-        if "." in target and (found := sorted(name for name in shadowed if f".{name}".endswith(f".{target}"))):
+        if "." in target and (wrong := sorted(name for name in shadowed if f".{name}".endswith(f".{target}"))):
             bare = ", ".join(sorted({name.rpartition(".")[2] for name in experts}))
             raise UnsupportedError(
-                f"adapter config: target_modules has '{target}', but PEFT cannot adapt '{found[0]}': it takes the name "
+                f"adapter config: target_modules has '{target}', but PEFT cannot adapt '{wrong[0]}': it takes the name "
                 f"for the routed experts'; supported are {bare} without a path, which adapt the routed experts, and "
-                f"'{found[0].partition('.layers.')[2].partition('.')[2]}.weight' in target_parameters"
+                f"'{wrong[0].partition('.layers.')[2].partition('.')[2]}.weight' in target_parameters"
             )

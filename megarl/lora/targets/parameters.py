@@ -103,7 +103,7 @@ def resolve_parameters(config: LoraConfig, weights: WeightMap) -> dict[str, str]
             "defined (PEFT refuses it too); set it to 0"
         )
     parameters, others = weights.parameter_names(), _others(weights)
-    found: dict[str, str] = {}
+    resolved: dict[str, str] = {}
     for target in sorted(set(config.target_parameters)):
         if wrong := [name for name in others if f".{name}".endswith(f".{target}")]:
             raise UnsupportedError(
@@ -117,8 +117,8 @@ def resolve_parameters(config: LoraConfig, weights: WeightMap) -> dict[str, str]
                 f"adapter config: target_parameters has '{target}', which the model lacks{nearest(target, known)} "
                 f"(it has: {', '.join(known)})"
             )
-        found |= {linear: name for name in hits for linear in parameters[name]}
-    return found
+        resolved |= {linear: name for name in hits for linear in parameters[name]}
+    return resolved
 
 
 def _others(weights: WeightMap) -> list[str]:

@@ -127,5 +127,5 @@ def short_names(names: Iterable[str]) -> list[str]:
 
 
 def _matches(config: LoraConfig, name: str) -> bool:
-    found = check_target_module_exists(config, name)
-    return bool(found) and type(found).__name__ != "_ExcludedModule"
+    match = check_target_module_exists(config, name)
+    return bool(match) and type(match).__name__ != "_ExcludedModule"

@@ -66,9 +66,9 @@ def explain(
     lines: dict[str, list[str]] = {}
     for world in sorted({s.place.config.parallel.world_size for s in suspects}):
         here = [s for s in suspects if s.place.config.parallel.world_size == world]
-        found = run_ranks(_compare_ranks, world, here, prepare=prepare, report=report)
+        results = run_ranks(_compare_ranks, world, here, prepare=prepare, report=report)
         for index, suspect in enumerate(here):
-            modules, gradients = (_largest([rank[index][part] for rank in found]) for part in (0, 1))
+            modules, gradients = (_largest([rank[index][part] for rank in results]) for part in (0, 1))
             order = yardstick[suspect.place.case.name, suspect.adapter]
             lines[suspect.place.key] = _describe(suspect, modules, gradients, order)
     later = [suspect for suspect in suspects if not CAUSES & set(suspect.rows)]
@@ -136,8 +136,8 @@ def _describe(
 ) -> list[str]:
     fixed = BOUND if suspect.place.case.dtype == "float32" else 0.0
     traced = [name for name in yardstick if name in modules]
-    found = (beyond(name, modules[name], fixed, yardstick[name]) for name in traced)
-    lines = [f"first difference: {first_of(found, f'all {len(traced)} traced outputs agree')}"]
+    beyond_bound = (beyond(name, modules[name], fixed, yardstick[name]) for name in traced)
+    lines = [f"first difference: {first_of(beyond_bound, f'all {len(traced)} traced outputs agree')}"]
     if {GRADIENTS, GRADIENT_NORM} & set(suspect.rows):
         lines.append(_first_gradient(suspect.place.case, gradients))
     return lines
@@ -148,8 +148,8 @@ def _first_gradient(case: Case, gradients: Mapping[str, float]) -> str:
     if case.has("yardstick"):
         yardstick = _each(GRADIENTS, case, case.read("yardstick").gradients, case.read("truth").gradients)
     fixed, backwards = case.rule.bounds[GRADIENTS], sorted(gradients, key=forward_order(case), reverse=True)
-    found = (beyond(name, gradients[name], fixed, yardstick.get(name, 0.0)) for name in backwards)
-    return f"first gradient, backwards: {first_of(found, 'each tensor alone agrees')}"
+    beyond_bound = (beyond(name, gradients[name], fixed, yardstick.get(name, 0.0)) for name in backwards)
+    return f"first gradient, backwards: {first_of(beyond_bound, 'each tensor alone agrees')}"
 
 
 def _joined(logprobs: Sequence[np.ndarray]) -> torch.Tensor:

@@ -31,24 +31,24 @@ def hold_zeros(model: torch.nn.Module) -> None:
 
 def unstack(tensors: Mapping[str, torch.Tensor], names: WeightMap) -> dict[str, torch.Tensor]:
     """Convert PEFT's tensors of a whole adapter to the file's names: experts one by one, gate and up separate."""
-    found: dict[str, torch.Tensor] = {}
+    unstacked: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if match := _STACKED.fullmatch(name):
             prefix, layer, inner, side = match.groups()
-            found |= _experts(prefix, int(layer), bool(inner), side, tensor, names)
+            unstacked |= _experts(prefix, int(layer), bool(inner), side, tensor, names)
         elif match := _ROUTER.fullmatch(name):
             prefix, layer, side = match.groups()
             [router] = [linear.hf[0] for linear in names.linears(int(layer)) if linear.is_router]
-            found[f"{prefix}{router}.lora_{side}.weight"] = tensor
+            unstacked[f"{prefix}{router}.lora_{side}.weight"] = tensor
         else:
-            found[name] = tensor
-    return found
+            unstacked[name] = tensor
+    return unstacked
 
 
 def _experts(
     prefix: str, layer: int, gate_up: bool, side: str, tensor: torch.Tensor, names: WeightMap
 ) -> dict[str, torch.Tensor]:
-    count, found = names.num_experts, {}
+    count, unstacked = names.num_experts, {}
     for linear in names.linears(layer):
         if linear.expert is None or (len(linear.hf) == 2) != gate_up:
             continue
@@ -62,5 +62,5 @@ def _experts(
             else:
                 parts = (whole,)
         for hf, part in zip(linear.hf, parts, strict=True):
-            found[f"{prefix}{hf}.lora_{side}.weight"] = part.clone()
-    return found
+            unstacked[f"{prefix}{hf}.lora_{side}.weight"] = part.clone()
+    return unstacked

@@ -40,6 +40,6 @@ def beyond(name: str, error: float, fixed: float, yardstick_error: float = 0.0) 
     return f"{name.removeprefix(PREFIX).removesuffix('.weight')} (error {error:.1e}, bound {bound:.1e})"
 
 
-def first_of(found: Iterable[str | None], otherwise: str) -> str:
+def first_of(beyond_bound: Iterable[str | None], otherwise: str) -> str:
     """Return the first text, or say that there is none."""
-    return next(filter(None, found), f"none, {otherwise}")
+    return next(filter(None, beyond_bound), f"none, {otherwise}")

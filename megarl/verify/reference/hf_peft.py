@@ -140,11 +140,11 @@ def each_update(
     )
     for weights_S in weights:
         logprobs, entropy = _add_gradients(model, samples, weights_S, config.sampler.temperature)
-        found = {name: parameter.grad.clone() for name, parameter in trainable.items()}
+        gradients = {name: parameter.grad.clone() for name, parameter in trainable.items()}
         limit = train.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(trainable.values(), limit))
         optimizer.step()
-        yield Update(found, norm, optimizer, logprobs, entropy)
+        yield Update(gradients, norm, optimizer, logprobs, entropy)
 
 
 def gradient_norm(
