@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's handles on its actors: groups that fan a call out, and errors that say who failed and why."""
+"""Call actors in groups, wait for their results, and report which one failed and why."""
 
 import threading
 import time
@@ -18,16 +18,16 @@ from megarl.controller.pulse import Watch
 from megarl.errors import MegarlError, WorkerError
 from megarl.types import Completion, Sample
 
-# Between two looks at whether all participants are alive.
+# Seconds between two checks that all participants are alive.
 LOOK_SECONDS = 0.5
 
 
 class Limit(NamedTuple):
-    """How long calls may take, and the setting that says so.
+    """A time limit on calls, and the setting that gives it.
 
     Attributes:
-        setting: for messages (``"train.update_seconds"``).
-        seconds: the limit.
+        setting: the setting's name, for messages (``"train.update_seconds"``).
+        seconds: the limit, in seconds.
     """
 
     setting: str
@@ -37,18 +37,18 @@ class Limit(NamedTuple):
 def wait_all(
     calls: dict[str, Any], watch: Watch | None = None, limit: Limit | None = None, *, alone: bool = False
 ) -> list[Any]:
-    """Results of remote calls, in order; raises as soon as one fails, whatever the others are doing.
+    """Return the results of remote calls, in order. Raises as soon as one call fails, without waiting for the others.
 
     Args:
-        calls: participant's name -> object reference.
-        watch: tells who is alive, and where the logs are.
-        limit: of all calls together, or None.
-        alone: True looks at the called ones' signs of life only, not at all participants'.
+        calls: participant's name -> object reference of its result.
+        watch: tells which participants are alive and where their logs are.
+        limit: limit on all calls together, or None.
+        alone: True checks only the called participants for signs of life, not all.
 
     Raises:
-        MegarlError: as the participant raised it, and where its log is.
-        WorkerError: any other exception, a dead process, one that gives no sign of life, or a limit that was exceeded;
-            names the participant and its log.
+        MegarlError: the error that the participant raised, with the path of its log.
+        WorkerError: any other exception, a dead process, a participant without signs of life, or an exceeded limit. The
+            message names the participant and its log.
     """
     names = {reference: name for name, reference in calls.items()}
     pending = list(names)
@@ -61,33 +61,35 @@ def wait_all(
             watch.check([names[reference] for reference in pending] if alone else None)
         if pending and limit and time.monotonic() >= deadline:
             late = [names[reference] for reference in pending]
-            where = watch.where(late[0]) if watch else ""
-            raise WorkerError(f"{', '.join(late)} did not answer within {limit.setting} ({limit.seconds:g} s){where}")
+            log_note = watch.log_note(late[0]) if watch else ""
+            raise WorkerError(
+                f"{', '.join(late)} did not answer within {limit.setting} ({limit.seconds:g} s){log_note}"
+            )
     return [ray.get(reference) for reference in names]
 
 
 def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
-    """The result of one remote call; errors as in ``wait_all``."""
+    """Return the result of one remote call. Raises what ``wait_all`` raises."""
     try:
         return ray.get(reference)
     except RayTaskError as error:
-        where = watch.where(name) if watch else ""
+        log_note = watch.log_note(name) if watch else ""
         cause = error.cause
         if isinstance(cause, MegarlError):
-            cause.args = (f"{cause}{where}",)
+            cause.args = (f"{cause}{log_note}",)
             raise cause from None
         root = root_of(str(error)) or f"{type(cause).__name__}: {cause}"
-        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{where}") from None
+        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{log_note}") from None
     except RayActorError as error:
-        where = watch.where(name) if watch else ""
+        log_note = watch.log_note(name) if watch else ""
         reason = str(error).strip().splitlines()
-        raise WorkerError(f"{name} died: {' '.join(reason[:6])}{where}") from None
+        raise WorkerError(f"{name} died: {' '.join(reason[:6])}{log_note}") from None
     except RayError as error:
-        raise WorkerError(f"{name} failed: {error}{watch.where(name) if watch else ''}") from None
+        raise WorkerError(f"{name} failed: {error}{watch.log_note(name) if watch else ''}") from None
 
 
 def _traceback_of(error: RayTaskError) -> str:
-    """The remote traceback's last lines: enough to find the place."""
+    """Return the last lines of the remote traceback, enough to find the place of the error."""
     return "\n".join(str(error).strip().splitlines()[-12:])
 
 
@@ -95,30 +97,32 @@ class TrainerGroup:
     """All trainer ranks as one; also the ``Source`` of a weight sync.
 
     Args:
-        ranks: the actors.
-        watch: tells who is alive.
-        train: its time limits are used.
+        ranks: the trainer actors, by rank.
+        watch: tells which participants are alive.
+        train: the ``train`` section; only its time limits are used.
     """
 
     def __init__(self, ranks: Sequence[Any], watch: Watch, train: TrainConfig) -> None:
         self.ranks, self.watch, self._train = list(ranks), watch, train
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method on every rank and wait for all, no longer than ``train.save_seconds``: ``update`` has another
-        limit, and other calls save, load or answer at once."""
+        """Call a method on every rank and wait for all, at most ``train.save_seconds``.
+
+        That limit is for calls that save or load; ``update`` has its own.
+        """
         return wait_all(self.start(method, *args), self.watch, Limit("train.save_seconds", self._train.save_seconds))
 
     def start(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method on every rank without waiting."""
-        shared = [ray.put(argument) for argument in args]  # one copy per node, however many ranks
+        shared = [ray.put(argument) for argument in args]  # one copy per node, for any number of ranks
         return {f"trainer rank {i}": getattr(rank, method).remote(*shared) for i, rank in enumerate(self.ranks)}
 
     def start_on_rank_zero(self, method: str) -> Future:
-        """Call a method on rank 0 only; a future, whose errors are as in ``wait_all``."""
+        """Call a method on rank 0 only; return a future, which raises what ``wait_all`` raises."""
         return _later({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch, alone=True)
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
-        """Train on one rollout; metrics are the same on every rank."""
+        """Train on one rollout; return the metrics, which are the same on every rank."""
         limit = Limit("train.update_seconds", self._train.update_seconds)
         return wait_all(self.start("update", samples, rates), self.watch, limit)[0]
 
@@ -174,11 +178,11 @@ class EngineHandle:
 
 
 class SamplerGroup:
-    """All engines as one sampler.
+    """All engines together as one sampler.
 
     Args:
-        engines: the actors, by name.
-        watch: tells who is alive.
+        engines: the engine actors, by name.
+        watch: tells which participants are alive.
         config: the ``sampler`` section.
     """
 
@@ -187,11 +191,11 @@ class SamplerGroup:
         self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
 
     def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:
-        """Spread prompts over the engines; completions per prompt, in the prompts' order.
+        """Spread prompts over the engines; return the completions of each prompt, in the order of the prompts.
 
         Args:
             prompts: ``[P]`` int64 token ids each.
-            version: the policy version that must make every token.
+            version: the policy version that must sample every token.
         """
         shares = [list(range(i, len(prompts), len(self.engines))) for i in range(len(self.engines))]
         calls = {
@@ -208,6 +212,6 @@ class SamplerGroup:
         return results
 
     def close(self, seconds: float) -> None:
-        """Stop all engines; raises ``WorkerError`` where that takes longer than ``seconds``."""
+        """Stop all engines. Raises ``WorkerError`` if that takes longer than ``seconds``."""
         calls = {engine.name: engine.actor.close.remote() for engine in self.engines}
         wait_all(calls, self.watch, Limit("the time to stop", seconds), alone=True)

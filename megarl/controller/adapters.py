@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adapters of a run: the one that is trained and, where the KL penalty needs it, a frozen copy of its start."""
+"""Attach the adapters of a run: the trained one and, if the KL penalty needs it, a frozen copy of its start."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,19 +18,20 @@ REFERENCE = "reference"
 
 
 def reference_of(config: RunConfig) -> str | bool:
-    """The adapter that gives reference logprobs, as ``MegatronModel.forward`` takes it.
+    """Return the adapter that computes reference logprobs, in the form that ``MegatronModel.forward`` takes.
 
-    Without ``lora.init_from`` the run starts as the base model computes: that is the reference, whatever is chosen.
+    Without ``lora.init_from`` a new adapter starts as the base model, so both values of ``loss.reference`` mean the
+    model without adapter.
     """
     return REFERENCE if config.loss.reference == "start" and config.lora.init_from else False
 
 
 def attach_adapters(config: RunConfig, chunks: list, hf_config: Mapping[str, Any], groups: Any) -> list[Any]:
-    """Put the run's adapters on a model; the first is trained.
+    """Attach the run's adapters to a model; the first one is trained.
 
     Args:
-        config: ``lora``, ``loss`` and ``train.seed`` are used.
-        chunks, hf_config, groups: as ``megarl.lora.apply_lora`` takes them.
+        config: only ``lora``, ``loss`` and ``train.seed`` are used.
+        chunks, hf_config, groups: as for ``megarl.lora.apply_lora``.
 
     Raises:
         AdapterError, UnsupportedError: see ``apply_lora``.
@@ -47,7 +48,7 @@ def attach_adapters(config: RunConfig, chunks: list, hf_config: Mapping[str, Any
     else:
         base = config.model.path
         peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **section.peft_settings())
-    arrange_config(peft_config, names_of(hf_config), section.save_experts)  # hours before it is saved
+    arrange_config(peft_config, names_of(hf_config), section.save_experts)  # refuse now, not at the save hours later
     made = [apply_lora(chunks, peft_config, hf_config, seed=config.train.seed, groups=groups)]
     if config.loss.kl_coef > 0 and reference_of(config):
         made.append(apply_lora(chunks, peft_config, hf_config, name=REFERENCE, trainable=False, groups=groups))
@@ -58,10 +59,10 @@ def load_start(model: "MegatronModel", config: RunConfig) -> dict[str, str]:
     """Load ``lora.init_from`` into every adapter of the model; a collective.
 
     Returns:
-        What a checkpoint must keep, so that ``check_start`` knows the reference again.
+        State for the checkpoint, by which ``check_start`` recognises the reference.
 
     Raises:
-        AdapterError: the adapter does not fit.
+        AdapterError: the adapter does not fit the model.
     """
     folder = config.lora.init_from
     if not folder:
@@ -74,15 +75,15 @@ def load_start(model: "MegatronModel", config: RunConfig) -> dict[str, str]:
 
 
 def check_start(saved: Mapping[str, Any], start: Mapping[str, str], config: RunConfig) -> None:
-    """Refuse to resume with another reference than the one that the run had.
+    """Refuse to resume with another reference adapter than the run had.
 
     Args:
-        saved: what the checkpoint holds of its caller.
-        start: of ``load_start``.
-        config: the run.
+        saved: the state that the checkpoint holds for its caller.
+        start: result of ``load_start``.
+        config: config of the run.
 
     Raises:
-        CheckpointError: the files of ``lora.init_from`` are no longer those that the run started from.
+        CheckpointError: the files of ``lora.init_from`` have changed since the run started.
     """
     if REFERENCE in saved and saved[REFERENCE] != start.get(REFERENCE):
         raise CheckpointError(
@@ -92,7 +93,7 @@ def check_start(saved: Mapping[str, Any], start: Mapping[str, str], config: RunC
 
 
 def digest(folder: Path) -> str:
-    """xxh3-64 of an adapter's files, hexadecimal."""
+    """Return the xxh3-64 digest of an adapter's files, in hexadecimal."""
     state = xxhash.xxh3_64()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         with (folder.expanduser() / name).open("rb") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that the loop starts and need not wait for."""
+"""Run work in a thread while the loop goes on."""
 
 import time
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """Runs one function at a time in a thread; what it raises is raised where it is waited for."""
+    """Runs one function at a time in a thread. ``wait`` raises what the function raised."""
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._pending: Future[float] | None = None
 
     def start(self, function: Callable[[], None]) -> None:
-        """Run a function, once the one before has ended."""
+        """Run a function, after the one before has ended."""
         self.wait()
         self._pending = self._pool.submit(_timed, function)
 
     def wait(self) -> float:
-        """Wait for what was started; the seconds that it took, 0 where nothing was."""
+        """Wait for the function that was started; return the seconds that it took, 0 if none was started."""
         pending, self._pending = self._pending, None
         return pending.result() if pending else 0.0
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts come next: epochs in seeded order, and a cursor that a checkpoint restores."""
+"""Serve prompts in epochs, each in a seeded order, with a cursor that a checkpoint can restore."""
 
 import copy
 from collections.abc import Callable
@@ -25,24 +25,24 @@ class EncodedPrompt:
 class PromptStream:
     """Endless batches of prompts; each epoch visits every prompt once, in an order drawn from the seed.
 
-    A batch that crosses an epoch's end holds no prompt twice (unless it is larger than the data set): the new epoch
-    begins with prompts that the batch does not hold yet.
+    A batch that crosses the end of an epoch holds no prompt twice (unless it is larger than the data set): the new
+    epoch begins with prompts that the batch does not hold yet.
 
     Attributes:
-        epoch, position: the next prompt is the ``position``-th of the epoch's order.
+        epoch, position: the next prompt is number ``position`` (from 0) in the order of this epoch.
     """
 
     def __init__(self, task: Task, encode: Callable[[Prompt], np.ndarray], seed: int) -> None:
         """Start at the first prompt of the first epoch.
 
         Args:
-            task: not empty.
-            encode: prompt -> token ids.
-            seed: of the order.
+            task: the task; must have prompts.
+            encode: function: prompt -> token ids.
+            seed: seed of the order.
         """
         self.task, self.encode, self.seed = task, encode, seed
         self.epoch, self.position = 0, 0
-        # Prompts that a batch held when it reached this epoch, and how many more it took.
+        # The prompts that the batch held when this epoch began, and how many more the batch took.
         self._held: list[int] = []
         self._taken = 0
         self._order = self._shuffled()
@@ -58,15 +58,15 @@ class PromptStream:
         return np.concatenate([first, order[~np.isin(order, first)]])
 
     def next(self, count: int) -> list[EncodedPrompt]:
-        """The next ``count`` prompts; an epoch's end is crossed silently."""
+        """Return the next ``count`` prompts, across the end of an epoch if need be."""
         indices = self._take(count)
         ready, self._ready = self._ready, {}
         return [ready[index].result() if index in ready else self._encoded(index) for index in indices]
 
     def prepare(self, count: int) -> None:
-        """Begin to encode what ``next(count)`` will return, in a thread, while the caller waits for something else.
+        """Start to encode, in a thread, the prompts that ``next(count)`` will return.
 
-        The cursor stays where it is.
+        Does not move the cursor.
         """
         ahead = copy.copy(self)._take(count)
         self._ready = {index: self._encoder.submit(self._encoded, index) for index in ahead}
@@ -76,7 +76,7 @@ class PromptStream:
         return EncodedPrompt(prompt, self.encode(prompt))
 
     def _take(self, count: int) -> list[int]:
-        """Indices of the next prompts; moves the cursor."""
+        """Return the indices of the next prompts and move the cursor."""
         indices: list[int] = []
         while len(indices) < count:
             if self.position == len(self._order):
@@ -89,7 +89,7 @@ class PromptStream:
         return indices
 
     def state(self) -> dict[str, Any]:
-        """JSON-able cursor."""
+        """Return the cursor, as JSON-able values."""
         return {
             "epoch": self.epoch,
             "position": self.position,
@@ -100,15 +100,15 @@ class PromptStream:
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go to the first prompt of an epoch."""
+        """Move the cursor to the first prompt of an epoch."""
         self.epoch, self.position, self._held, self._taken = epoch, 0, [], 0
         self._order = self._shuffled()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from ``state()``.
+        """Restore a cursor from ``state()``.
 
         Raises:
-            CheckpointError: it belongs to a data set of another size or another seed.
+            CheckpointError: the state is of a data set of another size, or of another seed.
         """
         if (state["size"], state["seed"]) != (len(self.task), self.seed):
             raise CheckpointError(

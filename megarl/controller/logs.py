@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An actor's output goes to a file of the run folder, its children's too; and what a log says of a failure."""
+"""Redirect the output of an actor and its children to a log file, and find the cause of a failure in a log."""
 
 import asyncio
 import faulthandler
@@ -15,24 +15,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# In the run folder.
+# Folder of the logs within the run folder.
 LOGS = "logs"
-# The last line of a traceback, after whatever a logger puts before it.
+# The last line of a traceback, after the prefix that a logger may put before it.
 EXCEPTION = re.compile(r"(?:^|[\s\])])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
-# What vLLM's front end says of a failure whose cause its engine process has printed.
+# Messages of vLLM's front end about a failure whose cause only its engine process has printed.
 SAYS_NOTHING = (
     "Engine core initialization failed",
     "EngineCore encountered an issue",
     "WorkerProc initialization failed",
 )
-# What Python prints between an exception and the one that it caused.
+# Python prints this between an exception and the one that it caused.
 CAUSED = "The above exception was the direct cause of the following exception"
-# Of a log's end, when a cause is looked for.
+# Bytes at the end of a log to search for a cause.
 LOOKED_AT_BYTES = 256 * 1024
 
 
 def log_file(folder: Path, name: str) -> Path:
-    """The log of a participant: ``trainer-rank-0.log`` of ``trainer rank 0``."""
+    """Return the log file of a participant: ``trainer-rank-0.log`` for ``trainer rank 0``."""
     return folder / f"{name.replace(' ', '-')}.log"
 
 
@@ -40,10 +40,10 @@ def redirect_output(file: Path) -> int:
     """Append everything that this process and its children print to a file.
 
     Args:
-        file: made with its folder, on whatever node this process is.
+        file: the log; it and its folder are created on this process's node.
 
     Returns:
-        The file's size before, where this process's output begins.
+        The file's size before, which is where this process's output begins.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -61,7 +61,7 @@ def redirect_output(file: Path) -> int:
 
 
 def logs_exceptions(actor: type) -> type:
-    """Class decorator: what a public method raises is also printed, with its whole traceback."""
+    """Class decorator: print the whole traceback of what a public method raises."""
     for name, method in list(vars(actor).items()):
         if inspect.isfunction(method) and not name.startswith("_"):
             setattr(actor, name, _printing(method))
@@ -92,14 +92,14 @@ def _printing(method: Callable) -> Callable:
 
 
 def root_exception(file: Path, start: int = 0) -> str | None:
-    """``root_of`` what a process has printed.
+    """Return ``root_of`` the output of a process.
 
     Args:
-        file: a log.
-        start: byte at which the interesting part begins.
+        file: the log of the process.
+        start: byte from which to search.
 
     Returns:
-        None where the log is not there or holds no exception that says anything.
+        None if there is no log, or it holds no exception that names a cause.
     """
     try:
         with file.open("rb") as handle:
@@ -110,7 +110,7 @@ def root_exception(file: Path, start: int = 0) -> str | None:
 
 
 def with_cause(message: str, cause: str | None) -> str:
-    """A front end's message with the cause: in place of the part that says nothing, else on a line of its own."""
+    """Replace the uninformative part of a front end's message by the cause, or append the cause as a line."""
     if not cause or cause in message:
         return message
     for text in SAYS_NOTHING:
@@ -120,20 +120,20 @@ def with_cause(message: str, cause: str | None) -> str:
 
 
 def root_of(text: str) -> str | None:
-    """The exception that caused the last one of a text: ``"ValueError: Head size 16 is not supported"``.
+    """Return the exception that caused the last one in a text: ``"ValueError: Head size 16 is not supported"``.
 
     Args:
-        text: tracebacks, with whatever a logger puts before each line, and anything else.
+        text: log text with tracebacks; its lines may have a logger's prefix.
     """
     lines = text.splitlines()
-    found = [(number, match) for number, line in enumerate(lines) if (match := EXCEPTION.search(line))]
-    found = [(number, match) for number, match in found if not _says_nothing(match)]
-    if not found:
+    exceptions = [(number, match) for number, line in enumerate(lines) if (match := EXCEPTION.search(line))]
+    exceptions = [(number, match) for number, match in exceptions if not _says_nothing(match)]
+    if not exceptions:
         return None
-    which = len(found) - 1
-    while which and any(CAUSED in line for line in lines[found[which - 1][0] : found[which][0]]):
-        which -= 1
-    name, message = found[which][1].groups()
+    root = len(exceptions) - 1
+    while root and any(CAUSED in line for line in lines[exceptions[root - 1][0] : exceptions[root][0]]):
+        root -= 1
+    name, message = exceptions[root][1].groups()
     name = name.rpartition(".")[2]
     return f"{name}: {message}" if message else name
 

@@ -22,18 +22,18 @@ from megarl.types import Completion
 
 @dataclass
 class RunState:
-    """What the loop works with.
+    """The state of the loop, and the objects that it works with.
 
     Attributes:
-        config: the run, resolved.
-        trainers, samplers, manager: the actors and the weight path between them.
+        config: the run's config, resolved.
+        trainers, samplers, manager: the actors, and the manager of weight syncs between them.
         rewards: the process that scores completions.
-        stream, decode: prompts; response ids -> text.
-        recorder: metrics, rollouts and checkpoints of the run folder.
-        origin: ``settings`` and ``contents`` of the run, which a resume is compared with (``config.resume``).
-        held_out: prompts to measure on before the first step and after the last.
-        step: steps made so far.
-        updates: optimizer steps made so far, which is the policy version.
+        stream, decode: the prompts; function: response ids -> text.
+        recorder: writes the metrics, rollouts and checkpoints of the run folder.
+        origin: ``settings`` and ``contents`` of the run. A resume is compared with them (``config.resume``).
+        held_out: prompts to evaluate before the first step and after the last.
+        step: steps done so far.
+        updates: optimizer steps done so far; this is the policy version.
         saved: step of the newest checkpoint.
     """
 
@@ -53,15 +53,15 @@ class RunState:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the controller."""
+        """Return the controller's part of a checkpoint."""
         return {"step": self.step, "updates": self.updates, "stream": self.stream.state(), "run": self.origin}
 
     def restore(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        """Continue from a checkpoint's ``to_json``.
+        """Restore the result of a checkpoint's ``to_json``.
 
         Args:
-            state: the checkpoint's.
-            other_data: the prompts are others now, as was asked for: they begin with an epoch.
+            state: that result.
+            other_data: True if the prompts have changed, as the user asked: the run continues with a new epoch.
         """
         self.step, self.updates = state["step"], state["updates"]
         self.saved = self.step
@@ -72,7 +72,7 @@ class RunState:
 
 
 def run(state: RunState) -> None:
-    """Train to ``train.steps``; the samplers need the weights of the start first."""
+    """Train to ``train.steps``. Syncs first, since the samplers need the initial weights."""
     first_sync(state)
     if state.step == 0:
         evaluate(state, "before")
@@ -84,7 +84,7 @@ def run(state: RunState) -> None:
 
 
 def evaluate(state: RunState, when: Literal["before", "after"]) -> None:
-    """Score completions of the held-out prompts by the current policy, if there are any."""
+    """Score completions of the held-out prompts under the current policy, if there are any."""
     if not state.held_out:
         return
     state.recorder.phase("held-out prompts")
@@ -93,15 +93,15 @@ def evaluate(state: RunState, when: Literal["before", "after"]) -> None:
 
 
 def save(state: RunState, kept: dict[str, Any]) -> None:
-    """Checkpoint the trainers' weights, which are those of ``kept``, a ``to_json``."""
+    """Save the trainers' weights together with ``kept``, the result of ``to_json`` for these weights."""
     state.recorder.checkpoint(state.trainers, kept["step"], kept)
     state.saved = kept["step"]
 
 
 @contextmanager
 def saved_if_interrupted(state: RunState) -> Iterator[None]:
-    """While the trainers are idle: Ctrl-C and SIGTERM lose no step that was made."""
-    begun = state.to_json()  # its cursor is before the prompts that the block draws
+    """Save a checkpoint if Ctrl-C or SIGTERM ends the block, which runs while the trainers are idle."""
+    begun = state.to_json()  # taken before the block draws prompts, so that its cursor is before them
     try:
         yield
     except KeyboardInterrupt:
@@ -114,19 +114,19 @@ def saved_if_interrupted(state: RunState) -> Iterator[None]:
 
 
 def first_sync(state: RunState) -> None:
-    """Base weights, then the adapter, also at version 0: nothing is sampled before both are verified."""
+    """Sync the base weights, then the adapter, also at version 0. Nothing is sampled before both are verified."""
     if state.config.checkpoint_engine.base_weights == "send":
         state.recorder.note(state.manager.sync(state.updates, "base"))
     state.recorder.note(state.manager.sync(state.updates, "adapter"))
 
 
 def step(state: RunState) -> None:
-    """One rollout, its updates, one sync."""
+    """Do one step: a rollout, its updates, a sync."""
     train = state.config.train
     state.seconds = {}
     with saved_if_interrupted(state):
         rollout = collect(state)
-    # Written while the trainers work: at 1,000 tokens a completion its JSON takes half a millisecond.
+    # In the background, while the trainers work: per completion of 1,000 tokens, writing JSON takes half a millisecond.
     state.recorder.write_rollout(state.step + 1, rollout)
     with timed(state, "train"):
         rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
@@ -140,18 +140,18 @@ def step(state: RunState) -> None:
 
 
 def collect(state: RunState) -> Rollout:
-    """Completions of the next prompts by the current policy, scored. The trainers are idle meanwhile."""
+    """Sample completions of the next prompts from the current policy, and score them; the trainers are idle."""
     train = state.config.train
     with timed(state, "sample"):
         prompts = state.stream.next(train.prompts_per_step)
-        state.stream.prepare(train.prompts_per_step)  # the next step's, while the samplers are at work
+        state.stream.prepare(train.prompts_per_step)  # encodes the next step's prompts while the samplers work
         completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
     with timed(state, "reward"):
         return scored(state, prompts, completions)
 
 
 def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Sequence[Sequence[Completion]]) -> Rollout:
-    """Completions of the current policy with their rewards and advantages."""
+    """Score completions of the current policy: return them with their rewards and advantages."""
     return score(
         prompts,
         completions,
@@ -177,7 +177,7 @@ def check_mismatch(metrics: dict[str, float], limit: float | None) -> None:
 
 
 def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None:
-    """Write the step's metrics; its completions are written by now, or are waited for."""
+    """Write the step's metrics, after its completions have been written."""
     with timed(state, "record"):
         written = state.recorder.rollout_written()
     samples = rollout.samples()
@@ -200,7 +200,7 @@ def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None
 
 @contextmanager
 def timed(state: RunState, phase: str) -> Iterator[None]:
-    """Add a phase's wall seconds and show it as the current one."""
+    """Measure the wall seconds of a phase, and show it as the current one."""
     state.recorder.phase(phase)
     start = time.perf_counter()
     yield

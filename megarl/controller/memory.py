@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peak memory of a run's processes on this node."""
+"""Measure the peak memory of a run's processes on this node."""
 
 import threading
 
@@ -18,7 +18,7 @@ class MemoryWatch:
         self._thread.start()
 
     def stop(self) -> float:
-        """Stop watching; returns the peak, GiB."""
+        """Stop sampling; return the peak, GiB."""
         self._stop.set()
         self._thread.join(timeout=5 * self.interval)
         return self.peak
@@ -30,11 +30,11 @@ class MemoryWatch:
 
 
 def _processes() -> set[psutil.Process]:
-    own = psutil.Process()
-    found = {own, *own.children(recursive=True)}
-    # With a cluster that was there before, the actors are not our children.
-    found |= {p for p in psutil.process_iter(["name", "cmdline"]) if _title(p).startswith(ROLES)}
-    return found
+    this_process = psutil.Process()
+    processes = {this_process, *this_process.children(recursive=True)}
+    # The actors of a cluster that was started before this process are not its children.
+    processes |= {p for p in psutil.process_iter(["name", "cmdline"]) if _title(p).startswith(ROLES)}
+    return processes
 
 
 def _title(process: psutil.Process) -> str:

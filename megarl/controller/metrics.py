@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run leaves behind: config, metrics, completions, checkpoints, summary, plot."""
+"""Write the files of a run: config, metrics, completions, checkpoints, summary, plot."""
 
 import json
 import shlex
@@ -35,27 +35,27 @@ from megarl.run_folder import (
     step_of,
 )
 
-# Steps that reward_first and reward_last average over.
+# Number of steps that reward_first and reward_last average over.
 ENDS = 3
-# Within the 30 s in which a run that fails or is interrupted must be gone.
+# Shorter than the 30 s within which a failed or interrupted run must end.
 RESCUE_SECONDS = 15.0
 
 
 class Recorder:
-    """Writes the run folder, TensorBoard events and the screen.
+    """Writes the run folder and the TensorBoard events, and shows progress on the screen.
 
     Attributes:
         folder: the run folder.
-        rows: one dictionary per step, those of an earlier session included.
+        rows: metrics, one dictionary per step, including those of earlier sessions.
     """
 
     def __init__(self, folder: Path, config: RunConfig, screen: Screen) -> None:
-        """Nothing is written before ``begin``.
+        """Write nothing yet; ``begin`` does.
 
         Args:
-            folder: new, or that of a run to resume.
-            config: resolved.
-            screen: where progress is shown.
+            folder: the folder of a new run, or of a run to resume.
+            config: the resolved config.
+            screen: shows the progress.
         """
         self.folder, self.config, self.screen = folder, config, screen
         self.rows: list[dict[str, Any]] = []
@@ -71,10 +71,10 @@ class Recorder:
         self._started = time.perf_counter()
 
     def hold(self) -> None:
-        """Take the folder for this run alone, until ``close``.
+        """Lock the folder for this run, until ``close``.
 
         Raises:
-            CheckpointError: another run has it; or it cannot be written.
+            CheckpointError: another run holds the lock, or the folder cannot be written.
         """
         with writing(self.folder):
             self._lock = FolderLock(self.folder)
@@ -82,10 +82,10 @@ class Recorder:
             self.screen.say(f"'{self.folder}' is on a file system without locks: do not resume it twice at once")
 
     def begin(self, resumption: Resumption | None = None) -> None:
-        """Save the resolved config and open the files, now that everything has been loaded.
+        """Save the resolved config and open the files. Called once everything has been loaded.
 
         Args:
-            resumption: of a run that goes on: what is later than its checkpoint is put aside.
+            resumption: for a resumed run: whatever is later than its checkpoint is set aside.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -98,22 +98,22 @@ class Recorder:
                 self.rows = list(resumption.rows)
             for name in (CHECKPOINTS, ROLLOUTS):
                 (self.folder / name).mkdir(exist_ok=True)
-            # Without the settings of this resume: the saved config is the run's, however often it was continued.
+            # Without the settings of this resume, so that the saved config is the run's after any number of resumes.
             train = self.config.train.model_copy(update={"resume": None, "resume_step": None, "resume_changes": []})
             write_text(self.folder / CONFIG, dump_config(self.config.model_copy(update={"train": train})))
             after = resumption.step + 1 if resumption else None
             self._writer = SummaryWriter(str(self.folder / TENSORBOARD), purge_step=after)
 
     def phase(self, name: str) -> None:
-        """Show what is being done."""
+        """Show the current phase."""
         self.screen.phase(name)
 
     def note(self, report: SyncReport) -> None:
-        """Remember a sync for the summary."""
+        """Keep the report of a sync for the summary."""
         self.syncs.append(report)
 
     def write_rollout(self, step: int, rollout: Rollout) -> None:
-        """Begin to write a step's completions, in a thread."""
+        """Start to write a step's completions, in a thread."""
         self._example = rollout.example()
         self.check_folder()
         file = self.folder / ROLLOUTS / f"{STEP.format(step)}.jsonl"
@@ -125,7 +125,7 @@ class Recorder:
         self._rollouts.start(write)
 
     def rollout_written(self) -> float:
-        """Wait for ``write_rollout``; the seconds that it took.
+        """Wait until ``write_rollout`` is done; return the seconds that it took.
 
         Raises:
             CheckpointError: the disk is full, or the folder was deleted.
@@ -135,10 +135,10 @@ class Recorder:
         return seconds
 
     def step(self, row: dict[str, Any]) -> None:
-        """Write one step everywhere.
+        """Write one step's metrics to all files and show them.
 
         Raises:
-            CheckpointError: the disk is full, or the folder was deleted; the files end with the step before.
+            CheckpointError: the disk is full, or the folder was deleted. The files then end with the step before.
         """
         self.check_folder()
         with writing(self.folder / METRICS):
@@ -154,21 +154,21 @@ class Recorder:
             self.screen.say(warning, style="bold yellow")
 
     def say_how_to_go_on(self) -> None:
-        """Name the folder of a run that ended early, and the command that goes on with it."""
-        if self._writer is None:  # nothing of this run is in the folder
+        """Show the folder of a run that ended early, and the command that continues it."""
+        if self._writer is None:  # the folder holds nothing of this run
             return
         saved = checkpoints(self.folder)
-        what = "it holds no checkpoint yet: start it again"
+        advice = "it holds no checkpoint yet: start it again"
         if saved:
-            what = f"go on after step {step_of(saved[-1])}: megarl resume {shlex.quote(str(self.folder))}"
-        self.screen.say(f"the run is in {self.folder}; {what}")
+            advice = f"go on after step {step_of(saved[-1])}: megarl resume {shlex.quote(str(self.folder))}"
+        self.screen.say(f"the run is in {self.folder}; {advice}")
 
     def held_out(self, when: str, rollout: Rollout) -> None:
-        """Keep and show the means over the held-out prompts' completions.
+        """Save and show the means over the completions of the held-out prompts.
 
         Args:
             when: ``"before"`` or ``"after"`` training.
-            rollout: of all held-out prompts.
+            rollout: the rollout of all held-out prompts.
         """
         measured = rollout.metrics()
         means = {name.removeprefix("task/"): measured[name] for name in measured if name.startswith("task/")}
@@ -179,15 +179,15 @@ class Recorder:
         self.screen.say(f"{len(rollout.prompts)} held-out prompts, {when} training: {shown}")
 
     def _held_out(self) -> dict[str, dict[str, float]]:
-        """Of both moments, as far as measured; an earlier session's included."""
+        """Return the means measured so far, before and after training, including those of earlier sessions."""
         file = self.folder / HELD_OUT
         return json.loads(file.read_text()) if file.is_file() else {}
 
     def check_folder(self) -> None:
-        """Find out whether the folder is still there.
+        """Check that the folder still exists.
 
         Raises:
-            CheckpointError: it was deleted, or replaced by another.
+            CheckpointError: it was deleted, or replaced by another folder.
         """
         if self._lock:
             self._lock.check()
@@ -198,11 +198,11 @@ class Recorder:
                 old.unlink(missing_ok=True)
 
     def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
-        """Start saving a checkpoint, once the one before is complete; delete those that are no longer kept."""
+        """Start to save a checkpoint, after the one before is complete, and delete those that are not to be kept."""
         self.phase("checkpoint")
         self.check_folder()
         target = self.folder / CHECKPOINTS / STEP.format(step)
-        if target.exists():  # left by a session whose later steps were discarded
+        if target.exists():  # from a session whose later steps were discarded
             discard(target)
         start = time.perf_counter()
         self._saving = target
@@ -215,12 +215,12 @@ class Recorder:
             discard(old)
 
     def rescue(self, trainers: TrainerGroup) -> None:
-        """Let the checkpoint that is being written become complete before the trainers are killed."""
+        """Wait until the checkpoint that is being written is complete, before the trainers are killed."""
         target, self._saving = self._saving, None
         if target is None or is_complete(target):
             return
         self.phase("finishing the checkpoint")
-        # Answered at once unless rank 0 is busy, maybe for ever; then the folder itself tells.
+        # Rank 0 answers at once unless it is busy or hangs; so the folder is checked too.
         answer = trainers.start_on_rank_zero("finish_checkpoint")
         deadline = time.monotonic() + RESCUE_SECONDS
         while not is_complete(target) and not answer.done() and time.monotonic() < deadline:
@@ -255,12 +255,12 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Release files, threads and the folder; safe to call twice."""
+        """Close the files, stop the threads and unlock the folder. Safe to call twice."""
         self.memory.stop()
         try:
             if self._writer:
                 self._writer.close()
-        except OSError as error:  # a full disk: what failed before says so too, and is not to be hidden by this
+        except OSError as error:  # a full disk: the error before says so too, and this one must not hide it
             self.screen.say(f"'{self.folder / TENSORBOARD}' is incomplete: {error}")
         self._writer = None
         if self._lock:
@@ -268,7 +268,7 @@ class Recorder:
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers a run is judged by, over all its steps."""
+    """Compute the run's headline numbers over all its steps."""
     if not rows:
         return {"steps": 0}
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One picture of a run: reward, loss, gradient norm, entropy, length, mismatch, time per phase."""
+"""Plot a run: reward, loss, gradient norm, entropy, length, mismatch, time per phase."""
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# Panel title -> (metrics with their labels, axis label). The panels of reward and time are drawn apart.
+# Panel title -> (metrics with their labels, axis label). The panels of reward and time are drawn separately.
 LINES = {
     "loss": ({"loss": "loss"}, "loss"),
     "gradient norm": ({"grad_norm": "before clipping"}, "norm"),
@@ -17,11 +17,11 @@ LINES = {
 
 
 def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
-    """Write a PNG; nothing where there are no steps.
+    """Write the plot as a PNG; write nothing if there are no steps.
 
     Args:
-        rows: of ``metrics.jsonl``.
-        file: the PNG.
+        rows: rows of ``metrics.jsonl``.
+        file: path of the PNG.
     """
     if not rows:
         return
@@ -52,7 +52,7 @@ def _names(rows: list[dict[str, Any]], prefix: str) -> set[str]:
 
 
 def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: str, unit: str) -> None:
-    """One line for each metric; steps that lack it are gaps."""
+    """Draw one line per metric; steps that lack the metric are gaps."""
     steps = [row["step"] for row in rows]
     for name, label in lines.items():
         axis.plot(steps, [row.get(name, np.nan) for row in rows], marker="o", markersize=3, linewidth=1, label=label)
@@ -62,7 +62,7 @@ def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: s
 
 
 def _stack(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Seconds of each phase, stacked."""
+    """Draw the seconds of each phase as stacked bars."""
     bottom = np.zeros(len(rows))
     for name in sorted(_names(rows, "seconds/")):
         values = np.array([row.get(name, 0.0) for row in rows])

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signs of life: every actor gives them from a thread, the controller looks for those that stop coming.
+"""Detect dead or stopped processes: every actor gives signs of life from a thread, and the controller watches for them.
 
-A process that is stopped (SIGSTOP, a frozen container), or whose interpreter hangs, gives no sign; nor does an actor
-while a child of it, such as vLLM's engine process, is stopped. The signs travel through the key-value store of Ray's
-head (``ray.experimental.internal_kv``; checked with Ray 2.60), so that no actor need answer a call.
+A process that is stopped (SIGSTOP, a frozen container), or whose interpreter hangs, gives no sign. Neither does an
+actor while one of its children, such as vLLM's engine process, is stopped. The signs travel through the key-value store
+of Ray's head (``ray.experimental.internal_kv``; checked with Ray 2.60), so that no actor has to answer a call.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ from megarl.errors import WorkerError
 
 NAMESPACE = b"megarl-pulse"
 BEAT_SECONDS = 1.0
-# Children come and go rarely; finding them means to read all of /proc.
+# Children come and go rarely, and finding them means reading all of /proc.
 BEATS_PER_SEARCH = 10
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-# Of what is killed on another node.
+# Seconds to wait for the processes killed on other nodes.
 KILL_SECONDS = 5.0
 
 
@@ -40,9 +40,9 @@ class Place:
 
     Attributes:
         run: ``Watch.run``.
-        name: of this participant, for messages.
-        index: of this participant among its like.
-        log: where its output goes.
+        name: the participant's name, for messages.
+        index: the participant's index within its group.
+        log: the file of its output.
     """
 
     run: str
@@ -51,7 +51,7 @@ class Place:
     log: Path
 
     def enter(self) -> int:
-        """Send this process's output to the log and give signs of life from now on. Called first thing in an actor.
+        """Send this process's output to the log and start to give signs of life. An actor calls this first.
 
         Returns:
             The size of the log before.
@@ -63,20 +63,20 @@ class Place:
 
 
 def _beat(key: str, node: str) -> None:
-    own, children = psutil.Process(), []
+    process, children = psutil.Process(), []
     count = 0
     while True:
         if count % BEATS_PER_SEARCH == 0:
-            children = own.children(recursive=True)
+            children = process.children(recursive=True)
         sign = {
             "count": count,
             "host": socket.gethostname(),
             "node": node,
-            "process": [own.pid, own.create_time()],
+            "process": [process.pid, process.create_time()],
             "children": [[child.pid, child.create_time()] for child in children],
             "stopped": [_described(child) for child in children if _is_stopped(child)],
         }
-        # Without its head the cluster ends anyway, and the controller says so.
+        # If the head is gone, the cluster ends anyway and the controller reports it.
         with contextlib.suppress(Exception):
             internal_kv._internal_kv_put(key, json.dumps(sign), namespace=NAMESPACE)
         count += 1
@@ -97,27 +97,27 @@ def _described(process: psutil.Process) -> str:
 
 @dataclass
 class _Seen:
-    """The last sign of one participant, and when it was new (monotonic seconds)."""
+    """The newest sign of one participant, and the time at which it arrived (monotonic seconds)."""
 
     at: float
     sign: dict[str, Any]
 
 
 class Watch:
-    """The controller's look-out for signs of life.
+    """Watches for the signs of life of all participants; runs in the controller.
 
     Attributes:
-        run: of the keys under which signs are found.
+        run: prefix of the keys that hold the signs.
         logs: folder of the actors' logs.
     """
 
     def __init__(self, names: Sequence[str], logs: Path, hang_seconds: float) -> None:
-        """Begin to look. A participant is watched from its first sign on; until then building has its own limit.
+        """Start to watch. A participant is watched from its first sign on; before that, the limit on building applies.
 
         Args:
-            names: of all participants.
+            names: names of all participants.
             logs: folder of the actors' logs.
-            hang_seconds: as ``train.hang_seconds``.
+            hang_seconds: ``train.hang_seconds``.
         """
         self.run, self.logs, self._limit = f"{os.getpid()}-{time.time_ns()}", logs, hang_seconds
         self._names, self._node = tuple(names), ray.get_runtime_context().get_node_id()
@@ -127,17 +127,17 @@ class Watch:
         threading.Thread(target=self._look, daemon=True).start()
 
     def place(self, name: str, index: int) -> Place:
-        """What the actor that is participant ``name`` needs."""
+        """Return the place of the actor that is participant ``name``."""
         return Place(self.run, name, index, log_file(self.logs, name))
 
     def check(self, names: Sequence[str] | None = None) -> None:
-        """Raise ``WorkerError`` where a participant has given no sign of life for ``train.hang_seconds``.
+        """Raise ``WorkerError`` if a participant has given no sign of life for ``train.hang_seconds``.
 
         Args:
-            names: those to look at; default: all.
+            names: participants to check; default: all.
         """
         if self._head_silence() > self._limit:
-            time.sleep(3 * BEAT_SECONDS)  # unless this process was stopped itself a moment ago
+            time.sleep(3 * BEAT_SECONDS)  # in case this process itself was stopped until a moment ago
             if (silence := self._head_silence()) > self._limit:
                 raise WorkerError(
                     f"the head of the Ray cluster has not answered for {silence:.0f} s (train.hang_seconds is "
@@ -148,7 +148,7 @@ class Watch:
             if seen is not None and self._looked - seen.at > self._limit:
                 raise WorkerError(
                     f"{name} has given no sign of life for {self._looked - seen.at:.0f} s (train.hang_seconds is "
-                    f"{self._limit:g}): {self._why(seen.sign)}{self.where(name)}"
+                    f"{self._limit:g}): {self._why(seen.sign)}{self.log_note(name)}"
                 )
 
     def _head_silence(self) -> float:
@@ -163,20 +163,20 @@ class Watch:
                 return f"its process {pid} on {sign['host']} is stopped"
         return f"its process {pid} on {sign['host']} is stopped, hangs or is cut off"
 
-    def where(self, name: str) -> str:
-        """The end of an error about a participant: its log, if there is one."""
+    def log_note(self, name: str) -> str:
+        """Return the end of an error message about a participant: the path of its log, if there is one."""
         file, seen = log_file(self.logs, name), self._seen.get(name)
         remote = f" on {seen.sign['host']}" if seen and seen.sign["node"] != self._node else ""
         return f"\nlog of {name}: {file}{remote}" if remote or file.exists() else ""
 
     def close(self) -> None:
-        """Stop looking and forget the signs."""
+        """Stop watching and delete the signs."""
         self._end.set()
         with contextlib.suppress(Exception):
             internal_kv._internal_kv_del(f"{self.run}/", del_by_prefix=True, namespace=NAMESPACE)
 
     def kill_left(self) -> None:
-        """End with SIGKILL every process that gave a sign, and its children: a stopped one ignores all else."""
+        """Kill every process that gave a sign, and its children, with SIGKILL: a stopped process ignores the rest."""
         tasks = []
         for seen in self._seen.values():
             victims = [seen.sign["process"], *seen.sign["children"]]
@@ -193,7 +193,7 @@ class Watch:
         before = time.monotonic()
         while not self._end.wait(BEAT_SECONDS):
             now = time.monotonic()
-            if now - before > self._limit / 2:  # this process was stopped itself, not the others
+            if now - before > self._limit / 2:  # this process was stopped, not the others
                 for seen in self._seen.values():
                     seen.at += now - before
             before = now
@@ -210,12 +210,12 @@ class Watch:
         if seen is None:
             self._seen[name] = _Seen(now, sign)
         elif sign["count"] != seen.sign["count"]:
-            # A stopped child is a sign of its parent's life, not of its own.
+            # While a child is stopped, the participant's time of life is not renewed.
             self._seen[name] = _Seen(seen.at if sign["stopped"] else now, sign)
 
 
 def kill(processes: Sequence[Sequence[float]]) -> None:
-    """SIGKILL to each ``(pid, start time)`` of this host that is still the same process."""
+    """Send SIGKILL to each ``(pid, start time)`` of this host, if it is still the same process."""
     for pid, started in processes:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(int(pid))

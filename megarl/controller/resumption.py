@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run that is resumed goes on from."""
+"""Find the checkpoint that a resumed run continues from, and check everything before anything is written."""
 
 import json
 from collections.abc import Mapping
@@ -27,16 +27,16 @@ from megarl.run_folder import (
 
 @dataclass(frozen=True)
 class Resumption:
-    """What a resumed run goes on from; everything has been read and checked, and nothing written.
+    """The state that a resumed run continues from. All of it has been read and checked; nothing has been written.
 
     Attributes:
-        folder: of the run.
-        checkpoint: to load.
-        step: of the checkpoint.
-        rows: metrics up to it.
-        later: lines of metrics after it.
-        changed: settings that differ from the run's, as ``train.resume_changes`` asked.
-        notes: what the user should know.
+        folder: the run folder.
+        checkpoint: the checkpoint to load.
+        step: step of the checkpoint.
+        rows: metrics up to that step.
+        later: lines of the metrics file after that step.
+        changed: settings that differ from the run's, as ``train.resume_changes`` allows.
+        notes: messages for the user.
     """
 
     folder: Path
@@ -49,11 +49,11 @@ class Resumption:
 
     @property
     def other_data(self) -> bool:
-        """Whether the prompts, or their order, are others than the run's."""
+        """True if the prompts, or their order, differ from the run's."""
         return bool(self.changed & {"task.name", "task.path", "task.options", "task.held_out"})
 
     def apply(self) -> None:
-        """Put aside what is later than the checkpoint, so that the folder is as it was when that was saved.
+        """Set aside everything later than the checkpoint: the folder is then as it was when it was saved.
 
         Raises:
             CheckpointError: the folder cannot be written.
@@ -74,15 +74,16 @@ class Resumption:
 
 
 def find_resumption(folder: Path, config: RunConfig, contents: Mapping[str, Any]) -> Resumption:
-    """Choose the checkpoint to go on from, and check it, the settings and the metrics against each other.
+    """Choose the checkpoint to continue from, and check it, the settings and the metrics against each other.
 
     Args:
-        folder: of the run.
-        config: as the run would go on.
-        contents: see ``check_changes``.
+        folder: the run folder.
+        config: config of the resumed run.
+        contents: as for ``check_changes``.
 
     Raises:
-        CheckpointError: no checkpoint, a damaged one (naming the intact one before it), or damaged metrics.
+        CheckpointError: no checkpoint, a damaged one (the message names the newest intact one before it), or damaged
+            metrics.
         ConfigError: a setting, the data or the reward differs from the run's.
     """
     checkpoint, extra = _choose(folder, config.train.resume_step)
@@ -96,21 +97,21 @@ def find_resumption(folder: Path, config: RunConfig, contents: Mapping[str, Any]
 
 
 def _choose(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint of a step, or the newest, with the controller's state in it."""
-    found = checkpoints(folder)
+    """Return the checkpoint of a step, or the newest one, with the controller's state in it."""
+    complete = checkpoints(folder)
     if step is None:
         chosen = last_checkpoint(folder)
     else:
         chosen = folder / CHECKPOINTS / STEP.format(step)
-        if chosen not in found:
-            held = ", ".join(str(step_of(path)) for path in found) or "none"
+        if chosen not in complete:
+            held = ", ".join(str(step_of(path)) for path in complete) or "none"
             raise CheckpointError(
                 f"train.resume_step is {step}, but '{folder}' has complete checkpoints of steps: {held}"
             )
     try:
         return chosen, _controller_state(chosen)
     except CheckpointError as error:
-        for older in reversed([path for path in found if path < chosen]):
+        for older in reversed([path for path in complete if path < chosen]):
             try:
                 intact = _controller_state(older)["step"]
             except CheckpointError:
@@ -123,7 +124,7 @@ def _choose(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
 
 
 def _controller_state(checkpoint: Path) -> dict[str, Any]:
-    """What the loop keeps in a checkpoint, all of which has been read and compared with its digests."""
+    """Read the loop's state from a checkpoint, after comparing the whole checkpoint with its digests."""
     extra = verify(checkpoint)["extra"]
     if not isinstance(extra, dict) or not {"step", "updates", "stream", "run"} <= extra.keys():
         raise CheckpointError(f"checkpoint '{checkpoint}' was not saved by `megarl train`: its state lacks the run's")
@@ -135,7 +136,7 @@ def _controller_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _read_metrics(file: Path, step: int) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Rows up to a step, the lines after it, and notes; half a line at the end is left out."""
+    """Return the rows up to a step, the lines after it, and notes. An incomplete last line is left out."""
     notes: list[str] = []
     try:
         lines = file.read_bytes().split(b"\n")
@@ -174,7 +175,7 @@ def _read_metrics(file: Path, step: int) -> tuple[list[dict[str, Any]], list[str
 
 
 def _row(line: bytes) -> dict[str, Any] | str:
-    """A row of metrics, or why it is none."""
+    """Return a row of metrics, or the reason why the line is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

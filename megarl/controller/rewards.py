@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards run in a process of their own: code that others wrote may hang, exit or crash, and the run is told."""
+"""Run rewards in a separate process, so that user code which hangs, exits or crashes becomes an error."""
 
 import contextlib
 import itertools
@@ -26,14 +26,14 @@ POLL_SECONDS = 0.2
 
 
 class RewardProcess:
-    """Scores completions in a child process, which keeps whatever state the reward has, to the end of the run."""
+    """Scores completions in a child process, which lives until the end of the run and keeps any state of the reward."""
 
     def __init__(self, context: TaskContext, log: Path) -> None:
-        """Start the process; it loads the task while the caller goes on.
+        """Start the process, which loads the task in the background.
 
         Args:
-            context: of the task; its ``reward_threads`` and ``reward_seconds`` are used.
-            log: where the process's output goes.
+            context: the task's context; ``reward_threads`` and ``reward_seconds`` are used.
+            log: file of the process's output.
         """
         self._limit, self._log = context.config.reward_seconds, log
         self._connection, theirs = Pipe()
@@ -46,12 +46,12 @@ class RewardProcess:
         """Reward every completion, in the order given.
 
         Args:
-            pairs: prompt and decoded response.
-            look: called between two looks at the process; what it raises ends the wait.
+            pairs: pairs of prompt and decoded response.
+            look: called every ``POLL_SECONDS`` while waiting; if it raises, the wait ends.
 
         Raises:
-            RewardError: a reward raised, exited, crashed, took longer than ``task.reward_seconds``, or is no finite
-                number; names the prompt and the log.
+            RewardError: a reward raised, exited, crashed, exceeded ``task.reward_seconds``, or is not a finite number.
+                The message names the prompt and the log.
         """
         running: dict[int, tuple[str, float]] = {}
         try:
@@ -71,13 +71,13 @@ class RewardProcess:
                 else:
                     return values[0]
         except (EOFError, OSError) as error:
-            raise RewardError(f"the reward process {self._status()}{_names(running)}{self._where()}") from error
+            raise RewardError(f"the reward process {self._status()}{_names(running)}{self._log_note()}") from error
         except MegarlError as error:
-            error.args = (f"{error}{self._where()}",) if isinstance(error, RewardError) else error.args
+            error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
             raise
 
     def close(self) -> None:
-        """End the process and its children; safe to call twice."""
+        """Kill the process and its children. Safe to call twice."""
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._process.pid).children(recursive=True):
                 child.kill()
@@ -95,19 +95,19 @@ class RewardProcess:
         status = self._process.wait()
         return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
-    def _where(self) -> str:
+    def _log_note(self) -> str:
         return f"\nlog of the rewards: {self._log}"
 
 
 def _names(running: dict[int, tuple[str, float]]) -> str:
-    """The prompts whose rewards were being computed."""
+    """Return the prompts whose rewards were being computed, for a message."""
     names = sorted({name for name, _ in running.values()})
     listed = first_few([f"prompt '{name}'" for name in names])
     return f"; being scored were completions of\n{listed}" if names else ""
 
 
 class _Reported:
-    """A task whose rewards are announced when they begin and end, and whose exits are errors."""
+    """Wraps a task: reports when a reward begins and ends, and turns ``sys.exit`` into an error."""
 
     def __init__(self, task: Task, send: Callable[[tuple], None]) -> None:
         self._task, self._send, self._keys = task, send, itertools.count()
@@ -134,7 +134,7 @@ class _Reported:
 
 
 def serve(connection: Connection) -> None:
-    """Score what comes until the other end is closed."""
+    """Score what the connection delivers, until the other end is closed."""
     lock = threading.Lock()
 
     def send(message: tuple) -> None:
@@ -160,7 +160,7 @@ def serve(connection: Connection) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, whatever a reward is doing."""
+    """End this process when its parent is gone, even in the middle of a reward."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
@@ -169,7 +169,7 @@ def end_with_parent(parent: int) -> None:
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
     redirect_output(Path(sys.argv[2]))
-    # Ctrl-C on the terminal is for the controller, which ends this process.
+    # Ctrl-C on the terminal is for the controller, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(Connection(int(sys.argv[1])))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completions -> rewards, advantages, training samples; and the record of them."""
+"""Turn completions into rewards, advantages and training samples, and write the record of them."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Rollout:
-    """One step's completions, scored. All lists run over prompts, then over the completions of each (G per prompt)."""
+    """The scored completions of one step. Each list has one entry per prompt, with the G completions of that prompt."""
 
     prompts: list[EncodedPrompt]
     completions: list[list[Completion]]
@@ -28,7 +28,7 @@ class Rollout:
     advantages: list[np.ndarray]
 
     def samples(self) -> list[Sample]:
-        """Training sequences, the completions of a prompt next to each other."""
+        """Return the training sequences; the completions of a prompt are next to each other."""
         return [
             to_sample(completion, float(advantage))
             for group, advantages in zip(self.completions, self.advantages, strict=True)
@@ -36,7 +36,7 @@ class Rollout:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Means over the step: reward, its spread, the task's own metrics, lengths, shares."""
+        """Compute means over the step: reward, its spread, the task's own metrics, lengths, shares."""
         flat = [reward for group in self.rewards for reward in group]
         completions = [completion for group in self.completions for completion in group]
         lengths = np.array([len(completion.response_ids) for completion in completions])
@@ -57,13 +57,13 @@ class Rollout:
         }
 
     def example(self) -> tuple[str, str, float] | None:
-        """Text of the first prompt's last message, its first completion, and that one's reward."""
+        """Return the text of the first prompt's last message, its first completion and that one's reward."""
         if not self.prompts:
             return None
         return str(self.prompts[0].prompt.messages[-1]["content"]), self.texts[0][0], self.rewards[0][0].score
 
     def write(self, file: Path) -> None:
-        """One JSON line per completion: everything needed to see, or to repeat, what was trained on."""
+        """Write one JSON line per completion, with everything needed to inspect or repeat the training step."""
         with replacing(file) as handle:
             for prompt, completions, texts, rewards, advantages in zip(
                 self.prompts, self.completions, self.texts, self.rewards, self.advantages, strict=True
@@ -101,15 +101,15 @@ def score(
     Args:
         prompts: as sent.
         completions: as returned, per prompt.
-        rewards_of: (prompt, response) pairs -> their rewards, such as ``RewardProcess.score``.
-        decode: response ids -> text without special tokens.
-        advantages_of: rewards ``[G]`` -> advantages ``[G]``.
-        group: completions expected per prompt.
-        version: the policy version that must have made every token.
+        rewards_of: function: (prompt, response) pairs -> their rewards, such as ``RewardProcess.score``.
+        decode: function: response ids -> text without special tokens.
+        advantages_of: function: rewards ``[G]`` -> advantages ``[G]``.
+        group: number of completions expected per prompt.
+        version: the policy version that must have sampled every token.
 
     Raises:
-        DataError: a wrong number of completions, other prompt tokens than were sent, an empty response, or a token
-            made by another version.
+        DataError: a wrong number of completions, prompt tokens other than those sent, an empty response, or a token
+            sampled by another version.
         RewardError: as ``rewards_of`` raised it.
     """
     for prompt, answers in zip(prompts, completions, strict=True):
@@ -123,7 +123,7 @@ def score(
 
 
 def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int) -> None:
-    """Refuse what was not asked for; see ``score``."""
+    """Refuse completions that do not match the request; see ``score``."""
     name = prompt.prompt.id
     if len(answers) != group:
         raise DataError(f"prompt '{name}' got {len(answers)} completions; sampler.samples_per_prompt is {group}")
@@ -138,7 +138,7 @@ def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int
 
 
 def to_sample(completion: Completion, advantage: float) -> Sample:
-    """Tokens in, tokens out: exactly the sampler's ids, nothing re-tokenised."""
+    """Build a training sample from exactly the sampler's token ids; nothing is tokenised again."""
     prompt, response = completion.prompt_ids, completion.response_ids
     mask: np.ndarray = np.zeros(len(prompt) + len(response), dtype=bool)
     mask[len(prompt) :] = True

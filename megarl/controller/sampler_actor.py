@@ -18,11 +18,11 @@ from megarl.types import Completion
 
 @logs_exceptions
 class SamplerEngine:
-    """One vLLM engine in its own process; an asynchronous actor, so that a sync can arrive at any time."""
+    """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time."""
 
     def __init__(self, config: RunConfig, threads: int, place: Place) -> None:
         self._log, self._log_begins = place.log, place.enter()
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # nobody but the log sees it
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # only the log gets this output
         from megarl.sampler import prepare_environment
         from megarl.sampler.vllm_sampler import VllmSampler
 
@@ -30,12 +30,12 @@ class SamplerEngine:
         self.sampler = VllmSampler(config, engine_index=place.index)
 
     async def start(self) -> None:
-        """Build the engine; nothing can be sampled before the first sync."""
+        """Build the engine. Nothing can be sampled before the first sync."""
         with self._with_cause():
             await self.sampler.start()
 
     async def node(self) -> str:
-        """The Ray node this engine is on."""
+        """Return the Ray node of this engine."""
         return ray.get_runtime_context().get_node_id()
 
     async def generate(self, prompts: list[np.ndarray], version: int) -> list[list[Completion]]:
@@ -65,7 +65,7 @@ class SamplerEngine:
 
     @contextmanager
     def _with_cause(self) -> Iterator[None]:
-        """vLLM's engine process prints why it ended; its front end only says that it did."""
+        """Add the cause to an error, from the log: only vLLM's engine process prints it, not the front end."""
         try:
             yield
         except WorkerError as error:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning rate as a pure function of the update: nothing to save, nothing to lose on resume."""
+"""Compute the learning rate as a pure function of the update, so that a resume needs no scheduler state."""
 
 import math
 
@@ -7,11 +7,11 @@ from megarl.config import TrainConfig
 
 
 def learning_rate(update: int, config: TrainConfig) -> float:
-    """Learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step.
 
     Args:
-        update: number of optimizer steps made before it.
-        config: peak, warmup, shape and length of the run.
+        update: number of optimizer steps before it.
+        config: gives peak, warmup, shape and length of the run.
     """
     total, warmup = (steps * config.updates_per_step for steps in (config.steps, config.warmup_steps))
     if update < warmup:

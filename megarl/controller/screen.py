@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person watches: every step's row, one of its completions, and what is being done now."""
+"""Show the progress of a run: the metrics of every step, one of its completions, and the current phase."""
 
 import time
 from collections.abc import Mapping
@@ -26,25 +26,25 @@ COLUMNS = {
     "train s": ("seconds/train", "{:.1f}", 7),
     "sync s": ("seconds/sync", "{:.2f}", 6),
 }
-# Rows between two headers on a terminal.
+# Number of rows between two headers on a terminal.
 HEADER_EVERY = 20
-# Where no terminal shows the current phase: the least seconds between two lines that name a phase seen before.
+# Without a terminal: after a phase was shown once, at least this many seconds pass before it is shown again.
 QUIET_SECONDS = 30.0
 
 
 class Screen:
-    """Progress on a rich console; a context manager.
+    """Shows progress on a rich console; a context manager.
 
-    On a terminal, rows scroll by above one line of progress. Elsewhere (a pipe, a log) each phase has a line the first
-    time, and later when nothing was printed for ``QUIET_SECONDS``.
+    On a terminal, rows scroll above one line of progress. Elsewhere (a pipe, a log) each phase is printed the first
+    time, and later only if nothing was printed for ``QUIET_SECONDS``.
     """
 
     def __init__(self, steps: int, console: Console | None = None) -> None:
         """Prepare the display.
 
         Args:
-            steps: of the whole run.
-            console: default: standard output.
+            steps: steps of the whole run.
+            console: the console; default: standard output.
         """
         self.console = console or Console()
         self._progress = Progress(
@@ -68,7 +68,7 @@ class Screen:
             self._live.stop()
 
     def phase(self, name: str) -> None:
-        """Show what is being done now."""
+        """Show the current phase."""
         self._progress.update(self._task, description=name)
         now = time.monotonic()
         if not self.console.is_terminal and (name not in self._phases or now - self._printed >= QUIET_SECONDS):
@@ -89,18 +89,18 @@ class Screen:
         self.say(" ".join(form.format(row[name]).rjust(width) for name, form, width in columns.values()))
 
     def _fitting(self, row: Mapping[str, Any]) -> dict[str, tuple[str, str, int]]:
-        """The columns that the row has and that fit the terminal, from the left."""
+        """Return the columns that the row has and that fit the terminal, from the left."""
         columns, used = {}, 0
         for title, column in COLUMNS.items():
             if column[0] not in row:
                 continue
             used += column[2] + 1
-            if used <= self.console.width + 1:  # the last has no space behind it
+            if used <= self.console.width + 1:  # the last column needs no space after it
                 columns[title] = column
         return columns
 
     def completion(self, prompt: str, text: str, reward: float) -> None:
-        """Show one completion of the step on one line, shortened to fit it."""
+        """Show one completion of the step on one line, shortened to fit."""
         room = max(40, (self.console.width if self.console.is_terminal else 160) - 26)
         parts = shorten(prompt, room // 2), shorten(text, room // 2)
         self.say(f"      {parts[0]!r} -> {parts[1]!r} ({reward:.3g})", style="dim")
@@ -116,13 +116,13 @@ class Screen:
 
 
 def shorten(text: str, most: int) -> str:
-    """A text on one line of at most so many characters; the middle of a longer one is left out."""
+    """Return a text as one line of at most ``most`` characters; the middle of a longer one is left out."""
     line = " ".join(text.split())
     kept = (most - 3) // 2
     return line if len(line) <= most else f"{line[:kept]}...{line[-kept:]}"
 
 
-# What the table says -> the summary's keys, one for each value, and their format.
+# Row title -> the keys in the summary, one for each value, and their format.
 ROWS = (
     ("reward, first steps -> last steps", ("reward_first", "reward_last"), "{:.3f}"),
     ("reward, best step", ("reward_max",), "{:.3f}"),
@@ -139,7 +139,7 @@ ROWS = (
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """The numbers of ``summary.json`` that a person asks for first, one row each; what is absent has no row."""
+    """Build a table of the main numbers of ``summary.json``, one row each. A missing number has no row."""
     table = Table(title=f"{summary['steps']} steps", title_justify="left", show_header=False, pad_edge=False, box=None)
     table.add_column()
     table.add_column(justify="right")

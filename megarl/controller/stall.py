@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A warning when a run learns nothing, which says what to change."""
+"""Warn when a run learns nothing, and say what to change."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# Steps in a row without a gradient before the first warning; it comes again each time their number has doubled.
+# Steps in a row without a gradient before the first warning. It is repeated each time their number has doubled.
 PATIENCE = 5
 
 
 class StallWatch:
-    """Counts the steps in a row in which nothing was learned."""
+    """Counts the consecutive steps in which nothing was learned."""
 
     def __init__(self) -> None:
         self._idle = 0
         self._next = PATIENCE
 
     def look(self, row: Mapping[str, Any]) -> str | None:
-        """The warning that is due after a step, if any.
+        """Return the warning that is due after a step, or None.
 
         Args:
-            row: of the step's metrics; ``groups_without_signal`` (share, 0 to 1), ``grad_norm`` and ``reward`` count.
+            row: the step's metrics; ``groups_without_signal`` (share, 0 to 1), ``grad_norm`` and ``reward`` are used.
         """
         flat = row.get("groups_without_signal") == 1.0
         if not flat and row.get("grad_norm") != 0.0:

@@ -22,22 +22,22 @@ from megarl.types import Sample
 class TrainerRank(CheckpointEngineMixin):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
-    Every method but ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
+    Every method except ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
     arguments.
     """
 
     def __init__(self, config: RunConfig, place: Place) -> None:
         place.enter()
-        # Takes seconds: here, where all ranks do so at the same time.
+        # Takes seconds, which all ranks spend here at the same time.
         import torch  # noqa: F401
 
         self.config, self.rank = config, place.index
 
     def rendezvous(self, alone: bool) -> tuple[str, int]:
-        """Address and port of a store that this rank keeps open, for all ranks to meet at.
+        """Open the store at which all ranks meet; return its address and port. This rank keeps it open.
 
         Args:
-            alone: all ranks are on this node: nobody else can reach the store.
+            alone: True if all ranks are on this node; then only this node can reach the store.
         """
         from megarl.parallel.rendezvous import open_store
 
@@ -46,22 +46,22 @@ class TrainerRank(CheckpointEngineMixin):
         return address, self._store.port
 
     def node(self) -> str:
-        """The Ray node this rank is on."""
+        """Return the Ray node of this rank."""
         return ray.get_runtime_context().get_node_id()
 
     def sees(self, path: str) -> bool:
-        """Whether a file or folder exists on this rank's node; not a collective."""
+        """Return True if a file or folder exists on this rank's node; not a collective."""
         return os.path.exists(path)
 
     def build(self, address: str, port: int, threads: int) -> dict[str, Any]:
-        """Join the group, build the model, load base weights and adapter.
+        """Join the group, build the model, load the base weights and the adapter.
 
         Args:
-            address, port: rank 0's ``rendezvous``.
-            threads: CPU threads of this rank.
+            address, port: result of rank 0's ``rendezvous``.
+            threads: number of CPU threads of this rank.
 
         Returns:
-            ``parameters`` that are trained on this rank and the ``device``'s type.
+            ``parameters``: the number of trained parameters on this rank; ``device``: the type of its device.
         """
         from megarl.parallel.rendezvous import rank_environment
 
@@ -74,7 +74,7 @@ class TrainerRank(CheckpointEngineMixin):
         from megarl.parallel.groups import init_groups
 
         torch.set_num_threads(threads)
-        # Ray shows this actor only its own GPUs.
+        # Ray shows this actor only the GPUs assigned to it.
         device = pick_device(self.config.train.device)
         groups = init_groups(
             self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
@@ -89,11 +89,11 @@ class TrainerRank(CheckpointEngineMixin):
         """Train on one rollout.
 
         Args:
-            samples: of the whole step, groups kept together.
+            samples: samples of the whole step; the completions of a prompt stay together.
             rates: learning rate of each optimizer step; its length is the number of steps.
 
         Returns:
-            Metrics, averaged over the steps (``_max`` names: the maximum).
+            Metrics, averaged over the steps (for names ending in ``_max``: the maximum).
         """
         from megarl.controller.updates import run_updates
 
@@ -104,15 +104,15 @@ class TrainerRank(CheckpointEngineMixin):
         return self.model.version
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
-        """See ``MegatronModel.save_checkpoint``: returns once the state is copied."""
+        """Call ``MegatronModel.save_checkpoint``, which returns once the state is copied."""
         self.model.save_checkpoint(path, extra | self._start)
 
     def finish_checkpoint(self) -> None:
-        """See ``MegatronModel.finish_checkpoint``; not a collective."""
+        """Call ``MegatronModel.finish_checkpoint``; not a collective."""
         self.model.finish_checkpoint()
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """See ``MegatronModel.load_checkpoint`` and ``adapters.check_start``."""
+        """Call ``MegatronModel.load_checkpoint`` and ``adapters.check_start``."""
         extra = self.model.load_checkpoint(path)
         check_start(extra, self._start, self.config)
         return extra
@@ -122,7 +122,7 @@ class TrainerRank(CheckpointEngineMixin):
         self.model.save_adapter(path, self.config.lora.save_experts)
 
     def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Logprobs of the samples' response tokens under the current policy."""
+        """Return the logprobs of the samples' response tokens under the current policy."""
         return self.model.forward(self.model.pack(samples))
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, Any]]:
@@ -134,15 +134,17 @@ class TrainerRank(CheckpointEngineMixin):
         return self.model.adapter.adapter_config()
 
     def peak_device_gib(self) -> float:
-        """Most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""
+        """Return the most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""
         import torch
 
         return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def _longest_wait(config: RunConfig) -> float:
-    """Seconds that a rank may wait for another in a collective: a little longer than the controller's limits, whose
-    errors say more."""
+    """Return the seconds that a rank may wait for another in a collective.
+
+    This is a little longer than the controller's limits, since their errors say more.
+    """
     train = config.train
     limits = (train.build_seconds, train.update_seconds, train.save_seconds, config.checkpoint_engine.timeout_seconds)
     return max(limits) + 60.0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rollout does to the model: reference and old logprobs where needed, then one or more optimizer steps."""
+"""Train on one rollout: compute reference and old logprobs if needed, then do one or more optimizer steps."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,20 +22,20 @@ def run_updates(
 ) -> dict[str, float]:
     """Train on one rollout; a collective over all ranks.
 
-    A single on-policy update needs no old logprobs: the current ones, detached, are the same. With several updates they
-    are computed once, before the first; and with dropout, always: what the masked model computes is not what drew the
-    tokens, and ``exp(masked - old)`` is the importance ratio of a policy with random masks. Denominators are those of
-    each update's own samples. Micro-batches are planned once, for all passes.
+    A single on-policy update needs no old logprobs, since they equal the current ones, detached. Several updates need
+    them; they are computed once, before the first update. Dropout always needs them: the tokens were not drawn from the
+    policy with dropout, so ``exp(logprob with dropout - old logprob)`` is its importance ratio. Each update's
+    denominators are those of its own samples. Micro-batches are planned once, for all passes.
 
     Args:
-        model: this rank's.
-        loss: built from ``config.loss``.
-        config: the run.
-        samples: of the whole step, the completions of a prompt next to each other.
+        model: this rank's model.
+        loss: the loss built from ``config.loss``.
+        config: the run's config.
+        samples: samples of the whole step; the completions of a prompt are next to each other.
         rates: learning rate of each update.
 
     Returns:
-        Metrics averaged over the updates; of those ending in ``_max``, the largest.
+        Metrics averaged over the updates; for names ending in ``_max``, the largest value.
     """
     parts = split_groups(samples, len(rates), config.sampler.samples_per_prompt)
     batches = [plan(model, config, part) for part in parts]
@@ -49,26 +49,26 @@ def run_updates(
         trains = needs_backward(loss, config, batch.samples)
         metrics = model.forward_backward(batch, loss) if trains else model.evaluate(batch, loss)
         update = model.optim_step(rate)
-        # Read only now: it waits for the device.
+        # Read last, because this waits for the device.
         collected.append({**metrics, **update, "skipped_backward": float(not trains)})
     return combine(collected)
 
 
 def needs_backward(loss: Loss, config: RunConfig, samples: Sequence[Sample]) -> bool:
-    """Whether the gradient may be other than zero; see ``Loss.zero_without_advantages``."""
+    """Return True if the gradient may differ from zero; see ``Loss.zero_without_advantages``."""
     vanishes = getattr(loss, "zero_without_advantages", False) and config.loss.kl_coef == 0
     return not vanishes or any(sample.advantage for sample in samples)
 
 
 def plan(model: "MegatronModel", config: RunConfig, samples: Sequence[Sample]) -> "PackedBatch":
-    """Micro-batches and token weights of one update."""
+    """Plan the micro-batches and token weights of one update."""
     counts = np.array([int(sample.response_mask.sum()) for sample in samples])
     weights = sequence_weights(counts, config.loss.aggregation, config.sampler.max_response_tokens)
     return model.pack(samples, weights)
 
 
 def split_groups(samples: Sequence[Sample], parts: int, group: int) -> list[list[Sample]]:
-    """Cut a rollout into ``parts`` of nearly equal numbers of whole groups of ``group`` completions."""
+    """Split a rollout into ``parts`` with nearly equal numbers of whole groups of ``group`` completions."""
     groups = [list(samples[i : i + group]) for i in range(0, len(samples), group)]
     return [
         [sample for index in chunk for sample in groups[index]]
@@ -77,7 +77,7 @@ def split_groups(samples: Sequence[Sample], parts: int, group: int) -> list[list
 
 
 def combine(collected: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Average metrics over updates; maximum of those ending in ``_max``."""
+    """Average metrics over updates; for names ending in ``_max``, take the maximum."""
     names = {name for metrics in collected for name in metrics}
     return {
         name: (max if name.endswith("_max") else lambda values: sum(values) / len(values))(
