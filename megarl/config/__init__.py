@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The config tree: pydantic models, one section per file. Importing it loads neither torch nor vLLM."""
+"""Define the config tree: pydantic models, one section per file. Importing this loads neither torch nor vLLM."""
 
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.checks import check_run

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all config sections share."""
+"""Base class of all config sections."""
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-# Every integer is at most this; smaller bounds are at the fields.
+# Upper bound of every integer. Fields may have smaller bounds.
 LARGEST = 2**53
 
 
 class Section(BaseModel):
-    """A section of the config tree: immutable, no unknown keys, no silent type conversion.
+    """Base of a section of the config tree: immutable, without unknown keys, without silent type conversion.
 
-    ``strict`` keeps ``"8"`` from becoming ``8``: overrides are parsed as YAML, so a wrong type is a mistake.
+    ``strict`` keeps ``"8"`` from becoming ``8``: overrides are parsed as YAML, so a value of the wrong type is a
+    mistake.
     """
 
     model_config = ConfigDict(

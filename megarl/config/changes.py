@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a run that differ from the defaults, and the whole config with those marked."""
+"""List the settings of a run that differ from the defaults, and write a config with these settings marked."""
 
 import json
 import textwrap
@@ -17,7 +17,7 @@ INDENT = "  "
 
 
 def setting_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all settings of a section, in the order of their definition."""
+    """Yield the dotted names of all settings of a section, in the order of their definition."""
     for name, field in section.model_fields.items():
         if _is_section(field):
             yield from setting_names(field.annotation, f"{prefix}{name}.")  # type: ignore[arg-type]
@@ -26,7 +26,7 @@ def setting_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def changes(config: BaseModel) -> dict[str, Any]:
-    """The settings that differ from their defaults, or have none, as a tree; sections without any are left out."""
+    """Return, as a tree, the settings that differ from their defaults or have none; other sections are left out."""
     tree: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -39,13 +39,13 @@ def changes(config: BaseModel) -> dict[str, Any]:
 
 
 def changed_yaml(config: RunConfig) -> str:
-    """``changes`` as YAML."""
+    """Return ``changes`` as YAML."""
     tree = changes(config)
     return to_yaml(tree) if tree else ""
 
 
 def annotate(config: BaseModel) -> str:
-    """The whole config as YAML that ``load_config`` reads back; a comment gives the default of what differs from it."""
+    """Return the whole config as YAML that ``load_config`` reads; comments give the defaults of changed settings."""
     parts = []
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
@@ -63,7 +63,7 @@ def _marked(text: str, field: FieldInfo) -> str:
     default = _default(field)
     note = "# required" if default is PydanticUndefined else f"# default: {json.dumps(default)}"
     first, _, rest = text.partition("\n")
-    # A comment behind the first line of a text that is folded over several would become part of it.
+    # A comment after the first line of a folded text would become part of the text.
     return f"{first}  {note}\n{rest}" if not rest or first.endswith(":") else f"{note}\n{text}"
 
 

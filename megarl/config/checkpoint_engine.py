@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How weights travel from trainer to sampler."""
+"""Config section ``checkpoint_engine``: the transport of weights from trainer to sampler."""
 
 from typing import Literal
 
@@ -10,14 +10,14 @@ from megarl.config.base import Section
 
 class CheckpointEngineConfig(Section):
     transport: str = "auto"
-    """A registered transport, or ``file.py:Name``: an object with ``open_sender`` and ``open_receiver`` (see
-    ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, for samplers on the
-    trainer's host. ``gloo``: TCP, between hosts. ``auto``: ``shm`` where trainer rank 0 and all engines share a node,
-    else ``gloo``."""
+    """A registered transport, or ``file.py:Name`` for an object with ``open_sender`` and ``open_receiver`` (see
+    ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, if the samplers are
+    on the trainer's host. ``gloo``: TCP, between hosts. ``auto``: ``shm`` if trainer rank 0 and all engines share a
+    node, else ``gloo``."""
     bucket_mib: int = Field(256, ge=1)
-    """Tensors travel in buckets of at most this size (a larger tensor has a bucket of its own)."""
+    """Tensors travel in buckets of at most this size, MiB. A larger tensor has a bucket of its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)
-    """A sync that takes longer fails, and the run with it."""
+    """Limit of one sync, seconds. A sync that takes longer ends the run."""
     base_weights: Literal["send", "disk"] = "send"
-    """At the start and on resume: ``send`` the trainer's base weights to the sampler, or let vLLM read them from
-    ``model.path``."""
+    """Source of the sampler's base weights at the start and on resume. ``send``: the trainer sends them; ``disk``: vLLM
+    reads them from ``model.path``."""

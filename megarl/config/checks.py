@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a config against the files that it names. Every message names field, value and fix."""
+"""Check a config against the files that it names. Every message names the field, its value and a fix."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,8 +22,8 @@ def check_run(config: RunConfig) -> None:
     """Check a run's config against the files that it names.
 
     Raises:
-        ConfigError: a value that contradicts the model's ``config.json``, or a missing file.
-        UnsupportedError: a layout that is not proven for the model.
+        ConfigError: a value contradicts the model's ``config.json``, or a file is missing.
+        UnsupportedError: a layout is not proven for the model.
     """
     shape = read_model_shape(config.model.path)
     check_trainer(config.trainer, shape)
@@ -46,7 +46,7 @@ def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: a size of the model is not a multiple of the axis that splits it.
-        UnsupportedError: a layout that is not proven for the model.
+        UnsupportedError: a layout is not proven for the model.
     """
     check_layout_fits_model(config.parallel, shape)
     check_backend(config.model, shape)
@@ -57,7 +57,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
     """Return the parsed ``config.json`` of a Hugging Face folder.
 
     Raises:
-        ConfigError: the folder or the file is missing, or is not JSON.
+        ConfigError: the folder or the file is missing, or the file is not JSON.
     """
     file = user_path("model.path", path) / "config.json"
     if not file.parent.is_dir():
@@ -72,7 +72,7 @@ def read_model_shape(path: str) -> dict[str, Any]:
 
 
 def check_layout_fits_model(parallel: ParallelConfig, shape: Mapping[str, Any]) -> None:
-    """Check that heads and layers divide as the layout asks.
+    """Check that the layout divides the model's heads and layers evenly.
 
     Raises:
         ConfigError: a size of the model is not a multiple of the axis that splits it.
@@ -92,7 +92,7 @@ def check_layout_fits_model(parallel: ParallelConfig, shape: Mapping[str, Any]) 
 
 
 def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
-    """Refuse what the Transformer Engine back end has not been shown to compute exactly.
+    """Refuse models that the Transformer Engine back end has not been shown to compute exactly.
 
     Raises:
         UnsupportedError: multi-latent attention, or biases, with ``te``.
@@ -111,17 +111,17 @@ def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
 
 
 def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
-    """Refuse CUDA graphs of what differs from one micro-batch to the next, or runs code of its own in between.
+    """Refuse CUDA graphs for computations that differ between micro-batches or that run extra code between kernels.
 
     Raises:
-        UnsupportedError: naming the setting.
+        UnsupportedError: a setting does not fit CUDA graphs; the message names it.
     """
     if not config.train.cuda_graphs:
         return
     moe = _experts_of(shape)
     experts = moe.count_key(shape) if moe else ""
     refused = {
-        # Not shown yet: tests/gpu/test_graphs.py has passed on one GPU.
+        # Not proven yet: tests/gpu/test_graphs.py has passed on one GPU only.
         f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
@@ -130,8 +130,8 @@ def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
         f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
         "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,
     }
-    for setting, found in refused.items():
-        if found:
+    for setting, is_set in refused.items():
+        if is_set:
             raise UnsupportedError(
                 f"train.cuda_graphs is true with {setting}; supported are dense models without tensor, "
                 "pipeline or context parallelism, dropout, recompute and overlapped reduction, or "
@@ -143,7 +143,8 @@ def check_engine_fits_model(parallel: EngineParallel, shape: Mapping[str, Any]) 
     """Check that vLLM can split the model over an engine's ranks.
 
     Raises:
-        ConfigError: a size of the model is not a multiple of ``sampler.parallel.tensor``, or there are fewer experts.
+        ConfigError: a size of the model is not a multiple of ``sampler.parallel.tensor``, or there are fewer experts
+            than ranks.
     """
     axis, tensor = "sampler.parallel.tensor", parallel.tensor
     _check_divides(axis, tensor, "num_attention_heads", shape)
@@ -159,7 +160,7 @@ def check_engine_fits_model(parallel: EngineParallel, shape: Mapping[str, Any]) 
 
 
 def _check_kv_heads(axis: str, size: int, shape: Mapping[str, Any]) -> None:
-    """Several KV heads on each rank, or each head on several ranks."""
+    """Check that each rank gets several KV heads, or that each head is on several ranks."""
     heads = shape.get("num_key_value_heads")
     if heads and heads % size and size % heads:
         raise ConfigError(
@@ -168,13 +169,13 @@ def _check_kv_heads(axis: str, size: int, shape: Mapping[str, Any]) -> None:
 
 
 def _experts_of(shape: Mapping[str, Any]) -> MoeMap | None:
-    """The mixture of experts of the model's family; None for dense and for unknown models."""
+    """Return the mixture of experts of the model's family, or None for dense and for unknown models."""
     family = FAMILIES.get(str(shape.get("model_type")))
     return family.moe if family else None
 
 
 def _check_experts(parallel: ParallelConfig, shape: Mapping[str, Any]) -> None:
-    """Experts are laid out over the tensor x context x data ranks of a pipeline stage."""
+    """Check that experts divide evenly over the tensor x context x data ranks of a pipeline stage."""
     moe = _experts_of(shape)
     if moe is None:
         for axis in ("expert", "expert_tensor"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of one section against another. They read no disk; ``megarl.config.checks`` knows the model."""
+"""Check one section against another, without reading files. ``megarl.config.checks`` compares with the model."""
 
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sampler import SamplerConfig
@@ -8,7 +8,7 @@ from megarl.errors import ConfigError, UnsupportedError
 
 
 def check_sections(parallel: ParallelConfig, sampler: SamplerConfig, train: TrainConfig) -> None:
-    """Check what one section cannot see alone.
+    """Check values that involve several sections.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -32,7 +32,7 @@ def check_sections(parallel: ParallelConfig, sampler: SamplerConfig, train: Trai
 
 
 def check_layout(parallel: ParallelConfig) -> None:
-    """Refuse layouts that are not proven and combinations that make no sense."""
+    """Refuse layouts that are not proven, and combinations that make no sense."""
     if parallel.sequence and parallel.tensor == 1:
         raise ConfigError("parallel.sequence is true, which needs parallel.tensor > 1 (it is 1)")
     if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
@@ -42,7 +42,9 @@ def check_layout(parallel: ParallelConfig) -> None:
 
 
 def _check_budget(parallel: ParallelConfig, sampler: SamplerConfig, train: TrainConfig) -> None:
-    """A micro-batch holds the longest sequence. Its last token is not fed; context parallelism pads what is to two
+    """Check that a micro-batch can hold the longest sequence.
+
+    The last token of a sequence is not fed to the model. Context parallelism pads the others to a multiple of two
     chunks per rank."""
     length = sampler.max_prompt_tokens + sampler.max_response_tokens
     if train.micro_batch_tokens < length:
@@ -60,7 +62,7 @@ def _check_budget(parallel: ParallelConfig, sampler: SamplerConfig, train: Train
 
 
 def check_switches(train: TrainConfig) -> None:
-    """Refuse switches of mcore that need others."""
+    """Refuse switches of mcore that need another switch that is off."""
     needed = [name for name in ("distributed_optimizer", "overlap_grad_reduce") if not getattr(train, name)]
     if train.overlap_param_gather and needed:
         raise ConfigError(f"train.overlap_param_gather is true, which needs train.{needed[0]} (it is false)")
@@ -72,7 +74,7 @@ def check_switches(train: TrainConfig) -> None:
 
 
 def check_sampling(sampler: SamplerConfig) -> None:
-    """Refuse truncated distributions: their logprobs cannot be recomputed in the trainer."""
+    """Refuse truncated distributions, since the trainer cannot recompute their logprobs."""
     if sampler.top_p != 1.0:
         raise UnsupportedError(f"sampler.top_p is {sampler.top_p}; only 1.0 is supported: the trainer cannot replay it")
     if sampler.top_k != -1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pydantic's errors in the words of a recipe: field, value, what is allowed, nearest name."""
+"""Explain pydantic's errors in the terms of a recipe: field, value, what is allowed, nearest name."""
 
 import re
 import typing
@@ -10,28 +10,28 @@ from pydantic import BaseModel, ValidationError
 
 from megarl.errors import MegarlError, nearest
 
-MAX_SHOWN = 80  # characters of a wrong value that are quoted
+MAX_SHOWN = 80  # characters of a wrong value that are shown
 
 
 def explain(error: ValidationError, tree: Any, section: type[BaseModel], prefix: str = "") -> str:
     """Return one line for each wrong field.
 
     Args:
-        error: what pydantic raised for ``tree``.
+        error: the error that pydantic raised for ``tree``.
         tree: the plain value that was validated.
-        section: the model it was validated against; its fields are what is allowed.
-        prefix: dotted name of ``tree`` within the recipe (``"task.options"``), put before every field.
+        section: the model that it was validated against; its fields are the allowed ones.
+        prefix: dotted name of ``tree`` within the recipe (``"task.options"``), which is put before every field.
     """
     problems: dict[tuple[str, ...], list[Any]] = {}
     for problem in error.errors():
         problems.setdefault(_path_in_tree(problem, tree), []).append(problem)
-    # Of a union's alternatives, the one that got furthest into the value says most.
+    # Of the alternatives of a union, report the one that matched the value to the greatest depth.
     deepest = [path for path in problems if not any(_is_below(other, path) for other in problems)]
     return "\n".join(_line(path, problems[path], section, prefix) for path in deepest)
 
 
 def _path_in_tree(problem: Any, tree: Any) -> tuple[str, ...]:
-    """``loc`` without pydantic's tags for a union's alternatives (``"str"``), which are no place in the tree."""
+    """Return ``loc`` without pydantic's tags for a union's alternatives (``"str"``), which are no keys of the tree."""
     path: list[str] = []
     node = tree
     for depth, part in enumerate(problem["loc"], start=1):
@@ -54,7 +54,7 @@ def _is_below(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
 
 
 def _line(path: tuple[str, ...], problems: list[Any], section: type[BaseModel], prefix: str) -> str:
-    """The line for all problems of one field."""
+    """Return the line for all problems of one field."""
     name = ".".join([prefix, *path] if prefix else path)
     first = problems[0]
     cause = first.get("ctx", {}).get("error")
@@ -72,7 +72,7 @@ def _line(path: tuple[str, ...], problems: list[Any], section: type[BaseModel], 
 
 
 def _allowed(problem: Any) -> str:
-    """What one problem says is allowed, with the nearest name among a fixed set."""
+    """Describe what is allowed, from one problem; adds the nearest name if there is a fixed set of names."""
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return "it should be a mapping of keys to values"
     message = problem["msg"][:1].lower() + problem["msg"][1:]
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def _fields_at(section: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Field names of the section at ``path``."""
+    """Return the field names of the section at ``path``."""
     for part in path:
         field = section.model_fields.get(part)
         candidates = [field.annotation, *typing.get_args(field.annotation)] if field else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML recipe + dotted overrides -> RunConfig, with one clear error for anything wrong.
+"""Read a YAML recipe and dotted overrides into a ``RunConfig``; report anything wrong as one clear error.
 
 Imports neither torch nor vLLM, so that a typo is reported in a fraction of a second.
 """
@@ -24,18 +24,19 @@ def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe and apply overrides.
 
     Args:
-        recipe: YAML file. ``${oc.env:NAME}`` and other OmegaConf interpolations are resolved.
-        overrides: ``"section.key=value"``, the value in YAML (``train.steps=3``, ``lora.target_modules=[q_proj]``).
+        recipe: path of the YAML file. ``${oc.env:NAME}`` and other OmegaConf interpolations are resolved.
+        overrides: each ``"section.key=value"``, with the value in YAML (``train.steps=3``,
+            ``lora.target_modules=[q_proj]``).
 
     Raises:
-        ConfigError: unreadable file, unknown key, wrong type or value, contradiction between fields.
+        ConfigError: unreadable file, unknown key, wrong type or value, or fields that contradict each other.
         UnsupportedError: a layout or option that is valid but not proven.
     """
     return _resolve(_read_recipe(recipe), overrides, f"recipe '{recipe}'")
 
 
 def override_config(tree: Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
-    """Apply overrides to a plain dictionary; the same as ``load_config`` otherwise."""
+    """Apply overrides to a plain dictionary and validate it, as ``load_config`` does."""
     return _resolve(OmegaConf.create(_escape(dict(tree))), overrides, "overrides")
 
 
@@ -43,8 +44,8 @@ def parse_config(tree: Any) -> RunConfig:
     """Validate a plain dictionary.
 
     Raises:
-        ConfigError: one line for each wrong field.
-        UnsupportedError: from the cross-field checks.
+        ConfigError: some fields are wrong; the message has one line for each.
+        UnsupportedError: a cross-field check raises it.
     """
     try:
         return RunConfig.model_validate(tree)
@@ -58,8 +59,8 @@ def dump_config(config: RunConfig) -> str:
 
 
 def to_yaml(tree: Mapping[str, Any]) -> str:
-    """Settings as YAML that ``load_config`` reads back, in their order."""
-    # OmegaConf's dumper, because its YAML is not PyYAML's: it reads a bare 1e-3 as a number, PyYAML as a string.
+    """Return settings as YAML that ``load_config`` reads, in their order."""
+    # Use OmegaConf's dumper because its YAML differs from PyYAML's: a bare 1e-3 is a number, in PyYAML a string.
     return OmegaConf.to_yaml(OmegaConf.create(_escape(dict(tree))), sort_keys=False)
 
 
@@ -83,7 +84,7 @@ def _read_recipe(recipe: str | Path) -> DictConfig:
     expected = f"recipe '{recipe}' must hold a mapping of sections ({', '.join(RunConfig.model_fields)})"
     try:
         text = file.read_text(encoding="utf-8")
-        # OmegaConf answers a bare scalar with an OSError or a one-key mapping; so its type is looked at first.
+        # Check the type first: for a bare scalar, OmegaConf raises an OSError or makes a one-key mapping.
         if not isinstance(yaml.safe_load(text), dict):
             raise ConfigError(expected)
         tree = OmegaConf.create(text)
@@ -111,12 +112,12 @@ def _apply_override(tree: DictConfig, override: str) -> DictConfig:
 
 
 def _first_line(error: Exception) -> str:
-    """OmegaConf appends lines about its internals."""
+    """Return the first line of an error's text; OmegaConf appends lines about its internals."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _escape(value: Any) -> Any:
-    """``value`` with every ``${`` escaped, so that reading it back interpolates nothing."""
+    """Return ``value`` with every ``${`` escaped, so that nothing is interpolated when it is read back."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which model, in which dtype, by which kernels."""
+"""Config section ``model``: the model, its dtype, its layers."""
 
 from typing import Literal
 
@@ -8,8 +8,8 @@ from megarl.config.base import Section
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face folder: ``config.json``, safetensors, tokenizer. Trainer and sampler both start from it."""
+    """A Hugging Face folder with ``config.json``, safetensors and tokenizer. Trainer and sampler both load it."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of weights and activations, on both sides. Adapter weights have an fp32 main copy in the optimizer."""
+    """Dtype of weights and activations in trainer and sampler. The optimizer has fp32 copies of adapter weights."""
     backend: Literal["local", "te"] = "local"
-    """Layers: ``local`` is mcore's own linears with megarl's packed attention; ``te`` is Transformer Engine's (GPU)."""
+    """``local``: mcore's own linears with megarl's packed attention; ``te``: Transformer Engine's layers (GPU)."""

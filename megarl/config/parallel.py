@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the trainer is spread over ranks; names as in Megatron-Core."""
+"""Config section ``parallel``: the layout of the trainer over ranks, with names as in Megatron-Core."""
 
 from pydantic import Field
 
@@ -14,20 +14,20 @@ class ParallelConfig(Section):
     virtual_pipeline: int = Field(1, ge=1)
     """Model chunks per pipeline stage (VPP); 1 is the plain 1F1B schedule."""
     context: int = Field(1, ge=1)
-    """Context parallel size (CP): each sequence is padded to a multiple of twice this and split into as many chunks;
-    every rank gets two that make equal work."""
+    """Context parallel size (CP): each sequence is padded to a multiple of twice this and split into that many chunks.
+    Every rank gets two chunks, paired so that all ranks have equal work."""
     expert: int = Field(1, ge=1)
     """Expert parallel size (EP): experts are split."""
     expert_tensor: int = Field(1, ge=1)
     """Tensor parallel size within an expert (ETP)."""
     data: int = Field(1, ge=1)
-    """Data parallel size (DP): copies of the model that share each step's samples."""
+    """Data parallel size (DP): number of copies of the model; they share each step's samples."""
     sequence: bool | None = None
-    """Sequence parallelism (SP). Default: on when ``tensor`` > 1."""
+    """Use sequence parallelism (SP). Default: on if ``tensor`` > 1."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """SP as resolved: ``sequence`` if given, else whether ``tensor`` > 1."""
+        """Return ``sequence``, or its default."""
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which settings may differ when a run is resumed."""
+"""Check that the settings of a resumed run differ from those of the run only where they may."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,8 @@ from typing import Any
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
-# Where and how fast it is computed, how long and what is kept; a trailing * stands for any ending, a leading one for
-# any beginning. A setting that is not listed decides what is learned.
+# Settings that may change: where and how fast the run is computed, how long, and what is kept. A trailing * stands for
+# any ending, a leading one for any beginning. Any other setting affects what is learned.
 FREE = (
     "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.gpu_memory_utilization", "sampler.max_num_seqs",
@@ -16,13 +16,13 @@ FREE = (
     "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output", "train.save_every",
     "train.keep_*", "train.max_mismatch", "lora.save_experts", "*_seconds", "*_gib",
 )  # fmt: skip
-# What a start says of itself is no setting of the run.
-OF_A_START = ("train.resume", "train.resume_step", "train.resume_changes")
-# The place may be another as long as what lies there is the same: ``contents`` tells.
+# Settings of one start of the run, which the checkpoint does not keep.
+START_ONLY = ("train.resume", "train.resume_step", "train.resume_changes")
+# Paths, which may change as long as the content of the files stays the same; ``contents`` holds its digests.
 PLACES = ("model.path", "task.path", "task.reward", "lora.init_from")
-# A checkpoint fits no other value.
+# Settings that may never change, because the checkpoint would not fit.
 FIXED = ("model.dtype", "lora.*", "train.seed")
-# Name in ``contents`` -> the setting that names it, and what it is.
+# Name in ``contents`` -> the setting that names the content, and a description.
 CONTENTS = {
     "data": ("task.path", "the task's prompts"),
     "tokens": ("model.path", "the token ids of the task's prompts (tokenizer, chat template)"),
@@ -32,28 +32,28 @@ CONTENTS = {
 
 
 def settings_of(config: RunConfig) -> dict[str, Any]:
-    """``section.key`` -> value, JSON-able, as a checkpoint keeps them: alike however often the run was resumed."""
+    """Return ``section.key`` -> value, JSON-able, for the checkpoint. Resuming the run does not change the result."""
     return {
         f"{section}.{key}": value
         for section, fields in config.model_dump(mode="json").items()
         for key, value in fields.items()
-        if f"{section}.{key}" not in OF_A_START
+        if f"{section}.{key}" not in START_ONLY
     }
 
 
 def check_changes(saved: Mapping[str, Any], contents: Mapping[str, Any], config: RunConfig) -> set[str]:
-    """Compare a run with what its checkpoint says of it.
+    """Compare the config of a resumed run with the run's settings in the checkpoint.
 
     Args:
-        saved: ``settings`` (from ``settings_of``) and ``contents`` of the run when the checkpoint was saved.
-        contents: digests of what the settings name now; the keys of ``CONTENTS``.
-        config: the run as it would go on.
+        saved: ``settings`` (from ``settings_of``) and ``contents`` of the run, from the checkpoint.
+        contents: the present digests of the files that the settings name; has the keys of ``CONTENTS``.
+        config: config of the resumed run.
 
     Returns:
-        The settings that differ and were asked for by ``train.resume_changes``.
+        The settings that differ, all of them allowed by ``train.resume_changes``.
 
     Raises:
-        ConfigError: every other setting that differs, with both values and what to do.
+        ConfigError: other settings differ; the message has both values of each, and a fix.
     """
     now = settings_of(config)
     asked = set(config.train.resume_changes)
@@ -63,9 +63,9 @@ def check_changes(saved: Mapping[str, Any], contents: Mapping[str, Any], config:
         if name not in PLACES and not _fits(name, FREE) and name in saved["settings"]
         if now[name] != saved["settings"][name]
     }
-    for key, (name, what) in CONTENTS.items():
+    for key, (name, description) in CONTENTS.items():
         if contents.get(key) != saved["contents"].get(key):
-            changed.setdefault(name, f"{name} is {now.get(name)!r}, but {what} differs from the run's")
+            changed.setdefault(name, f"{name} is {now.get(name)!r}, but {description} differs from the run's")
     fixed = [text for name, text in changed.items() if _fits(name, FIXED)]
     refused = [text for name, text in changed.items() if name not in asked and not _fits(name, FIXED)]
     if fixed:

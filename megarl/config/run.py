@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole tree and the checks that need more than one section."""
+"""Define the whole config tree, and run the checks that need more than one section."""
 
 from pydantic import Field, model_validator
 
@@ -17,9 +17,9 @@ from megarl.config.trainer import TrainerConfig
 
 
 class RunConfig(Section):
-    """One tree for trainer and sampler; see each section for its fields.
+    """The config of a run, for trainer and sampler. The fields are documented in each section.
 
-    Building one reads no disk; ``megarl.config.check_run`` compares it with the model.
+    Creating one reads no file; ``megarl.config.check_run`` compares it with the model.
     """
 
     model: ModelConfig
@@ -33,7 +33,7 @@ class RunConfig(Section):
 
     @property
     def trainer(self) -> TrainerConfig:
-        """What the trained model has to be told."""
+        """Return the settings that the trained model needs."""
         longest = self.sampler.max_prompt_tokens + self.sampler.max_response_tokens
         return TrainerConfig(self.model, self.parallel, self.lora, self.train, self.sampler.temperature, longest)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the policy is trained on."""
+"""Config section ``task``: the prompts and the reward to train on."""
 
 from typing import Any
 
@@ -15,16 +15,16 @@ class TaskConfig(Section):
     path: str | None = None
     """Data file, for tasks that read one."""
     reward: str | None = None
-    """``file.py:function`` that replaces the task's own reward; the path is relative to the recipe."""
+    """``file.py:function`` that replaces the task's own reward. The path is relative to the recipe."""
     reward_threads: int = Field(16, ge=1)
-    """Completions that are scored at the same time, each in a thread. 1: one after the other in the main thread, for a
-    reward that may not run beside itself or that uses signals."""
+    """Number of completions scored at the same time, each in a thread. 1: one after the other in the main thread, for a
+    reward that is not thread-safe or that uses signals."""
     reward_seconds: float = Field(600.0, gt=0.0)
-    """Limit of one reward: one that takes longer ends the run."""
+    """Limit of one reward, seconds. A reward that takes longer ends the run."""
     system_prompt: str | None = None
-    """Put before every question."""
+    """System message put before every question."""
     held_out: int = Field(0, ge=0, le=1_000_000)
-    """Prompts, the task's last, that are never trained on: completions of them are scored before the first step and
-    after the last, ``sampler.samples_per_prompt`` of each."""
+    """Number of prompts, the task's last, that are never trained on. Completions of them are scored before the first
+    step and after the last, ``sampler.samples_per_prompt`` of each."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """The task's own settings; each task documents and checks them."""
+    """The task's own settings. Each task documents and checks them."""

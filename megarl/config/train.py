@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps, optimizer, schedule, output."""
+"""Config section ``train``: steps, optimizer, schedule, output."""
 
 from typing import Literal
 
@@ -7,24 +7,24 @@ from pydantic import Field
 
 from megarl.config.base import Section
 
-# ``train.resume`` that means: find the run.
+# Value of ``train.resume`` that means: find the run to resume.
 AUTO = "auto"
 
 
 class TrainConfig(Section):
     steps: int = Field(100, ge=1)
-    """Policy versions to make: one rollout, ``updates_per_step`` optimizer steps and one sync each."""
+    """Number of steps. Each makes one policy version: one rollout, ``updates_per_step`` optimizer steps, one sync."""
     prompts_per_step: int = Field(32, ge=1, le=1_000_000)
-    """Prompts per rollout; times ``sampler.samples_per_prompt`` completions."""
+    """Prompts per rollout. Each has ``sampler.samples_per_prompt`` completions."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps per rollout; more than one makes the later ones off-policy (old logprobs are computed)."""
+    """Optimizer steps per rollout. With more than one, the later ones are off-policy, so old logprobs are computed."""
     learning_rate: float = Field(1e-5, gt=0.0, le=1.0)
-    """Peak learning rate; at most 1, by which AdamW would move every element at once."""
+    """Peak learning rate. At most 1, since AdamW changes an element by about the learning rate in each step."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warmup; ``linear`` and ``cosine`` end at 0."""
+    """Schedule of the learning rate after the warmup. ``linear`` and ``cosine`` end at 0."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from 0; a step is ``updates_per_step`` updates here too. A run
-    that is shorter, such as a trial of two steps, makes the beginning of the rise."""
+    """Steps over which the learning rate rises linearly from 0. As in ``steps``, each is ``updates_per_step`` updates.
+    A run that is shorter, such as a trial of two steps, does only the beginning of the rise."""
     weight_decay: float = Field(0.0, ge=0.0)
     """AdamW's decoupled weight decay."""
     adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
@@ -36,54 +36,54 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0.0)
     """Gradients are clipped to this global norm; 0 switches clipping off."""
     distributed_optimizer: bool = False
-    """Spread main weights and moments over data x context parallel ranks (mcore's DistributedOptimizer). Saves memory;
-    an adapter's state is small, so it is off by default."""
+    """Spread main weights and moments over data x context parallel ranks (mcore's DistributedOptimizer). This saves
+    memory. It is off by default because an adapter's state is small."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False
-    """With ``distributed_optimizer`` and ``overlap_grad_reduce``: gather the updated weights during the next forward
-    pass. A sync to the sampler waits for them, so it pays only where ``updates_per_step`` > 1."""
+    """Gather the updated weights during the next forward pass; needs ``distributed_optimizer`` and
+    ``overlap_grad_reduce``. A sync to the sampler waits for them, so this pays only if ``updates_per_step`` > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that the backward pass computes again instead of keeping them: ``selective``: the core attention;
+    """Activations that the backward pass recomputes instead of keeping them. ``selective``: the core attention;
     ``full``: whole layers."""
     recompute_layers: int | None = Field(None, ge=1)
-    """With ``recompute: full``: only the first so many layers of each pipeline stage (or virtual stage)."""
+    """With ``recompute: full``: recompute only this many layers, the first ones of each (virtual) pipeline stage."""
     cuda_graphs: bool = False
-    """Run forward and backward passes by CUDA graphs, captured for a few sizes that micro-batches are padded to. Pays
-    for small models, whose kernels finish faster than they can be launched; activations then keep their memory."""
+    """Run forward and backward passes as CUDA graphs, captured for a few sizes; micro-batches are padded to them. This
+    pays for small models, whose kernels finish faster than they can be launched. Activations then keep their memory."""
     keep_logits_gib: float = Field(6.0, ge=0.0)
-    """On a GPU: logits of a micro-batch's response tokens that take no more than this on a rank are kept for the
-    backward pass; more are computed again, chunk by chunk."""
+    """On a GPU: the logits of a micro-batch's response tokens are kept for the backward pass if they take at most this
+    much memory on a rank; otherwise they are recomputed chunk by chunk."""
     micro_batch_tokens: int = Field(8192, ge=2)
-    """Token budget of one packed micro-batch; under context parallelism of all its ranks together."""
+    """Token budget of one packed micro-batch; under context parallelism, of all its ranks together."""
     seed: int = Field(0, ge=0)
-    """Adapter initialisation, data order, dropout."""
+    """Seed of adapter initialisation, data order and dropout."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto``: CUDA where torch sees it."""
+    """Device of the trainer. ``auto``: CUDA if torch sees it."""
     output: str = "runs"
-    """Run folders are made below it."""
+    """Folder in which run folders are made."""
     save_every: int = Field(10, ge=1)
-    """A checkpoint every so many steps, and at the end."""
+    """Steps between two checkpoints. There is also one at the end."""
     keep_checkpoints: int = Field(2, ge=1)
-    """Older checkpoints are deleted."""
+    """Number of checkpoints to keep. Older ones are deleted."""
     keep_rollouts: int | None = Field(None, ge=1)
-    """Completions of so many last steps are kept, of older ones deleted. Default: all, some 34 KB per 1,000 tokens."""
+    """Keep the completions of only this many last steps. Default: all, about 34 KB per 1,000 tokens."""
     hang_seconds: float = Field(120.0, ge=5.0)
-    """The run ends when the process of a trainer rank or engine has given no sign of life for so long: it is stopped,
-    frozen or cut off."""
+    """The run ends if the process of a trainer rank or engine gives no sign of life for this many seconds, because it
+    is stopped, frozen or cut off."""
     build_seconds: float = Field(1800.0, gt=0.0)
-    """Limit of building the model in all trainer ranks, and of starting all engines."""
+    """Limit of building the model in all trainer ranks, and of starting all engines, seconds."""
     update_seconds: float = Field(3600.0, gt=0.0)
-    """Limit of all updates of one step."""
+    """Limit of all updates of one step, seconds."""
     save_seconds: float = Field(1800.0, gt=0.0)
-    """Limit of saving or loading a checkpoint or the adapter."""
+    """Limit of saving or loading a checkpoint or the adapter, seconds."""
     max_mismatch: float | None = Field(None, gt=0.0)
-    """The run stops when a step's mean |sampler - trainer| logprob difference exceeds it."""
+    """The run stops if a step's mean |sampler - trainer| logprob difference exceeds this."""
     resume: str | None = None
-    """A run folder to continue from its last checkpoint. ``auto``: the newest unfinished run below ``output`` that has
-    these settings and a checkpoint, else a new run; for jobs that are queued again (Slurm)."""
+    """A run folder whose last checkpoint the run continues from. ``auto``: the newest unfinished run in ``output`` that
+    has these settings and a checkpoint, else a new run; for jobs that are queued again (Slurm)."""
     resume_step: int | None = Field(None, ge=1)
-    """With ``resume``: go back to this step's checkpoint instead of the last; what came after it is put aside."""
+    """With ``resume``: return to this step's checkpoint instead of the last. Everything later is set aside."""
     resume_changes: list[str] = Field(default_factory=list)
-    """With ``resume``: settings that may differ from the run's though they change what is learned (``[task.reward]``).
-    Those that only change where, how fast or how long it is computed need not be named."""
+    """With ``resume``: settings that may differ from the run's although they affect what is learned
+    (``[task.reward]``). Settings that only affect where, how fast or how long the run is computed need not be named."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a model that is trained has to be told; a run's config holds more."""
+"""Group the settings that a trained model needs; a run's config holds more."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,8 @@ class TrainerConfig:
     Attributes:
         model, parallel, lora, train: sections of the config.
         temperature: the policy is ``softmax(logits / temperature)``.
-        longest: tokens of the longest sequence, checked against the model's positions; None: each batch is checked.
+        longest: tokens of the longest sequence, checked once against the model's positions. None: each batch is
+            checked.
     """
 
     model: ModelConfig

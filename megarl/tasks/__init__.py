@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks: prompts with verifiable rewards. One more task is one more module and one more line in ``TASKS``."""
+"""Registry of tasks, which are prompts with verifiable rewards. A new task is a module and a line in ``TASKS``."""
 
 from collections.abc import Callable
 
@@ -22,11 +22,11 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
 def build_task(context: TaskContext) -> Task:
     """Build the task that ``task.name`` names, with the reward of ``task.reward`` if that is set.
 
-    The name is a registered one, or ``file.py:build``.
+    The name is that of a registered task, or ``file.py:build``.
 
     Raises:
         ConfigError: unknown task, wrong options, missing file or reward function.
-        DataError: malformed rows; all of them are counted, the first few listed.
+        DataError: malformed rows; the message counts all of them and lists the first few.
     """
     task = pick_or_load(TASKS, context.config.name, "task", "task.name", context.recipe_dir)(context)
     if len(task) == 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short sums with one verifiable answer: small enough to learn on two CPU cores."""
+"""Task ``arithmetic``: short sums with one verifiable answer, small enough to learn on two CPU cores."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from megarl.tasks.options import parse_options, refuse_path
 from megarl.types import Prompt
 
 INTEGER = re.compile(r"-?[0-9]+")
-# A number within a text; in "10-5" the minus belongs to no number.
+# A number within a text. In "10-5" the minus is not part of a number.
 INTEGER_IN_TEXT = re.compile(r"(?:(?<![0-9])-)?[0-9]+")
 
 EXACT = 1.0
@@ -28,13 +28,13 @@ class ArithmeticOptions(Section):
     max: int = Field(20, ge=0, le=1_000_000)
     """Largest operand."""
     operands: int = Field(2, ge=2, le=8)
-    """Numbers in a sum."""
+    """Number of operands of each sum."""
     operators: list[Literal["+", "-", "*"]] = Field(default=["+"], min_length=1)
-    """Drawn at random, one between each two operands; ``*`` binds tighter."""
+    """Operators, drawn at random; ``*`` binds tighter."""
     digit_score: float = Field(0.0, ge=0.0, le=0.5)
-    """What a wrong last number earns for its digits, times the share of them that are right, counted from the right."""
+    """A wrong last number earns this times the share of its digits that are right, counted from the right."""
     size: int = Field(10_000, ge=1, le=10_000_000)
-    """Prompts in the data set."""
+    """Number of prompts in the data set."""
 
     @model_validator(mode="after")
     def _check_range(self) -> "ArithmeticOptions":
@@ -44,7 +44,7 @@ class ArithmeticOptions(Section):
 
 
 class ArithmeticTask:
-    """ "What is 3 + 4? Reply with the number only."; prompt ``i`` depends on the seed and ``i`` alone."""
+    """Asks "What is 3 + 4? Reply with the number only."; prompt ``i`` depends only on the seed and ``i``."""
 
     def __init__(self, options: ArithmeticOptions, seed: int) -> None:
         self._options = options
@@ -70,20 +70,21 @@ class ArithmeticTask:
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """Score 1 for exactly the number; 0.6 if it is the last number of a longer reply; 0.1 for a wrong bare number.
 
-        The two partial scores make the task learnable from the start. An untrained small model almost never replies
-        with the right bare number, so that a 0/1 reward would leave most groups without any difference between
-        samples, hence without a gradient; but it does say "3 + 4 = 7". The steps are ordered so that no detour pays:
-        a right sum in words beats a wrong bare number, and the right bare number beats both. With
-        ``task.options.digit_score`` a wrong number earns something for each right digit, so that most groups of
-        completions differ even where few are right: 112 for 122 is better than 99.
+        The two partial scores make the task learnable from the start. An untrained small model rarely replies with the
+        right bare number, but it does say "3 + 4 = 7". With a 0/1 reward the samples of most groups would have equal
+        rewards, hence no gradient. The scores are ordered such that no detour pays: a right sum in words beats a wrong
+        bare number, and the right bare number beats both. With ``task.options.digit_score`` a wrong number earns
+        something for each right digit (112 for 122 is better than 99), so that the completions of a group differ even
+        if few are right.
 
-        Metrics: ``correct`` (the reply is the right number or ends with it), ``exact`` (it is the right number, bare).
+        Metrics: ``correct`` (the reply is the right number or ends with it), ``exact`` (it is the right number and
+        nothing else).
         """
         answer = str(prompt.data["answer"])
         text = response.strip()
         bare = INTEGER.fullmatch(text) is not None
         exact = text == answer
-        # Compared as text: int() refuses the thousands of digits that a model can produce.
+        # Compare as text: int() refuses the thousands of digits that a model can produce.
         right = exact or INTEGER_IN_TEXT.findall(text)[-1:] == [answer]
         if right:
             score = EXACT if exact else RIGHT_BUT_WORDY
@@ -95,7 +96,7 @@ class ArithmeticTask:
 
 
 def share_of_digits(number: str, answer: str) -> float:
-    """The share of right digits, units under units; 0 where one is negative and the other is not.
+    """Return the share of right digits, aligned at the units; 0 if only one of the numbers is negative.
 
     >>> share_of_digits("127", "137"), share_of_digits("37", "137"), share_of_digits("-7", "7")
     (0.6666666666666666, 0.6666666666666666, 0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a task is: prompts with a verifiable reward. No torch here."""
+"""Define the interface of a task: prompts with a verifiable reward. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ from megarl.types import Prompt
 
 @dataclass(frozen=True)
 class Reward:
-    """The verdict on one completion.
+    """The score and metrics of one completion.
 
     Attributes:
-        score: the scalar that is optimised.
+        score: the number that training maximises.
         metrics: named numbers to log, averaged over the step (``{"correct": 1.0}``).
     """
 
@@ -24,9 +24,9 @@ class Reward:
 
 
 class Task(Protocol):
-    """A finite, indexable set of prompts and the reward of a completion.
+    """A finite, indexable set of prompts, with the reward of a completion.
 
-    ``task[i]`` must be the same prompt at every call and in every process; the controller owns order and epochs.
+    ``task[i]`` must be the same prompt at every call and in every process. The controller decides on order and epochs.
     """
 
     def __len__(self) -> int: ...
@@ -34,13 +34,13 @@ class Task(Protocol):
     def __getitem__(self, index: int) -> Prompt: ...
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """Score the decoded response (special tokens removed) to ``prompt``."""
+        """Score the decoded response to ``prompt`` (special tokens removed)."""
         ...
 
 
 @dataclass(frozen=True)
 class TaskContext:
-    """What a task factory gets.
+    """The arguments of a task factory.
 
     Attributes:
         config: the ``task`` section.

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Countdown game: reach a target from given numbers with + - * /.
+"""Task ``countdown``: reach a target from given numbers with + - * /.
 
-Rules, tags and scores follow TinyZero (github.com/Jiayi-Pan/TinyZero, ``verl/utils/reward_score/countdown.py``):
-every number is used exactly once, the equation stands in ``<answer>...</answer>``, and a well-formed answer that is
-wrong gets a small score. Three differences: arithmetic is exact (TinyZero: floats within 1e-5); ``**``, ``//`` and
-decimal points, which its ``eval`` lets through, are refused; the tags may stand anywhere (TinyZero: in the last line).
+Rules, tags and scores follow TinyZero (github.com/Jiayi-Pan/TinyZero, ``verl/utils/reward_score/countdown.py``): every
+number is used exactly once, the equation stands in ``<answer>...</answer>``, and a well-formed answer that is wrong
+gets a small score. There are three differences. Arithmetic is exact (TinyZero: floats within 1e-5). ``**``, ``//`` and
+decimal points, which TinyZero's ``eval`` accepts, are refused. The tags may stand anywhere (TinyZero: in the last
+line).
 """
 
 import random
@@ -21,7 +22,7 @@ from megarl.tasks.options import parse_options, refuse_path
 from megarl.types import Prompt
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-MAX_DRAWS = 5_000  # for the first puzzle, before the options are declared hopeless
+MAX_DRAWS = 5_000  # for the first puzzle; after that the options are refused
 
 QUESTION = (
     "Using the numbers {numbers}, write an expression that equals {target}. Use + - * / and parentheses, and each "
@@ -36,15 +37,15 @@ class CountdownOptions(Section):
     max_numbers: int = Field(4, ge=2, le=6)
     """Most numbers in a puzzle."""
     min: int = Field(1, ge=1, le=10_000)
-    """Smallest number given."""
+    """Smallest of the given numbers."""
     max: int = Field(99, ge=1, le=10_000)
-    """Largest number given."""
+    """Largest of the given numbers."""
     min_target: int = Field(10, ge=1, le=1_000_000)
     """Smallest target."""
     max_target: int = Field(99, ge=1, le=1_000_000)
     """Largest target."""
     size: int = Field(50_000, ge=1, le=10_000_000)
-    """Prompts in the data set."""
+    """Number of prompts in the data set."""
     format_score: float = Field(0.1, ge=0.0, lt=1.0)
     """Score of a wrong expression in answer tags."""
 
@@ -57,12 +58,12 @@ class CountdownOptions(Section):
 
 
 class CountdownTask:
-    """Puzzles made backwards from a solution, so that each can be solved; prompt ``i`` depends on seed and ``i``."""
+    """Puzzles built from a solution, so that each has one; prompt ``i`` depends only on the seed and ``i``."""
 
     def __init__(self, options: CountdownOptions, seed: int) -> None:
         """
         Raises:
-            ConfigError: the first puzzle cannot be made: no target in range is in reach.
+            ConfigError: the first puzzle cannot be made, because no random expression has a target in range.
         """
         self._options = options
         self._seed = seed
@@ -95,7 +96,7 @@ class CountdownTask:
         return random.Random(f"countdown-{self._seed}-{index}")  # a string seed is the same in every process
 
     def _draw(self, draw: random.Random, tries: int) -> tuple[list[int], int] | None:
-        """Numbers and a target in range that a random expression over them has, or None after so many tries."""
+        """Draw numbers, and a target in range that a random expression over them has; None after ``tries`` failures."""
         options = self._options
         for _ in range(tries):
             count = draw.randint(options.min_numbers, options.max_numbers)
@@ -106,10 +107,11 @@ class CountdownTask:
         return None
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """Score 1 for an expression that equals the target and uses every number once, ``format_score`` for any
-        other content of the last answer tags, else 0.
+        """Score an expression: 1 if right, ``format_score`` if wrong but in answer tags, else 0.
 
-        Metrics: ``correct`` and ``format`` (something stands in answer tags).
+        Right means that the content of the last answer tags equals the target and uses every number once.
+
+        Metrics: ``correct`` and ``format`` (there is something in answer tags).
         """
         answers = ANSWER.findall(response)
         formatted = bool(answers and answers[-1].strip())
@@ -119,7 +121,7 @@ class CountdownTask:
 
 
 def _combine(draw: random.Random, numbers: list[int]) -> Fraction | None:
-    """Value of a random expression tree over all ``numbers``, or None if it divides by zero."""
+    """Return the value of a random expression tree over all ``numbers``, or None if it divides by zero."""
     values = [Fraction(number) for number in numbers]
     while len(values) > 1:
         left = values.pop(draw.randrange(len(values)))

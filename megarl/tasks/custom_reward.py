@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``task.reward: file.py:function``: a reward of the user's own for any task.
+"""Load ``task.reward``, ``file.py:function``: a user's reward for any task.
 
-The function is called as ``function(prompt, response)`` with a ``megarl.types.Prompt`` and the decoded response, and
+The function is called as ``function(prompt, response)`` with a ``megarl.types.Prompt`` and the decoded response. It
 returns a number or a ``megarl.tasks.Reward``.
 """
 
@@ -23,13 +23,13 @@ RewardFunction = Callable[[Prompt, str], Any]
 
 
 class RewardedTask:
-    """A task whose reward is replaced; prompts are untouched."""
+    """A task with another reward; its prompts are unchanged."""
 
     def __init__(self, task: Task, name: str, function: RewardFunction) -> None:
         """
         Args:
-            task: gives the prompts.
-            name: what to call the function in messages (``"reward.py:score"``).
+            task: the task that gives the prompts.
+            name: the function's name in messages (``"reward.py:score"``).
             function: ``(prompt, response) -> float | Reward``.
         """
         self._task = task
@@ -43,15 +43,15 @@ class RewardedTask:
         return self._task[index]
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """Call the function and check what it returns.
+        """Call the function and check its result.
 
         Raises:
-            RewardError: it raised, or returned neither a finite number nor a ``Reward`` of finite numbers.
+            RewardError: the function raised, or returned neither a finite number nor a ``Reward`` of finite numbers.
         """
         try:
             verdict = self._function(prompt, response)
         except Exception as error:
-            # Time limits by signal (math-verify's own, for one) work in the main thread only.
+            # Timeouts by signal (such as math-verify's) work in the main thread only.
             hint = "; set task.reward_threads=1" if "main thread" in str(error) else ""
             raise RewardError(
                 f"task.reward {self._name} raised {type(error).__name__} for prompt '{prompt.id}': {error}{hint}"
@@ -63,11 +63,11 @@ class RewardedTask:
             {key: self._finite(f"metric '{key}'", value, prompt) for key, value in verdict.metrics.items()},
         )
 
-    def _finite(self, what: str, value: Any, prompt: Prompt) -> float:
-        # Real covers bool, int, float and NumPy's numbers; str, None and tensors are mistakes.
+    def _finite(self, label: str, value: Any, prompt: Prompt) -> float:
+        # Real covers bool, int, float and NumPy's numbers. Anything else (str, None, a tensor) is a mistake.
         if not isinstance(value, Real | np.bool_):
             raise RewardError(
-                f"task.reward {self._name} returned {value!r} ({type(value).__name__}) as {what} for prompt "
+                f"task.reward {self._name} returned {value!r} ({type(value).__name__}) as {label} for prompt "
                 f"'{prompt.id}'; return a float or a megarl.tasks.Reward"
             )
         try:
@@ -76,7 +76,7 @@ class RewardedTask:
             number = math.inf
         if not abs(number) <= LARGEST_REWARD:
             raise RewardError(
-                f"task.reward {self._name} returned {number!r} as {what} for prompt '{prompt.id}'; it must be finite "
+                f"task.reward {self._name} returned {number!r} as {label} for prompt '{prompt.id}'; it must be finite "
                 f"and within +-{LARGEST_REWARD:g}"
             )
         return number
@@ -86,12 +86,12 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
     """Import the function that ``file.py:function`` names.
 
     Args:
-        context: the task's context; a relative file is looked up beside the recipe, then in the current folder.
-        spec: the value of ``task.reward``.
+        context: the task's context. A relative path is looked up beside the recipe, then in the current folder.
+        spec: value of ``task.reward``.
 
     Raises:
-        ConfigError: malformed, no such file, the file cannot be imported, no such function, or one that cannot be
-            called with ``(prompt, response)``.
+        ConfigError: the value is malformed, the file is missing or cannot be imported, or it has no function that can
+            be called with ``(prompt, response)``.
     """
     file_name, colon, name = spec.rpartition(":")
     if not colon or not file_name.endswith(".py") or not name.isidentifier():
@@ -110,5 +110,5 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
     except TypeError as error:
         raise ConfigError(f"task.reward {spec} must take (prompt, response): {error}") from error
     except ValueError:
-        pass  # a callable without a readable signature is tried when it is called
+        pass  # a callable without a readable signature fails, if at all, when it is called
     return function

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact, safe evaluation of short arithmetic that a model wrote. Nothing is ever executed."""
+"""Evaluate short arithmetic that a model wrote, exactly and safely: nothing is executed."""
 
 import ast
 import operator
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
-MAX_DIGITS = 12  # of one number: keeps every intermediate value small
+MAX_DIGITS = 12  # of one number; keeps every intermediate value small
 ALLOWED = re.compile(r"[0-9+\-*/() \n\t]*", re.ASCII)
 
 OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -22,7 +22,7 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """Evaluate whole numbers combined by ``+ - * /``, unary minus and parentheses.
 
-    The text is parsed, never run: only the syntax above is let through, at most ``MAX_CHARACTERS`` long, so that
+    The text is parsed, never run. Only the syntax above is accepted, and at most ``MAX_CHARACTERS`` characters, so
     ``9**9**9`` or a call costs nothing.
 
     Args:
@@ -32,7 +32,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
         The exact value, and the numbers used, in the order in which they are written.
 
     Raises:
-        ValueError: anything else, or a division by zero.
+        ValueError: the text is anything else, or divides by zero.
     """
     text = text.strip()
     if len(text) > MAX_CHARACTERS:
@@ -40,16 +40,16 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     if not ALLOWED.fullmatch(text):
         raise ValueError("an expression holds whole numbers, + - * / and parentheses only")
     try:
-        # Newlines end an expression in Python, but not on paper.
+        # A newline ends an expression in Python, but not in written arithmetic.
         tree = ast.parse(" ".join(text.split()), mode="eval")
-    except (SyntaxError, MemoryError, RecursionError) as error:  # the last two: too deeply nested
+    except (SyntaxError, MemoryError, RecursionError) as error:  # the last two mean: nested too deeply
         raise ValueError(f"not an expression: {error}") from error
     numbers: list[int] = []
     return _value(tree.body, numbers), numbers
 
 
 def _value(node: ast.expr, numbers: list[int]) -> Fraction:
-    """Value of a node; its numbers are appended to ``numbers``."""
+    """Return the value of a node; appends its numbers to ``numbers``."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         if node.value >= 10**MAX_DIGITS:
             raise ValueError(f"a number has more than {MAX_DIGITS} digits")

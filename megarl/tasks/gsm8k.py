@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grade-school word problems in GSM8K's format (Cobbe et al. 2021, arXiv:2110.14168), graded with math-verify.
+"""Task ``gsm8k``: grade-school word problems in GSM8K's format (Cobbe et al. 2021, arXiv:2110.14168).
 
-Rows are ``{"question": ..., "answer": "... #### 42"}``: the reference is the number after ``####``.
+math-verify grades the answers. Rows are ``{"question": ..., "answer": "... #### 42"}``; the reference is the number
+after ``####``.
 """
 
 import re
@@ -20,12 +21,12 @@ from megarl.types import Prompt
 
 MARK = "####"
 REFERENCE = re.compile(r"-?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
-# A number within a text; in "10-5" the minus belongs to no number.
+# A number within a text. In "10-5" the minus is not part of a number.
 NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9])-)?\$?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
-# math-verify's own timeouts are signals, which work in the main thread only, and SymPy evaluates what it is given:
-# \boxed{9^{9^{9^9}}} would never return, nor does a chain of 50 divisions. So only short numeric answers reach it:
-# no powers (1e999999 is one), factorials or functions, and few signs. A fuzz test bounds the time of what passes.
+# Only short numeric answers reach math-verify. Its own timeouts are signals, which work in the main thread only, and
+# SymPy evaluates anything: \boxed{9^{9^{9^9}}} or a chain of 50 divisions would never return. So an answer may have no
+# powers (1e999999 is one), factorials or functions, and few signs. A fuzz test bounds the time of accepted answers.
 MAX_CHARACTERS = 60
 MAX_SIGNS = 10
 COMMAND = re.compile(r"\\(?:d?frac|tfrac|text|textbf|mathrm|mathbf|times|cdot|div|left|right|quad|[,; $%])")
@@ -49,9 +50,9 @@ class Gsm8kRow(Row):
 
 class Gsm8kOptions(Section):
     instruction: str = "Think step by step, then give the answer, a single number, in \\boxed{}."
-    """Put after every question."""
+    """Text put after every question."""
     require_boxed: bool = False
-    """Score 0 for an answer outside ``\\boxed{}``. Otherwise the last number counts where nothing is boxed."""
+    """Score 0 for an answer outside ``\\boxed{}``. If False, the last number counts when nothing is boxed."""
     format_score: float = Field(0.0, ge=0.0, lt=1.0)
     """Score of a wrong answer in ``\\boxed{}``."""
 
@@ -62,8 +63,8 @@ class Gsm8kTask:
     def __init__(self, rows: list[Gsm8kRow], options: Gsm8kOptions, name: str) -> None:
         """
         Args:
-            rows: validated rows.
-            options: what surrounds question and reward.
+            rows: the validated rows.
+            options: instruction and scores.
             name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
         """
         self._rows = rows
@@ -88,7 +89,7 @@ class Gsm8kTask:
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """Score 1 if math-verify finds the final answer equal to the reference, else ``format_score`` if it is boxed.
 
-        The final answer is the content of the last ``\\boxed{}``; where there is none, the last number of the text
+        The final answer is the content of the last ``\\boxed{}``. If there is none, it is the last number of the text
         (unless ``require_boxed``). Works in any thread.
 
         Metrics: ``correct``, ``format`` (something is boxed).
@@ -105,7 +106,7 @@ class Gsm8kTask:
 
 
 def last_boxed(text: str) -> str | None:
-    """Content of the last complete ``\\boxed{...}``, inner braces balanced, or None."""
+    """Return the content of the last complete ``\\boxed{...}`` with balanced inner braces, or None."""
     opening = "\\boxed{"
     while (start := text.rfind(opening)) >= 0:
         depth = 0
@@ -113,15 +114,15 @@ def last_boxed(text: str) -> str | None:
             depth += {"{": 1, "}": -1}.get(text[position], 0)
             if depth == 0:
                 return text[start + len(opening) : position]
-        text = text[:start]  # cut off in the middle: an earlier one may be complete
+        text = text[:start]  # this one is cut off; an earlier one may be complete
     return None
 
 
 def is_equal(reference: str, answer: str) -> bool:
-    """Whether math-verify finds ``answer`` (LaTeX) equal to ``reference`` (a plain number).
+    """Return True if math-verify finds ``answer`` (LaTeX) equal to ``reference`` (a plain number).
 
-    Answers over ``MAX_CHARACTERS`` characters or ``MAX_SIGNS`` signs, or with a power, factorial or function, which no
-    plain number needs, are wrong.
+    An answer is wrong if it has more than ``MAX_CHARACTERS`` characters or ``MAX_SIGNS`` signs, or a power, factorial
+    or function, which no plain number needs.
     """
     if len(answer) > MAX_CHARACTERS:
         return False
@@ -133,10 +134,10 @@ def is_equal(reference: str, answer: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _math_verify(reference: str, answer: str) -> bool:
-    """``is_equal`` without its guards; samples of a group often agree, hence the cache."""
+    """Compare without the limits of ``is_equal``. Cached, since samples of a group often have the same answer."""
     from math_verify import verify
 
-    # No timeouts: they need the main thread; the guards bound the work instead.
+    # Timeouts need the main thread; the limits of is_equal bound the work instead.
     return bool(verify(_parse(reference), _parse(answer), timeout_seconds=None))
 
 
@@ -149,12 +150,12 @@ def _parse(latex: str) -> Any:
 
 
 def build(context: TaskContext) -> Gsm8kTask:
-    """Read the file that ``task.path`` names.
+    """Build the task from the file that ``task.path`` names.
 
     Raises:
         ConfigError: wrong options, no ``task.path``, no such file.
-        DataError: bad rows, all in one message.
-        UnsupportedError: neither JSONL nor parquet.
+        DataError: some rows are bad; one message reports all of them.
+        UnsupportedError: the file is neither JSONL nor parquet.
     """
     options = parse_options(context, Gsm8kOptions)
     file: Path = require_path(context)

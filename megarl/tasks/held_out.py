@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that a run is measured on and never trained on."""
+"""Hold out the last prompts of a task, which a run is evaluated on and never trained on."""
 
 from collections.abc import Hashable
 
@@ -9,16 +9,16 @@ from megarl.types import Prompt
 
 
 class TrainingPart:
-    """A task without its held-out prompts, and without others that ask the same.
+    """A task without its held-out prompts, and without other prompts that ask the same question.
 
-    A prompt that asks what a held-out one asks is replaced by the next that does not.
+    A prompt with the question of a held-out one is replaced by the next prompt without such a question.
     """
 
     def __init__(self, task: Task, held_out: list[Prompt]) -> None:
         """
         Args:
-            task: the whole.
-            held_out: its last prompts.
+            task: the whole task.
+            held_out: the last prompts of ``task``.
         """
         self._task, self._size = task, len(task) - len(held_out)
         self._asked = {_question(prompt) for prompt in held_out}
@@ -39,15 +39,15 @@ class TrainingPart:
         )
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """As the whole task."""
+        """Score like the whole task."""
         return self._task.reward(prompt, response)
 
 
 def split(task: Task, count: int) -> tuple[Task, list[Prompt]]:
-    """``(what is trained on, the held-out prompts)``: the task's last ``count`` prompts are held out.
+    """Hold out a task's last ``count`` prompts; return ``(training part, held-out prompts)``.
 
     Raises:
-        ConfigError: none would be left to train on.
+        ConfigError: no prompts would be left to train on.
     """
     if not count:
         return task, []
@@ -55,7 +55,7 @@ def split(task: Task, count: int) -> tuple[Task, list[Prompt]]:
         raise ConfigError(f"task.held_out is {count}, but the task has {len(task)} prompts; hold out fewer")
     held_out = [task[index] for index in range(len(task) - count, len(task))]
     part = TrainingPart(task, held_out)
-    part[0]  # tells at once where nothing else is asked
+    part[0]  # raises now if all other prompts ask held-out questions
     return part, held_out
 
 

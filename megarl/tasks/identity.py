@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of what a run is trained on, so that a resumed run cannot go on with something else unsaid."""
+"""Digest the prompts and the reward of a run, so that a resumed run cannot silently continue with others."""
 
 import hashlib
 import json
@@ -12,20 +12,20 @@ from megarl.tasks.base import Task
 from megarl.tasks.prompting import GENERATED_CHECKED
 from megarl.types import Prompt
 
-# Prompts whose token ids are looked at: enough to notice another tokenizer, chat template or system prompt.
+# Number of prompts whose token ids are digested: enough to notice another tokenizer, chat template or system prompt.
 TOKENISED = 64
 
 
 def task_contents(task: Task, config: TaskConfig, encode: Callable[[Prompt], Iterable[int]]) -> dict[str, str | None]:
-    """Digests of the prompts, of their token ids and of the reward's source.
+    """Return digests of the prompts, of their token ids and of the reward's source.
 
     Args:
-        task: all its prompts are read where they come from a file, and the first ones where it makes them itself.
-        config: ``reward`` names a file by an absolute path.
-        encode: prompt -> token ids.
+        task: all prompts are read if they come from a file, only the first ones if the task generates them.
+        config: the ``task`` section; ``reward`` has the absolute path of its file.
+        encode: function: prompt -> token ids.
 
     Returns:
-        ``data``, ``tokens``, ``reward``; that is None for the task's own reward.
+        ``data``, ``tokens``, ``reward``. ``reward`` is None for the task's own reward.
     """
     count = len(task) if config.path else min(len(task), GENERATED_CHECKED)
     prompts = (task[index] for index in range(count))

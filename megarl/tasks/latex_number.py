@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LaTeX and plain ways of writing one number -> the number, where math-verify would not read them.
+"""Rewrite LaTeX and plain forms of a number that math-verify would not read.
 
-Only what surrounds a number is taken away: spacing, thousands separators, currency, degrees, units, a leading relation.
-What is left is judged by math-verify as before.
+Only text around a number is removed: spacing, thousands separators, currency, degrees, units, a leading relation.
+math-verify then judges the rest.
 """
 
 import re
 from decimal import Decimal
 
-# \, \; \: \> \! and the like, and Unicode's narrow and no-break spaces.
+# \, \; \: \> \! and similar commands, and Unicode's narrow and no-break spaces.
 SPACE = re.compile(
     r"\\[,;:> ]|\\(?:thinspace|medspace|thickspace|quad|qquad|space|displaystyle)(?![a-zA-Z])|[~\xa0\u2009\u202f]"
 )
@@ -23,7 +23,7 @@ UNIT = re.compile(
     r"(?<=[0-9.}])\s*\\(?:text|textbf|mathrm|operatorname)\s*\{[^{}0-9]*\}(?:\s*\^\s*(?:[0-9]|\{[0-9]\}))?\s*$"
 )
 LABEL = re.compile(r"^\s*\\(?:text|textbf|mathrm)\s*\{[^{}0-9$]*\}")
-# Words that multiply are no unit.
+# Words that multiply the number, so they are not units.
 SCALES = r"hundreds?|thousands?|millions?|billions?|dozens?|scores?|pi|half|squared|cubed"
 WORDS = re.compile(
     rf"(?<=[0-9])\s+(?!(?:{SCALES})\b)[A-Za-z]{{2,}}(?:\s+(?!(?:{SCALES})\b)[A-Za-z]+)*\s*$", re.IGNORECASE
@@ -37,10 +37,10 @@ WRAPPERS = (("$", "$"), ("\\(", "\\)"), ("**", "**"), ("{", "}"))
 
 
 def tidy(answer: str) -> str:
-    """Return an answer with what surrounds its number taken away; other answers keep their meaning.
+    """Remove what surrounds the number of an answer. Other answers keep their meaning.
 
     Args:
-        answer: short; the work grows with its square.
+        answer: a short text, since the work grows with the square of its length.
     """
     text = SPACE.sub(" ", NEGATIVE_SPACE.sub("", answer))
     text = CURRENCY.sub("", ORDINAL.sub("", DEGREE.sub("", text)))
@@ -50,14 +50,14 @@ def tidy(answer: str) -> str:
     text = text.strip()
     text = STYLE.sub(r"{\1}", text) if STYLE.fullmatch(text) else text
     text = WORDS.sub("", _unwrapped(text.removesuffix(".")))
-    text = GROUPED.sub(lambda found: found[0].replace(" ", ""), text.removeprefix("=").strip())
-    if found := SCIENTIFIC.fullmatch(text):
-        text = f"{Decimal(found[1]).scaleb(int(found[2] or found[3])):f}"
+    text = GROUPED.sub(lambda match: match[0].replace(" ", ""), text.removeprefix("=").strip())
+    if match := SCIENTIFIC.fullmatch(text):
+        text = f"{Decimal(match[1]).scaleb(int(match[2] or match[3])):f}"
     return text
 
 
 def _unwrapped(text: str) -> str:
-    """``text`` without the pairs of marks that are around the whole of it."""
+    """Remove the pairs of marks that enclose the whole of ``text``."""
     for left, right in WRAPPERS:
         inner = text[len(left) : -len(right)]
         if text.startswith(left) and text.endswith(right) and len(text) > len(left + right) and right not in inner:

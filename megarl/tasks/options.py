@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What task modules share: their options, checked like the rest of the recipe, and paths relative to it."""
+"""Parse task options and find the files that a task names, for all tasks."""
 
 from pathlib import Path
 from typing import TypeVar
@@ -22,10 +22,11 @@ def parse_options(context: TaskContext, options: type[Options]) -> Options:
 
     Args:
         context: the task's context.
-        options: the task's options model, a ``Section``; a validator of it may raise ``ValueError``.
+        options: the task's model of its options, a ``Section``. Its validators may raise ``ValueError``.
 
     Raises:
-        ConfigError: one line for each wrong field, named as in the recipe (``task.options.max``).
+        ConfigError: some fields are wrong; the message has one line for each, with its name in the recipe
+            (``task.options.max``).
     """
     tree = context.config.options
     try:
@@ -35,7 +36,7 @@ def parse_options(context: TaskContext, options: type[Options]) -> Options:
 
 
 def refuse_path(context: TaskContext) -> None:
-    """Raise ``ConfigError`` if ``task.path`` is set: for tasks that make their own prompts."""
+    """Raise ``ConfigError`` if ``task.path`` is set. For tasks that generate their own prompts."""
     if context.config.path is not None:
         raise ConfigError(
             f"task.path is '{context.config.path}', but task '{context.config.name}' generates its prompts; remove it"
@@ -54,23 +55,23 @@ def require_path(context: TaskContext) -> Path:
 
 
 def absolute_files(context: TaskContext) -> TaskConfig:
-    """The ``task`` section with the files that it names by absolute paths.
+    """Return the ``task`` section with absolute paths of the files that it names.
 
-    A value that names no file is left as it is: the task refuses it in its own words.
+    A value that names no file is left unchanged; the task then refuses it with its own message.
 
     Raises:
-        ConfigError: a path that cannot be.
+        ConfigError: a path is not valid.
     """
-    config, found = context.config, {"name": absolute(context.config.name, "task.name", context.recipe_dir)}
+    config, updates = context.config, {"name": absolute(context.config.name, "task.name", context.recipe_dir)}
     if config.path is not None:
-        found["path"] = _found(context, "task.path", config.path) or config.path
+        updates["path"] = _absolute_path(context, "task.path", config.path) or config.path
     if config.reward is not None:
         file, colon, function = config.reward.rpartition(":")
-        found["reward"] = f"{_found(context, 'task.reward', file) or file}{colon}{function}"
-    return config.model_copy(update=found)
+        updates["reward"] = f"{_absolute_path(context, 'task.reward', file) or file}{colon}{function}"
+    return config.model_copy(update=updates)
 
 
-def _found(context: TaskContext, field: str, value: str) -> str | None:
+def _absolute_path(context: TaskContext, field: str, value: str) -> str | None:
     user_path(field, value)
     try:
         return str(find_file(field, value, context.recipe_dir))

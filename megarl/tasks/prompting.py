@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to token ids, by the tokenizer's own chat template.
+"""Turn prompts into token ids by the tokenizer's own chat template.
 
-The tokenizer comes in as an argument (a ``transformers.PreTrainedTokenizerBase``), so that nothing heavy is imported.
+The tokenizer is an argument (a ``transformers.PreTrainedTokenizerBase``), so that nothing heavy is imported.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,8 +14,8 @@ from megarl.errors import DataError, ModelError, first_few
 from megarl.tasks.base import Task
 from megarl.types import Prompt
 
-GENERATED_CHECKED = 256  # prompts looked at where a task makes them itself
-PROGRESS_FROM = 2_000  # prompts, from which a progress bar is shown
+GENERATED_CHECKED = 256  # number of prompts to check if the task generates them
+PROGRESS_FROM = 2_000  # number of prompts from which on a progress bar is shown
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max_tokens: int) -> np.ndarray:
@@ -23,15 +23,15 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        prompt: its ``messages`` are rendered, with the header of the assistant's turn after them.
-        system_prompt: put before them as a system message, or None.
+        prompt: the prompt; its ``messages`` are rendered, then the header of the assistant's turn.
+        system_prompt: text of a system message to put before them, or None.
         max_tokens: the most tokens allowed (``sampler.max_prompt_tokens``).
 
     Returns:
         ``[P]`` int64 token ids, 1 <= P <= ``max_tokens``.
 
     Raises:
-        DataError: an empty or malformed prompt, one longer than ``max_tokens``, or one that the template refuses.
+        DataError: a prompt is empty, malformed or longer than ``max_tokens``, or the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
     if not getattr(tokenizer, "chat_template", None):
@@ -41,9 +41,9 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max
         )
     messages = _messages(prompt, system_prompt)
     try:
-        # return_dict: transformers 5 would give a BatchEncoding.
+        # Without return_dict=False, transformers 5 returns a BatchEncoding.
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    except Exception as error:  # templates raise what they like (jinja2's TemplateError, TypeError, ...)
+    except Exception as error:  # a template may raise anything (jinja2's TemplateError, TypeError, ...)
         raise DataError(f"prompt '{prompt.id}': the model's chat template refuses it: {error}") from error
     if len(ids) == 0:
         raise DataError(f"prompt '{prompt.id}' renders to no tokens; check the model's chat template")
@@ -56,7 +56,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max
 
 
 def _messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]:
-    """The chat as the template gets it, checked."""
+    """Return the chat for the template, after checking it."""
     messages = [dict(message) for message in prompt.messages]
     if not messages:
         raise DataError(f"prompt '{prompt.id}' is empty: it has no messages")
@@ -79,20 +79,20 @@ def _messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]
 def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: int) -> int:
     """Encode the prompts of a task before anything starts, so that no bad row ends a run half-way.
 
-    Every prompt of a task that reads ``task.path`` is encoded; of a generated one, 256 spread evenly over it. From
-    2,000 prompts on, a progress bar is shown.
+    If a task reads ``task.path``, every prompt is encoded; if it generates its prompts, 256 of them, evenly spaced.
+    From 2,000 prompts on, a progress bar is shown.
 
     Args:
         task: the task.
         tokenizer: as in ``encode_prompt``.
-        config: the ``task`` section, for its path and system prompt.
+        config: the ``task`` section; its path and system prompt are used.
         max_tokens: ``sampler.max_prompt_tokens``.
 
     Returns:
-        Tokens of the longest prompt.
+        Number of tokens of the longest prompt.
 
     Raises:
-        DataError: bad prompts: how many, and the first few in full.
+        DataError: some prompts are bad; the message gives their number and the first few in full.
         ModelError: the tokenizer has no chat template.
     """
     step = 1 if config.path else max(1, len(task) // GENERATED_CHECKED)
@@ -116,5 +116,5 @@ def _with_progress(indices: Sequence[int]) -> Iterable[int]:
     from rich import get_console
     from rich.progress import track
 
-    # Without a terminal it would leave a blank line in the log and nothing else.
+    # Without a terminal, the bar would only leave a blank line in the log.
     return track(indices, description="Checking prompts", transient=True, disable=not get_console().is_terminal)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data files, row by row: JSONL or parquet in, validated rows out, every bad row counted.
+"""Read data files: JSONL or parquet in, validated rows out, every bad row counted.
 
-A task that reads rows declares a ``Row`` with the fields it needs and calls ``read_rows``.
+A task that reads rows declares a ``Row`` with the fields that it needs, and calls ``read_rows``.
 """
 
 import json
@@ -13,11 +13,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from megarl.errors import DataError, UnsupportedError, first_few, nearest
 
-MAX_SHOWN = 60  # characters of a wrong value that are quoted
+MAX_SHOWN = 60  # characters of a wrong value that are shown
 
 
 class Row(BaseModel):
-    """Base of row models: exact types, other columns ignored. A validator of a field raises ``ValueError``."""
+    """Base of row models: exact types, other columns ignored. A field's validator raises ``ValueError``."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
 
@@ -28,29 +28,29 @@ def _not_blank(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_not_blank)]  # a string with more than white space in it
+Text = Annotated[str, AfterValidator(_not_blank)]  # a string that is not only white space
 
 RowModel = TypeVar("RowModel", bound=Row)
 
 
 class _BadRow(Exception):
-    """Why a row could not even be decoded."""
+    """A row that cannot be decoded, with the reason."""
 
 
 def read_rows(file: Path, model: type[RowModel]) -> list[RowModel]:
     """Read and validate every row of a file.
 
     Args:
-        file: ``.jsonl`` (one JSON object per line, UTF-8) or ``.parquet``.
-        model: the row's fields.
+        file: path of a ``.jsonl`` file (one JSON object per line, UTF-8) or a ``.parquet`` file.
+        model: the model of a row.
 
     Returns:
         All rows, in file order. None is ever dropped.
 
     Raises:
-        DataError: the file cannot be read, has no rows, or some are malformed. The message gives the number of bad
-            rows and, for the first few, row number (from 1; in JSONL the line), field and reason.
-        UnsupportedError: another kind of file.
+        DataError: the file cannot be read, has no rows, or has malformed rows. The message gives the number of bad rows
+            and, for the first few, the row number (from 1; in JSONL the line), the field and the reason.
+        UnsupportedError: the file has another format.
     """
     readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
     if file.suffix not in readers:
@@ -76,7 +76,7 @@ def read_rows(file: Path, model: type[RowModel]) -> list[RowModel]:
 
 
 def _validate(raw: Any, model: type[RowModel]) -> RowModel | str:
-    """The row, or what is wrong with it."""
+    """Return the row, or a description of its mistakes."""
     if isinstance(raw, _BadRow):
         return f": {raw}"
     if not isinstance(raw, dict):
@@ -110,7 +110,7 @@ def _read_jsonl(file: Path, model: type[Row]) -> Iterator[Any]:
                 yield _BadRow(f"is not UTF-8 ({error.reason} at byte {error.start})")
             except json.JSONDecodeError as error:
                 yield _BadRow(f"is not JSON ({error.msg} at column {error.colno}): {_shown(text.strip())}")
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of brackets
+            except (ValueError, RecursionError) as error:  # a number with thousands of digits, or thousands of brackets
                 yield _BadRow(f"is not JSON that can be read ({error})")
 
 
@@ -123,7 +123,7 @@ def _read_parquet(file: Path, model: type[Row]) -> Iterator[Any]:
             present = table.schema_arrow.names
             columns = [name for name in model.model_fields if name in present]
             if len(columns) < len(model.model_fields):
-                columns = present  # so that the message can say what there is instead
+                columns = present  # read all columns, so that the message can list them
             for batch in table.iter_batches(columns=columns):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
