@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policy losses. One more loss is one more module and one more line in ``LOSSES``."""
+"""Registry of policy losses. A new loss is a module and a line in ``LOSSES``."""
 
 from megarl.config import LossConfig
 from megarl.loss.advantages import group_advantages
@@ -31,7 +31,7 @@ LOSSES: dict[str, LossFactory] = {
 
 
 def build_loss(config: LossConfig) -> Loss:
-    """Build the loss that ``loss.name`` names: a registered one, or ``file.py:Name``, called with the section.
+    """Build the loss that ``loss.name`` names: a registered one, or ``file.py:Name``. It is called with the section.
 
     Raises:
         ConfigError: no such loss; the message lists the registered names.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advantages of a group of completions that answer the same prompt."""
+"""Compute the advantages of a group of completions that answer the same prompt."""
 
 from typing import Literal
 
@@ -8,12 +8,12 @@ import numpy as np
 from megarl.errors import LossInputError
 from megarl.types import LARGEST_REWARD
 
-# Keeps a group whose rewards differ by rounding only from being blown up; TRL's value.
+# Prevents large advantages in a group whose rewards differ only by rounding. TRL uses the same value.
 EPSILON = 1e-4
 
 
 def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np.ndarray:
-    """Advantages ``[G]`` float32 of one group: each reward minus the group's mean, scaled.
+    """Return the advantages ``[G]`` float32 of one group: each reward minus the group's mean, scaled.
 
     Args:
         rewards_G: ``[G]`` float64 rewards of the completions of one prompt.
@@ -26,8 +26,8 @@ def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np
         ``[G]`` float32; exactly 0 where all rewards are equal (and for a group of one).
 
     Raises:
-        LossInputError: not a vector of at least one reward, one that is not finite or beyond +-1e38, or an unknown
-            ``scale``.
+        LossInputError: ``rewards_G`` is not a vector of at least one reward, a reward is not finite or beyond +-1e38,
+            or ``scale`` is unknown.
     """
     rewards_G = np.asarray(rewards_G, dtype=np.float64)
     if rewards_G.ndim != 1 or not rewards_G.size:
@@ -38,8 +38,8 @@ def group_advantages(rewards_G: np.ndarray, scale: Literal["std", "none"]) -> np
         raise LossInputError(f"loss.advantage_scale is '{scale}'; it must be 'std' or 'none'")
     if np.abs(rewards_G).max() > LARGEST_REWARD and (rewards_G != rewards_G[0]).any():
         raise LossInputError(f"rewards_G holds a reward beyond +-{LARGEST_REWARD:g}: {rewards_G.tolist()}")
-    # Relative to the first reward, which is exact where they are close: the mean of equal numbers may differ from them
-    # in the last bit, and a tolerance would take a small signal for none.
+    # Subtract the first reward, which is exact for close rewards. Subtracting the mean is not: the mean of equal
+    # numbers may differ from them in the last bit, and a tolerance would discard small signals.
     centred_G = rewards_G - rewards_G[0]
     centred_G -= centred_G.mean()
     if scale == "std" and len(rewards_G) > 1:

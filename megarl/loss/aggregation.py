@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How per-token losses become one number: the weight of every token, fixed before the first backward pass."""
+"""Weigh per-token losses such that their sum is the step's loss, with weights fixed before the first backward pass."""
 
 from typing import Literal
 
@@ -11,23 +11,23 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def sequence_weights(response_tokens_S: np.ndarray, aggregation: Aggregation, max_response_tokens: int) -> np.ndarray:
-    """Weight of each response token of sequence s, such that the step's loss is the sum of weight * per-token loss.
+    """Return the weight of each response token of sequence s. The step's loss is the sum of weight * per-token loss.
 
-    Call it once with all sequences of an optimizer step, over all data-parallel ranks: the denominators then belong to
-    the step, and the sum does not depend on packing, micro-batches or ranks (taking a mean per micro-batch instead
-    weighs tokens by the company they keep).
+    Call it once with all sequences of an optimizer step, over all data-parallel ranks. The denominators then belong to
+    the step, and the sum does not depend on packing, micro-batches or ranks. (With a mean per micro-batch, the weight
+    of a token would depend on the other tokens of its micro-batch.)
 
-    With N_s the entry of ``response_tokens_S`` and S sequences:
+    N_s is the entry of ``response_tokens_S`` for sequence s, and S the number of sequences:
 
     - ``token_mean``: 1 / sum(N). All tokens weigh the same (DAPO, arXiv:2503.14476, equation 8; TRL ``"dapo"``, and
       ``"bnpo"`` for a batch in one piece).
     - ``sequence_mean``: 1 / (S * N_s). All sequences weigh the same (GRPO, arXiv:2402.03300, equation 3; TRL
       ``"grpo"``). A sequence without response tokens adds 0 and still counts in S.
-    - ``constant``: 1 / (S * max_response_tokens). No dependence on lengths (Dr. GRPO, arXiv:2503.20783; TRL
-      ``"dr_grpo"``).
+    - ``constant``: 1 / (S * max_response_tokens). The weight does not depend on lengths (Dr. GRPO, arXiv:2503.20783;
+      TRL ``"dr_grpo"``).
 
     Args:
-        response_tokens_S: ``[S]`` integers >= 0, response tokens of every sequence of the step.
+        response_tokens_S: ``[S]`` integers >= 0, the number of response tokens of every sequence of the step.
         aggregation: one of the above.
         max_response_tokens: ``sampler.max_response_tokens``, used by ``constant``.
 
@@ -35,7 +35,7 @@ def sequence_weights(response_tokens_S: np.ndarray, aggregation: Aggregation, ma
         ``[S]`` float64; 0 for sequences without response tokens.
 
     Raises:
-        LossInputError: not a vector of counts, no sequences, or an unknown ``aggregation``.
+        LossInputError: ``response_tokens_S`` is not a vector of counts, it is empty, or ``aggregation`` is unknown.
     """
     counts_S = np.asarray(response_tokens_S)
     if counts_S.ndim != 1 or not counts_S.size or not np.issubdtype(counts_S.dtype, np.integer):

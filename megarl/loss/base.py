@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every loss receives and returns, and the registry.
+"""Define the input and output of a loss.
 
 Shape letter: T response tokens of one micro-batch, sequence after sequence.
 """
@@ -16,16 +16,17 @@ from megarl.errors import LossInputError
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Per-token inputs of one micro-batch, aligned with the logprobs a loss is called with.
+    """Per-token inputs of one micro-batch, aligned with the logprobs that a loss is called with.
 
     Attributes:
-        weights_T: float32. The step's loss is the sum over all its tokens, micro-batches and data-parallel ranks of
-            ``weight * per-token loss``: the denominators are in here, reduced over the whole step beforehand.
+        weights_T: float32. The step's loss is the sum of ``weight * per-token loss`` over all its tokens, micro-batches
+            and data-parallel ranks. The weights contain the denominators, which are computed over the whole step
+            beforehand.
         advantages_T: float32.
-        token_fraction: 1 / (response tokens of the whole step); a metric's mean is the sum of ``value *
+        token_fraction: 1 / (response tokens of the whole step). A metric's mean is the sum of ``value *
             token_fraction`` over all micro-batches.
         sampler_logprobs_T: float32 or None.
-        old_logprobs_T: float32 or None (then the loss uses the current ones, detached).
+        old_logprobs_T: float32 or None. If None, the loss uses the current logprobs, detached.
         reference_logprobs_T: float32 or None.
     """
 
@@ -37,7 +38,7 @@ class TokenBatch:
     reference_logprobs_T: torch.Tensor | None = None
 
     def check(self, logprobs_T: torch.Tensor) -> None:
-        """Raise ``LossInputError`` unless every tensor is ``[T]`` like ``logprobs_T``: nothing is broadcast."""
+        """Raise ``LossInputError`` unless every tensor is ``[T]`` like ``logprobs_T``; nothing is broadcast."""
         for name in ("weights_T", "advantages_T", "sampler_logprobs_T", "old_logprobs_T", "reference_logprobs_T"):
             value = getattr(self, name)
             if value is not None and value.shape != logprobs_T.shape:
@@ -47,11 +48,12 @@ class TokenBatch:
 
 
 class LossOutput(NamedTuple):
-    """A loss's share of one micro-batch.
+    """The share of one micro-batch in the step's loss.
 
     Attributes:
-        loss: scalar with gradient; shares add up to the step's loss.
-        metrics: detached scalars. Names ending in ``_max`` combine over micro-batches by maximum, all others by sum.
+        loss: scalar with gradient. The sum over all micro-batches is the step's loss.
+        metrics: detached scalars. Over micro-batches, names ending in ``_max`` are combined by maximum, all others by
+            sum.
     """
 
     loss: torch.Tensor
@@ -59,16 +61,16 @@ class LossOutput(NamedTuple):
 
 
 class Loss(Protocol):
-    """Per-token policy loss; implementations hold only settings.
+    """Per-token policy loss. Implementations hold only settings.
 
-    A loss whose gradient is zero where all advantages are 0 and ``loss.kl_coef`` is 0 may have an attribute
-    ``zero_without_advantages = True``: the backward pass of such an update is then skipped.
+    A loss may have an attribute ``zero_without_advantages = True`` if its gradient is zero whenever all advantages are
+    0 and ``loss.kl_coef`` is 0. The backward pass of such an update is then skipped.
     """
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
-        """Return this micro-batch's share of the loss; ``logprobs_T`` is float32 with gradient."""
+        """Return this micro-batch's share of the loss. ``logprobs_T`` is float32 with gradient."""
         ...
 
 
-# Name in ``loss.name`` -> factory. Each loss lives in its own module, which adds itself in ``megarl/loss/__init__.py``.
+# Type of the entries of ``LOSSES`` (``megarl/loss/__init__.py``): name in ``loss.name`` -> factory.
 LossFactory = Callable[[LossConfig], Loss]

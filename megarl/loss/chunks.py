@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk of logits: what the log-probabilities and the entropy need of them, and their gradient.
+"""Compute sums over one chunk of logits, for logprobs and entropy, and the gradient of the logits.
 
-By Triton kernels on CUDA, else by torch's own functions. The formulas are in ``megarl.loss.logprobs``.
+Uses Triton kernels on CUDA, else torch's own functions. The formulas are in ``megarl.loss.logprobs``.
 """
 
 import torch
@@ -10,17 +10,17 @@ from megarl.triton_support import has_triton
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether the Triton kernels can take this tensor."""
+    """Return True if the Triton kernels support this tensor."""
     return tensor.is_cuda and tensor.dtype != torch.float64 and has_triton()
 
 
 def chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``[4, C]``: largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
+    """Return ``[4, C]``: largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), sum of e^(l-m) (l-m).
 
     Args:
-        logits: ``[C, V]``; written over unless ``has_kernels`` takes them.
-        labels: each token's row of the shard, or -1 if it is elsewhere.
-        temperature: the logits are divided by it.
+        logits: ``[C, V]``; overwritten unless ``has_kernels`` is True for them.
+        labels: each token's row in this rank's shard, or -1 if it is in another one.
+        temperature: divisor of the logits.
     """
     if has_kernels(logits):
         from megarl.loss.kernels.softmax import softmax_sums
@@ -31,7 +31,7 @@ def chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -
     largest = logits.amax(1)
     logits.sub_(largest[:, None])
     exps = logits.exp()
-    # vecdot is a batched dot product: no third [C, V] array.
+    # vecdot is a batched dot product, which needs no third [C, V] array.
     return torch.stack([largest, label_logit, exps.sum(1), torch.linalg.vecdot(exps, logits)])
 
 
@@ -44,7 +44,7 @@ def logits_gradient(
     by_logprob: torch.Tensor | None,
     by_entropy: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``[C, V]`` gradient of the divided logits (see the module's docstring), in their dtype, written over them."""
+    """Return the ``[C, V]`` gradient of the divided logits, in their dtype, written over them."""
     if has_kernels(logits):
         from megarl.loss.kernels.softmax import softmax_slope_
 
@@ -52,7 +52,7 @@ def logits_gradient(
     dtype, logits = logits.dtype, _divided(logits, temperature)
     logits.sub_(logsumexp[:, None])
     if by_entropy is None:
-        assert by_logprob is not None  # backward leaves early when both are
+        assert by_logprob is not None  # backward returns early if both are None
         slope = logits.exp_().mul_(-by_logprob[:, None])
     else:
         probabilities = logits.exp()
@@ -66,6 +66,6 @@ def logits_gradient(
 
 
 def _divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Logits over temperature in float32 (or float64): memory that the caller may write into."""
+    """Divide the logits by the temperature in float32 (or float64). The caller may overwrite the result."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     return logits if temperature == 1.0 else logits.div_(temperature)

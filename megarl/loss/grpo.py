@@ -15,16 +15,16 @@ from megarl.loss.policy import prepare
 class GrpoLoss:
     """Per token ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` with r = exp(logprob - old logprob).
 
-    ``clip_high`` above ``clip_low`` is DAPO's clip-higher (arXiv:2503.14476). On policy (no old logprobs) r is 1 and
-    the gradient is that of ``-A * logprob``. Metrics beside the shared ones: ``clip_low`` and ``clip_high``, the
-    fractions of tokens whose gradient is cut at either bound.
+    With ``clip_high`` above ``clip_low`` this is DAPO's clip-higher (arXiv:2503.14476). On policy (no old logprobs) r
+    is 1 and the gradient is that of ``-A * logprob``. Adds two metrics to the shared ones: ``clip_low`` and
+    ``clip_high``, the fractions of tokens whose gradient is cut at either bound.
     """
 
     config: LossConfig
     zero_without_advantages: ClassVar[bool] = True
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
-        """This micro-batch's share of the loss; see ``megarl.loss.policy.prepare`` for what is raised."""
+        """Return this micro-batch's share of the loss. Raises what ``megarl.loss.policy.prepare`` raises."""
         policy = prepare(logprobs_T, tokens, self.config)
         low, high = 1.0 - self.config.clip_low, 1.0 + self.config.clip_high
         ratio_T, advantages_T = policy.ratio_T, tokens.advantages_T

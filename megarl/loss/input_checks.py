@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what ``token_logprobs`` is given."""
+"""Check the inputs of ``token_logprobs``."""
 
 import torch
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probability of each label and entropy, from hidden states, without ever holding all logits.
+"""Compute the log-probability of each label and the entropy from hidden states, without ever holding all logits.
 
 Shape letters: T tokens, H hidden size, V rows of this rank's vocabulary shard, C tokens of a chunk.
 
@@ -8,9 +8,10 @@ With logits ``l = hidden @ weight.T / temperature``, ``p = softmax(l)`` and ``S 
     logprob = l[label] - logsumexp(l)        d logprob / d l_j = [j == label] - p_j
                                              d S / d l_j       = -p_j (log p_j + S)
 
-The forward keeps two numbers per token (logsumexp and entropy). The backward computes a chunk's logits again, which
-costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k. Where the caller has
-room for them, the forward's logits are kept instead, in the weight's dtype, and overwritten by their gradient.
+The forward keeps two numbers per token (logsumexp and entropy). The backward recomputes the logits of each chunk. This
+costs one more matmul and saves ``T x V`` floats: 37 GiB for 65,536 tokens of a vocabulary of 152k. If the caller allows
+the memory for them, the forward keeps its logits instead, in the weight's dtype, and the backward overwrites them with
+their gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +26,14 @@ from megarl.errors import LossInputError
 from megarl.loss import chunks
 from megarl.loss.input_checks import check_delta, check_inputs
 
-# Bytes of one chunk's float32 logits. CPU: from 32 MiB on glibc maps fresh pages for every chunk, and much smaller
-# chunks read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in
-# chunks of 128 tokens, 0.50 s of 32, 0.64 s of 512, and 0.66 s with full logits). CUDA: 8,192 tokens on an H200
-# (V=152k, H=4096, bf16) take 163 ms in chunks of 64 tokens, 78 ms and 1 GiB of 512, 75 ms and 4 GiB of 2,048 (with
-# full logits 45 ms and 14 GiB).
+# Bytes of one chunk's float32 logits. CPU: from 32 MiB on, glibc maps fresh pages for every chunk; much smaller chunks
+# read the weight too often (V=49k, H=576, bf16, one thread: forward + backward of 512 tokens take 0.41 s in chunks of
+# 128 tokens, 0.50 s of 32, 0.64 s of 512, and 0.66 s with full logits). CUDA: 8,192 tokens on an H200 (V=152k, H=4096,
+# bf16) take 163 ms in chunks of 64 tokens, 78 ms and 1 GiB of 512, 75 ms and 4 GiB of 2,048 (with full logits 45 ms and
+# 14 GiB).
 CHUNK_BYTES = {"cpu": 24 * 2**20, "cuda": 320 * 2**20}
-# With the Triton kernels a chunk is its logits in the weight's dtype and nothing else, and longer ones fill the GPU in
-# the product with the weight, whose result is only [C, H].
+# With the Triton kernels a chunk takes only the memory of its logits in the weight's dtype. Longer chunks use the GPU
+# better in the product with the weight, whose result is only [C, H].
 KERNEL_CHUNK_BYTES, KERNEL_CHUNK_MULTIPLE = 1280 * 2**20, 256
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -40,7 +41,7 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Shard:
-    """How this rank computes: its part of the vocabulary and the chunking."""
+    """This rank's part of the vocabulary, and the chunking."""
 
     temperature: float
     group: dist.ProcessGroup | None
@@ -63,35 +64,37 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     keep_bytes: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of ``labels_T`` under ``softmax(hidden_TH @ weight_VH.T / temperature)``, and the entropy.
+    """Compute the logprobs of ``labels_T`` under ``softmax(hidden_TH @ weight_VH.T / temperature)``, and the entropy.
 
-    A chunk's logits are computed in the weight's dtype, as Hugging Face and vLLM do, and are float32 from there on.
-    Gradients flow through both results, to ``hidden_TH`` and, where it requires one, to ``weight_VH``. Tokens whose
+    A chunk's logits are computed in the weight's dtype, as in Hugging Face and vLLM, and then converted to float32.
+    Gradients flow through both results, to ``hidden_TH`` and, if it requires one, to ``weight_VH``. Tokens whose
     incoming gradient is 0 (clipped, or of a group with equal rewards) cost nothing in the backward pass.
 
-    With ``group`` every rank calls this with the same hidden states and labels and its own rows of the weight, and
-    gets the same results. **The gradient of the hidden states is then this rank's partial sum**: the caller sums it
-    over the group (mcore's ``copy_to_tensor_model_parallel_region`` does). The incoming gradient must be the same on
-    all ranks of the group. The weight's gradient is complete.
+    With ``group`` every rank calls this with the same hidden states and labels and its own rows of the weight, and gets
+    the same results. **The gradient of the hidden states is then this rank's partial sum.** The caller sums it over the
+    group (mcore's ``copy_to_tensor_model_parallel_region`` does). The incoming gradient must be the same on all ranks
+    of the group. The weight's gradient is complete.
 
     Args:
-        hidden_TH: ``[T, H]``, the weight's dtype.
+        hidden_TH: ``[T, H]``, in the weight's dtype.
         weight_VH: ``[V, H]``, this rank's rows of the output layer: global ids ``vocab_start .. vocab_start + V``.
         labels_T: ``[T]`` int64 global ids, each below ``vocab_size``.
-        deltas: an adapter's low-rank products that are added to the logits: inputs ``[T, r]`` and this rank's rows
-            ``[V, r]``, the weight's dtype. Their gradients are like those of the hidden states and of the weight.
-        temperature: the logits are divided by it.
-        group: the ranks that share the vocabulary; None if this rank holds all of it.
+        deltas: low-rank products of an adapter, to add to the logits: inputs ``[T, r]`` and this rank's rows ``[V,
+            r]``, in the weight's dtype. Their gradients are like those of the hidden states and of the weight.
+        temperature: divisor of the logits.
+        group: the ranks that share the vocabulary. None: this rank holds all of it.
         vocab_start: global id of ``weight_VH[0]``.
-        vocab_size: ids from it on are padding and have probability 0. Default (without ``group``): no padding.
-        chunk_tokens: tokens per chunk; by default as many as fit ``CHUNK_BYTES``.
-        keep_bytes: where a gradient is wanted and all logits of the shard take no more than this, they are kept for it.
+        vocab_size: size of the vocabulary without padding. Ids from it on have probability 0. Default (without
+            ``group``): no padding.
+        chunk_tokens: tokens per chunk. Default: as many as fit ``CHUNK_BYTES``.
+        keep_bytes: if a gradient is needed and all logits of the shard take at most this many bytes, they are kept for
+            it.
 
     Returns:
         logprobs ``[T]`` and entropy ``[T]`` in nats, both float32 (float64 if the weight is).
 
     Raises:
-        LossInputError: shapes, dtypes, labels or settings that do not fit.
+        LossInputError: shapes, dtypes, labels or settings do not fit.
     """
     rows = weight_VH.shape[0] if weight_VH.ndim == 2 else 0
     if vocab_size is None and group is not None:
@@ -120,7 +123,7 @@ def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """``factors`` are inputs and weights in turn; the logits are the sum of their products."""
+    """Autograd function. ``factors`` alternates inputs and weights; the logits are the sum of their products."""
 
     @staticmethod
     def forward(ctx: Any, labels: torch.Tensor, shard: _Shard, *factors: torch.Tensor) -> Any:
@@ -134,7 +137,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """From the gradients of logprobs and entropy, ``[R]`` each or None, to one per factor, in its shape."""
+        """Map the gradients of logprobs and entropy, ``[R]`` each or None, to one gradient per factor, in its shape."""
         labels, logsumexp, entropy, *factors = ctx.saved_tensors
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
@@ -150,7 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for (inputs, weight), (for_inputs, for_weight) in zip(_pairs(factors), needed, strict=True)
         ]
         pairs = _real_rows(_pairs(factors), ctx.shard)
-        # Written over, so not for a second backward pass.
+        # The loop below overwrites them, so a second backward pass must not use them.
         chunk_logits, ctx.logits = ctx.logits, None
         for part, logits in _active_logits(pairs, active, ctx.shard, chunk_logits):
             index = active[part]
@@ -167,11 +170,11 @@ class _TokenLogprobs(torch.autograd.Function):
                     input_sum[part] = slope @ rows
                 if weight_sum is not None:
                     weight_sum[: len(rows)] += slope.T @ inputs[index]
-        found: list[torch.Tensor | None] = []
+        results: list[torch.Tensor | None] = []
         for (inputs, weight), (input_sum, weight_sum) in zip(_pairs(factors), sums, strict=True):
-            found.append(None if input_sum is None else torch.zeros_like(inputs).index_copy_(0, active, input_sum))
-            found.append(None if weight_sum is None else weight_sum.to(weight.dtype))
-        return None, None, *found
+            results.append(None if input_sum is None else torch.zeros_like(inputs).index_copy_(0, active, input_sum))
+            results.append(None if weight_sum is None else weight_sum.to(weight.dtype))
+        return None, None, *results
 
 
 def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -179,12 +182,12 @@ def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _real_rows(pairs: Sequence[_Pair], shard: _Shard) -> list[_Pair]:
-    """The products without the padding of their weights."""
+    """Return the products without the padding rows of their weights."""
     return [(inputs, weight[: shard.rows]) for inputs, weight in pairs]
 
 
 def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice) -> torch.Tensor:
-    """``[C, V]`` in the weight's dtype, before the division by the temperature; fresh memory."""
+    """Return ``[C, V]`` logits in the weight's dtype, before the division by the temperature, in fresh memory."""
     (inputs, weight), *others = pairs
     logits = inputs[tokens] @ weight.T
     for inputs, weight in others:
@@ -195,13 +198,13 @@ def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice) -> torch.Tenso
 def _active_logits(
     pairs: Sequence[_Pair], active: torch.Tensor, shard: _Shard, kept: list[torch.Tensor] | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Chunk by chunk ``(which of the active tokens, their logits)``; the logits may be written over.
+    """Yield chunks of ``(slice of the active tokens, their logits)``. The caller may overwrite the logits.
 
     Args:
         pairs: the products.
-        active: int64, ascending.
-        shard: this rank's.
-        kept: the logits of every chunk of all tokens; emptied. None: they are computed again.
+        active: indices of the active tokens, int64, ascending.
+        shard: this rank's shard.
+        kept: the logits of every chunk of all tokens; emptied. None: the logits are recomputed.
     """
     if kept is None:
         for start in range(0, len(active) if shard.rows else 0, shard.chunk):
@@ -220,7 +223,7 @@ def _active_logits(
 
 
 def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """For each label its row in this rank's shard, or -1 if it is elsewhere."""
+    """Return each label's row in this rank's shard, or -1 if it is in another one."""
     row = labels - shard.start
     return torch.where((row >= 0) & (row < shard.rows), row, -1)
 
@@ -228,13 +231,13 @@ def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
 def _local_sums(
     pairs: Sequence[_Pair], labels: torch.Tensor, shard: _Shard, kept: list[torch.Tensor] | None
 ) -> torch.Tensor:
-    """``[4, T]``: the shard's largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
+    """Return ``[4, T]`` sums over this shard, as ``chunks.chunk_sums`` defines them.
 
     Adds each chunk's logits to ``kept``.
     """
     dtype = torch.promote_types(pairs[0][0].dtype, torch.float32)
     sums = torch.zeros(4, len(labels), dtype=dtype, device=labels.device)
-    # Stays where the shard holds padding only: finite, so that 0 * (m - M) is 0.
+    # Stays this value if the shard holds only padding. It is finite, so that 0 * (m - M) is 0.
     sums[0] = torch.finfo(dtype).min
     if not shard.rows:
         return sums
@@ -243,14 +246,14 @@ def _local_sums(
         logits = _logits(pairs, part)
         if kept is not None:
             kept.append(logits)
-            # Only the kernels leave the logits as they are.
+            # Only the kernels leave the logits unchanged.
             logits = logits if chunks.has_kernels(logits) else logits.clone()
         sums[:, part] = chunks.chunk_sums(logits, _local_labels(labels[part], shard), shard.temperature)
     return sums
 
 
 def _combine(local: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Label logit, logsumexp and entropy, each ``[T]``, over the group's shards: two collectives per call."""
+    """Combine the group's shards into label logit, logsumexp and entropy, each ``[T]``, with two collectives."""
     largest, label_logit, total, moment = local.unbind()
     if group is not None:
         shard_largest, largest = largest, largest.clone()

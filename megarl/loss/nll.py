@@ -7,13 +7,13 @@ from megarl.loss.base import LossOutput, TokenBatch
 
 
 class NllLoss:
-    """Per token ``-logprob``; advantages are ignored. Metric: ``nll``, its mean over the step's response tokens."""
+    """Per token ``-logprob``; ignores advantages. Metric: ``nll``, its mean over the step's response tokens."""
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
-        """This micro-batch's share of the loss.
+        """Return this micro-batch's share of the loss.
 
         Raises:
-            LossInputError: shapes that differ.
+            LossInputError: shapes differ.
         """
         tokens.check(logprobs_T)
         loss = -(tokens.weights_T * logprobs_T).sum()

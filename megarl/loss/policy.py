@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all policy losses share: checked inputs, the ratio to the old policy, the KL penalty, the correction, metrics.
+"""Compute the parts that all policy losses share: checks, ratio to the old policy, KL penalty, correction, metrics.
 
-A loss computes ``policy_T`` from a ``Policy`` and hands it to ``finish``; see ``grpo.py``.
-Shape letter: T response tokens of one micro-batch.
+A loss computes ``policy_T`` from a ``Policy`` and passes it to ``finish``; see ``grpo.py``.
 """
 
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from megarl.loss.correction import correction_metrics, importance_weights, large
 
 @dataclass(frozen=True)
 class Policy:
-    """One micro-batch with checked inputs.
+    """The checked inputs of one micro-batch, and the ratio.
 
     Attributes:
-        logprobs_T: current policy, with gradient.
-        old_T: old policy (the current one, detached, where the batch has none); no gradient.
+        logprobs_T: logprobs of the current policy, with gradient.
+        old_T: logprobs of the old policy, without gradient. If the batch has none, the current ones, detached.
         ratio_T: exp(logprobs - old), with gradient; finite.
         tokens: the batch.
         config: the loss's settings.
@@ -34,14 +33,14 @@ class Policy:
     config: LossConfig
 
     def finish(self, policy_T: torch.Tensor, metrics: dict[str, torch.Tensor]) -> LossOutput:
-        """Add correction and KL penalty to a per-token policy loss, and weigh and sum it.
+        """Add correction and KL penalty to a per-token policy loss; return its weighted sum.
 
-        The correction scales the policy term only: the KL penalty is not an expectation over the sampler's
-        distribution that needs it (TRL does the same).
+        The correction scales only the policy term. The KL penalty is not an expectation over the sampler's
+        distribution, so it needs none (TRL does the same).
 
         Args:
             policy_T: ``[T]`` per-token policy loss.
-            metrics: of this loss, added to those that all losses have.
+            metrics: metrics of this loss, to add to those of all losses.
         """
         tokens, config, fraction = self.tokens, self.config, self.tokens.token_fraction
         detached_T = self.ratio_T.detach().double()
@@ -60,21 +59,22 @@ class Policy:
         return LossOutput(loss, {"loss": loss.detach(), **metrics})
 
     def fraction_of(self, chosen_T: torch.Tensor) -> torch.Tensor:
-        """This micro-batch's share of the fraction of the step's tokens where ``chosen_T`` is True."""
+        """Return this micro-batch's share of the fraction of the step's tokens where ``chosen_T`` is True."""
         return chosen_T.sum().double() * self.tokens.token_fraction
 
 
 def prepare(logprobs_T: torch.Tensor, tokens: TokenBatch, config: LossConfig) -> Policy:
-    """Check a micro-batch and form the ratio to the old policy.
+    """Check a micro-batch and compute the ratio to the old policy.
 
-    Nothing is clamped and nothing is replaced: ``exp(logprob - old)`` overflows float32 only where the old policy gave
-    a token less than e^-88, which no sampler draws, so an overflow means that old logprobs belong to other tokens or
-    weights. Clamping would train on them; ``min(ratio * A, clipped * A)`` would hide it in the loss and give a
-    gradient of 0 * inf. Large finite ratios stay and are shown as ``ratio_max``.
+    Nothing is clamped or replaced. ``exp(logprob - old)`` overflows float32 only if the old policy gave a token less
+    than e^-88, which no sampler draws. So an overflow means that the old logprobs belong to other tokens or weights.
+    With clamping, training would go on with them; ``min(ratio * A, clipped * A)`` would hide the overflow in the loss
+    and give a gradient of 0 * inf. Large finite ratios are kept and shown as ``ratio_max``.
 
     Raises:
         LossInputError: shapes differ, a value is not finite, the ratio or the KL overflows, reference logprobs are
-            missing though ``loss.kl_coef`` is positive, or sampler logprobs are though ``loss.importance_cap`` is set.
+            missing though ``loss.kl_coef`` is positive, or sampler logprobs are missing though ``loss.importance_cap``
+            is set.
     """
     tokens.check(logprobs_T)
     if config.kl_coef > 0.0 and tokens.reference_logprobs_T is None:
@@ -105,12 +105,12 @@ def prepare(logprobs_T: torch.Tensor, tokens: TokenBatch, config: LossConfig) ->
 
 
 def k3(logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> torch.Tensor:
-    """``[T]`` k3 estimate of KL(policy || reference), with gradient: e^d - 1 - d with d = reference - logprob.
+    """Return the ``[T]`` k3 estimate of KL(policy || reference), with gradient: e^d - 1 - d, d = reference - logprob.
 
     Schulman, "Approximating KL divergence" (2020); GRPO's penalty (DeepSeekMath arXiv:2402.03300, equation 4).
     """
-    # Value and slope are each formed in float64: in float32 e^d - 1 - d cancels (at d = 1e-3 to 1e-4 of itself), and
-    # autograd's derivative of expm1, e^d, rounds d away before 1 is taken from it.
+    # Compute value and slope in float64. In float32, e^d - 1 - d cancels (at d = 1e-3, to 1e-4 of itself). Autograd's
+    # derivative of expm1 is e^d, which rounds d away before 1 is subtracted.
     difference_T = reference_T.detach().double() - logprobs_T.detach().double()
     growth_T = difference_T.expm1()
     value_T, slope_T = (growth_T - difference_T).to(logprobs_T.dtype), -growth_T.to(logprobs_T.dtype)
@@ -118,7 +118,7 @@ def k3(logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> torch.Tensor:
 
 
 def _require_finite(values: dict[str, torch.Tensor]) -> None:
-    # One transfer from the device for all of them.
+    # One transfer from the device for all values.
     finite = torch.stack([value.detach().isfinite().all() for value in values.values()]).tolist()
     for (name, value), good in zip(values.items(), finite, strict=True):
         if not good:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels over a chunk of logits: one pass for what the forward needs of them, one for their gradient.
+"""Triton kernels over a chunk of logits: one pass for the sums of the forward, one for the gradient.
 
-As torch operations on float32 copies the same takes some forty bytes of memory traffic per logit in either direction;
-that is most of the time of a small model's output layer on a GPU. Here the forward reads each logit once, and the
-backward reads it once and writes its gradient over it.
+The same computation as torch operations on float32 copies takes about forty bytes of memory traffic per logit in either
+direction, which is most of the time of a small model's output layer on a GPU. Here the forward reads each logit once,
+and the backward reads it once and overwrites it with its gradient.
 
 Shape letters: C tokens of the chunk, V logits of each.
 """
@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 
 SUMS_BLOCK, SLOPE_BLOCK = 8192, 4096
-# Finite, so that nothing times the distance to it is never "not a number".
+# Finite, so that a product with the distance to it is never NaN.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
 
 def softmax_sums(logits_CV: torch.Tensor, label_C: torch.Tensor, temperature: float) -> torch.Tensor:
-    """``[4, C]`` float32: largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
+    """Return ``[4, C]`` float32: largest logit m, the label's logit (0 if elsewhere), sum of e^(l-m), of e^(l-m) (l-m).
 
     Args:
-        logits_CV: before the division by the temperature; 16- or 32-bit floats, rows contiguous.
-        label_C: int64, the label's index in a row, or -1 where it is in another shard.
-        temperature: the logits are divided by it.
+        logits_CV: logits before the division by the temperature; 16- or 32-bit floats, rows contiguous.
+        label_C: int64, the label's index in a row, or -1 if it is in another shard.
+        temperature: divisor of the logits.
     """
     tokens, columns = logits_CV.shape
     sums = torch.empty(4, tokens, dtype=torch.float32, device=logits_CV.device)
@@ -42,12 +42,12 @@ def softmax_slope_(
     by_logprob_C: torch.Tensor | None,
     by_entropy_C: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Write the gradient of the (divided) logits over them; see ``megarl.loss.logprobs`` for the formula.
+    """Overwrite the logits with the gradient of the divided logits; see ``megarl.loss.logprobs`` for the formula.
 
     Args:
         logits_CV, label_C, temperature: as for ``softmax_sums``.
         logsumexp_C, entropy_C: float32, of the divided logits over the whole vocabulary.
-        by_logprob_C, by_entropy_C: float32 incoming gradients; None for zero.
+        by_logprob_C, by_entropy_C: float32 incoming gradients; None means zero.
 
     Returns:
         ``logits_CV``.
@@ -84,7 +84,7 @@ def _sums(logits, labels, sums, tokens, columns, stride, temperature, BLOCK: tl.
         inside = column < columns
         value = tl.load(start_of_row + column, mask=inside, other=0.0).to(tl.float32) / temperature
         higher = tl.maximum(largest, tl.max(tl.where(inside, value, LOWEST), 0))
-        # What was summed so far is relative to the old maximum.
+        # Rescale the sums so far, which are relative to the old maximum.
         fall = largest - higher
         scale = tl.exp(fall)
         moment = (moment + total * fall) * scale
