@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test properties of every source file."""
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ SOURCES = [ROOT / "setup.py", ROOT / ".ci/run"] + [
     for file in sorted((ROOT / folder).rglob("*"))
     if file.suffix in (".py", ".sh", ".sbatch", ".Dockerfile")
 ]
+QUESTION_WORDS = {"Which", "What", "Where", "How", "Whether", "Why"}
 
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS])
@@ -24,3 +26,13 @@ def test_every_source_file_begins_with_its_licence(folder: str) -> None:
         and "# SPDX-License-Identifier: Apache-2.0" not in file.read_text().splitlines()[:2]
     ]
     assert not without, f"put '# SPDX-License-Identifier: Apache-2.0' first in {', '.join(without)}"
+
+
+def test_module_docstrings_say_what_the_module_does_instead_of_asking() -> None:
+    opening_words = {
+        file: (ast.get_docstring(ast.parse(file.read_text())) or "").partition(" ")[0]
+        for file in SOURCES
+        if file.suffix == ".py"
+    }
+    questions = [str(file.relative_to(ROOT)) for file, word in opening_words.items() if word in QUESTION_WORDS]
+    assert not questions, f"begin the docstring with what the module does or holds in {', '.join(questions)}"
