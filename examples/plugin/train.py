@@ -194,7 +194,7 @@ def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) 
 
 def run_batch(iteration: int, args: Namespace, model: list, device: torch.device, *, forward_only: bool) -> float:
     """Run forward (and backward) passes of a global batch on mcore's schedule; return its mean loss, on every rank."""
-    found = get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches(iteration, args, device),
         model=model,
@@ -204,7 +204,7 @@ def run_batch(iteration: int, args: Namespace, model: list, device: torch.device
         forward_only=forward_only,
     )
     total = torch.zeros(2, device=device)
-    for one in found:
+    for one in outputs:
         total += one["lm loss"]
     dist.all_reduce(total, group=mpu.get_data_parallel_group())
     dist.broadcast(total, mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group())

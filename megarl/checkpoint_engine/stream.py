@@ -155,7 +155,7 @@ def _view(payload: torch.Tensor, place: Place) -> torch.Tensor:
 def _compare(received: TensorList, announced: TensorList) -> None:
     """Raise ``WeightSyncError`` that names the tensors in which two lists differ."""
     arrived, sent = (
-        {place.name: (place, found) for place, found in zip(part.places, part.digests, strict=True)}
+        {place.name: (place, digest) for place, digest in zip(part.places, part.digests, strict=True)}
         for part in (received, announced)
     )
     for problem, names in (

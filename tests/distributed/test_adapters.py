@@ -76,18 +76,18 @@ def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, 
                     model.optim_step(LR)
                 model.set_active(name)
             model.optim_step(LR)
-        batch, found = model.pack(samples_of(0)), {"base": model.forward(model.pack(samples_of(0)), adapter=False)}
+        batch, outputs = model.pack(samples_of(0)), {"base": model.forward(model.pack(samples_of(0)), adapter=False)}
         for name in CONFIGS:
             model.set_active(name)
             model.save_adapter(root / "saved" / name)
-            found[name] = model.forward(batch)
-            found[f"{name} version"] = model.version
-            found[f"{name} tensors"] = {n: t.cpu() for n, t in model.export_weights(adapter_only=True)}
+            outputs[name] = model.forward(batch)
+            outputs[f"{name} version"] = model.version
+            outputs[f"{name} tensors"] = {n: t.cpu() for n, t in model.export_weights(adapter_only=True)}
         with pytest.raises(MegarlError, match="adapter 'frozen' is frozen"):
             model.forward_backward(batch, SurrogateLoss())
         with model.adapters["first"].activated():
-            found["again"] = model.forward(batch)
-        results.append(found)
+            outputs["again"] = model.forward(batch)
+        results.append(outputs)
     return results
 
 
@@ -101,8 +101,8 @@ def truth_of(folder: Path) -> dict[str, Any]:
     optimizers = {}
     for name in ("first", "second"):
         model.set_adapter(name)
-        own = [p for n, p in model.named_parameters() if p.requires_grad and name in n]
-        optimizers[name] = torch.optim.AdamW(own, lr=LR, weight_decay=0.0)
+        parameters = [p for n, p in model.named_parameters() if p.requires_grad and name in n]
+        optimizers[name] = torch.optim.AdamW(parameters, lr=LR, weight_decay=0.0)
     for step, name in enumerate(ORDER):
         model.set_adapter(name)
         optimizers[name].zero_grad()
@@ -110,15 +110,17 @@ def truth_of(folder: Path) -> dict[str, Any]:
             (-0.05 * sample.advantage * logprobs_of(model, sample).sum()).backward()
         torch.nn.utils.clip_grad_norm_(optimizers[name].param_groups[0]["params"], 1.0)
         optimizers[name].step()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with torch.no_grad():
         for name in CONFIGS:
             model.set_adapter(name)
-            found[name] = [logprobs_of(model, sample).numpy() for sample in samples_of(0)]
-            found[f"{name} tensors"] = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+            results[name] = [logprobs_of(model, sample).numpy() for sample in samples_of(0)]
+            results[f"{name} tensors"] = get_peft_model_state_dict(
+                model, adapter_name=name, save_embedding_layers=False
+            )
         with model.disable_adapter():
-            found["base"] = [logprobs_of(model, sample).numpy() for sample in samples_of(0)]
-    return found
+            results["base"] = [logprobs_of(model, sample).numpy() for sample in samples_of(0)]
+    return results
 
 
 def test_adapters_trained_in_turn_equal_pefts(tmp_path):
@@ -127,14 +129,14 @@ def test_adapters_trained_in_turn_equal_pefts(tmp_path):
         make_adapter(tmp_path / "model", tmp_path / name, seed=seed, **config)
     expected = truth_of(tmp_path)
     for results in run_ranks(train_in_turn, 2, str(tmp_path), [{"tensor": 2}, {"pipeline": 2}]):
-        for found in results:
-            assert [found[f"{name} version"] for name in CONFIGS] == [3, 2, 0]
-            for what in (*CONFIGS, "base"):
-                for ours, theirs in zip(found[what], expected[what], strict=True):
-                    assert relative_error(torch.from_numpy(ours), torch.from_numpy(theirs)) < 1e-5, what
-            assert all(np.array_equal(a, b) for a, b in zip(found["again"], found["first"], strict=True))
+        for result in results:
+            assert [result[f"{name} version"] for name in CONFIGS] == [3, 2, 0]
+            for adapter in (*CONFIGS, "base"):
+                for ours, theirs in zip(result[adapter], expected[adapter], strict=True):
+                    assert relative_error(torch.from_numpy(ours), torch.from_numpy(theirs)) < 1e-5, adapter
+            assert all(np.array_equal(a, b) for a, b in zip(result["again"], result["first"], strict=True))
             for name in CONFIGS:
-                ours, theirs = found[f"{name} tensors"], expected[f"{name} tensors"]
+                ours, theirs = result[f"{name} tensors"], expected[f"{name} tensors"]
                 assert ours.keys() == theirs.keys()
                 assert max(relative_error(ours[n], t) for n, t in theirs.items()) < 1e-4, name
     again = load_reference(tmp_path / "model", tmp_path / "saved" / "second")
@@ -185,9 +187,9 @@ def fresh_adapters(folder: str, layout: dict[str, Any], targets: list[str]) -> d
 def test_the_start_does_not_depend_on_the_layout(tmp_path, family, targets, layout, drawn):
     make_model(tmp_path / "model", family, tied=False)
     [alone] = run_ranks(fresh_adapters, 1, str(tmp_path), {}, targets)
-    for found in run_ranks(fresh_adapters, 4, str(tmp_path), layout, targets):
-        assert found.keys() == alone.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+    for result in run_ranks(fresh_adapters, 4, str(tmp_path), layout, targets):
+        assert result.keys() == alone.keys()
+        assert all(torch.equal(result[name], tensor) for name, tensor in alone.items())
     starts = [tensor.flatten()[0].item() for tensor in alone.values() if tensor.any()]
     assert len(starts) == len(set(starts)) == drawn
 
@@ -202,7 +204,7 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups, leave_layout
 
-    dropout, found = torch.nn.functional.dropout, {}
+    dropout, results = torch.nn.functional.dropout, {}
     config = LoraConfig(r=4, target_modules=["q_proj", "o_proj", "lm_head"], lora_dropout=0.5)
     for sequence in (False, True):
         leave_layout()
@@ -220,8 +222,8 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
             patch.setattr(parallel_linear, "F", SimpleNamespace(**vars(parallel_linear.F) | {"dropout": recorded}))
             model.forward_backward(model.pack(make_samples(2, SHAPE["vocab_size"]), np.ones(2)), SurrogateLoss())
             model.forward(model.pack(make_samples(2, SHAPE["vocab_size"])))
-        found["SP" if sequence else "no SP"] = masks
-    return found
+        results["SP" if sequence else "no SP"] = masks
+    return results
 
 
 def test_dropout_is_the_same_where_tp_ranks_hold_the_same_and_differs_where_they_do_not(tmp_path):

@@ -52,7 +52,7 @@ def attention_of_ranks(sizes: list[int]) -> dict[int, Any]:
     from megarl.model.layers.zigzag import padded_length, rank_tokens
 
     dist.init_process_group("gloo")
-    found = {}
+    results = {}
     for size in sizes:
         group = dist.new_group(list(range(size)))
         if dist.get_rank() >= size:
@@ -73,12 +73,12 @@ def attention_of_ranks(sizes: list[int]) -> dict[int, Any]:
         attention = PackedAttention(None, pg_collection=SimpleNamespace(cp=group))
         out = attention(*leaves, None, packed_seq_params=packed)
         gradients = torch.autograd.grad(out, leaves, gradient.flatten(2))
-        found[size] = {
+        results[size] = {
             "place": np.searchsorted(real, held[np.isin(held, real)]),
             "values": [t.detach()[np.isin(held, real), 0] for t in (out.unflatten(2, (HEADS, DIM)), *gradients)],
         }
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def test_attention_and_its_gradients_are_those_of_one_process():
@@ -86,14 +86,14 @@ def test_attention_and_its_gradients_are_those_of_one_process():
     sizes = [1, 2, 3, 4]
     ranks = run_ranks(attention_of_ranks, max(sizes), sizes)
     for size in sizes:
-        found = [torch.zeros_like(tensor) for tensor in expected]
+        gathered = [torch.zeros_like(tensor) for tensor in expected]
         covered = np.zeros(sum(LENGTHS), dtype=int)
         for result in ranks[:size]:
             covered[result[size]["place"]] += 1
-            for whole, part in zip(found, result[size]["values"], strict=True):
+            for whole, part in zip(gathered, result[size]["values"], strict=True):
                 whole[result[size]["place"]] = part
         assert (covered == 1).all()
-        for name, ours, theirs in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        for name, ours, theirs in zip(("output", "query", "key", "value"), gathered, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12, msg=f"CP{size} {name}")
 
 
@@ -209,15 +209,15 @@ def draw_masks(layouts: list[dict[str, int]]) -> list[Any]:
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups, leave_layout
 
-    device, found = pick_device("auto"), []
+    device, results = pick_device("auto"), []
     for layout in layouts:
         leave_layout()
         groups = init_groups(ParallelConfig(**layout), device, seed=3)
         with get_cuda_rng_tracker().fork():
             tracked = torch.rand(4).tolist()
         place = (groups.context_rank, groups.data_rank, groups.pipeline_rank)
-        found.append({"place": place, "default": tuple(torch.rand(4).tolist()), "tracked": tuple(tracked)})
-    return found
+        results.append({"place": place, "default": tuple(torch.rand(4).tolist()), "tracked": tuple(tracked)})
+    return results
 
 
 def test_dropout_is_drawn_alike_on_tensor_ranks_only():
@@ -251,8 +251,8 @@ def test_run_with_dropout_resumes_bit_for_bit_and_another_layout_goes_on(tmp_pat
     straight = run_ranks(save_both, 2, str(tmp_path))
     resumed = run_ranks(resume_both, 2, str(tmp_path))
     for before, after in zip(straight, resumed, strict=True):
-        expected, found = before["bfloat16"]["state"], after["bfloat16"]["state"]
-        assert expected.keys() == found.keys()
-        assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+        expected, actual = before["bfloat16"]["state"], after["bfloat16"]["state"]
+        assert expected.keys() == actual.keys()
+        assert not [name for name in expected if not torch.equal(expected[name], actual[name])]
         moved = after["float32"]["whole"]
         assert max(relative_error(moved[n], tensor) for n, tensor in before["float32"]["whole"].items()) < 1e-4

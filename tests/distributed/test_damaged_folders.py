@@ -93,9 +93,9 @@ def load_each(folders: list[str]) -> list[str | None]:
 def test_only_whole_models_load(tmp_path):
     folders = [write_case(tmp_path, name) for name in CASES]
     (said,) = run_ranks(load_each, 1, [str(folder) for folder in folders])
-    for (name, (*_, expected)), found in zip(CASES.items(), said, strict=True):
+    for (name, (*_, expected)), message in zip(CASES.items(), said, strict=True):
         if expected is None:
-            assert found is None, name
+            assert message is None, name
         else:
             with pytest.raises(MegarlError, match=expected):
-                raise MegarlError(found)
+                raise MegarlError(message)

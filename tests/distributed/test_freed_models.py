@@ -25,12 +25,12 @@ def train_and_drop(here: Place) -> bool:
     model.forward(batch)
     model.forward_backward(batch, SurrogateLoss())
     model.optim_step(1e-3)
-    left = [weakref.ref(parameter) for chunk in model.chunks for parameter in chunk.parameters()]
-    assert left and all(reference() is not None for reference in left)
+    references = [weakref.ref(parameter) for chunk in model.chunks for parameter in chunk.parameters()]
+    assert references and all(reference() is not None for reference in references)
     del model
     gc.collect()
     destroy_groups()
-    return all(reference() is None for reference in left)
+    return all(reference() is None for reference in references)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

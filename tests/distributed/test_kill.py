@@ -24,7 +24,7 @@ KILLS = 50
 
 def kill_saves(folder: Path, in_place: bool = False) -> tuple[list[str], Counter]:
     """Kill savers until a checkpoint is wrong; return what is wrong with it, and how many kills left which files."""
-    delays, left = random.Random(0), Counter()
+    delays, outcomes = random.Random(0), Counter()
     seconds = measure_save(folder)
     checked: set[Path] = set()
     with running(check_for_ever, folder) as (_, checker):
@@ -37,17 +37,17 @@ def kill_saves(folder: Path, in_place: bool = False) -> tuple[list[str], Counter
                 saver.join()
                 done = [said for said in rest(pipe) if isinstance(said, int)]
             partial = list((folder / "checkpoints").glob(".*.partial"))
-            left[phase(partial[0]) if partial else "done" if done else "nothing"] += 1
+            outcomes[phase(partial[0]) if partial else "done" if done else "nothing"] += 1
             named = set((folder / "checkpoints").glob("step-*"))
             assert {f"step-{step:06d}" for step in done} <= {path.name for path in named}
             for path in sorted(named - checked):
                 checker.send(path)
                 if problem := receive(checker):
-                    return [problem], left
+                    return [problem], outcomes
             checked |= named
             # Adapt the delay so that about every second save completes, whatever its speed: kills then hit all phases.
             seconds *= 0.9 if done else 1.1
-    return [], left
+    return [], outcomes
 
 
 def measure_save(folder: Path) -> float:
@@ -83,12 +83,12 @@ def phase(partial: Path) -> str:
 
 def test_a_save_killed_at_any_moment_leaves_only_checkpoints_that_load(tmp_path):
     make_model(tmp_path / "model", "qwen3", tied=True, num_hidden_layers=1)
-    problems, left = kill_saves(tmp_path)
-    print(f"\n{KILLS} kills left: {dict(left)}")
+    problems, outcomes = kill_saves(tmp_path)
+    print(f"\n{KILLS} kills left: {dict(outcomes)}")
     assert problems == []
     # Fails if the kills missed the saves.
-    assert sum(count for what, count in left.items() if what.startswith("before")) >= KILLS / 5
-    assert len(left) >= 4
+    assert sum(count for outcome, count in outcomes.items() if outcome.startswith("before")) >= KILLS / 5
+    assert len(outcomes) >= 4
 
 
 def test_the_kills_find_checkpoints_that_are_written_in_place(tmp_path):

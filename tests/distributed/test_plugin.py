@@ -36,8 +36,8 @@ def train_with_mcore(model: str, folder: str, layout: dict, flags: list[str]) ->
     optimizer, scheduler = example.get_optimizer(args, chunks)
     adapter.load(start, optimizer)
     example.run_batch(0, args, chunks, device, forward_only=False)
-    found = {name: parameter.main_grad for name, parameter in adapter.parameters()}
-    gradients = collect(stream_full(adapter.tensors(found), adapter.groups))
+    local_gradients = {name: parameter.main_grad for name, parameter in adapter.parameters()}
+    gradients = collect(stream_full(adapter.tensors(local_gradients), adapter.groups))
     losses = [example.train_step(step, args, chunks, optimizer, scheduler, device)[0] for step in range(UPDATES)]
     after = collect(adapter.export())
     dist.destroy_process_group()
@@ -87,9 +87,9 @@ def truth(tmp_path_factory):
 )
 def test_mcores_own_loop_trains_as_peft(truth, layout, ranks, flags):
     folder, (losses, gradients, after) = truth
-    found = run_ranks(train_with_mcore, ranks, str(folder / "model"), str(folder), layout, flags)
-    assert all(other[0] == pytest.approx(losses, abs=1e-5) for other in found)
-    _, by_name, adapter = found[0]
+    results = run_ranks(train_with_mcore, ranks, str(folder / "model"), str(folder), layout, flags)
+    assert all(other[0] == pytest.approx(losses, abs=1e-5) for other in results)
+    _, by_name, adapter = results[0]
     assert by_name.keys() == gradients.keys() and adapter.keys() == after.keys()
     if "--use-distributed-optimizer" not in flags:  # the distributed optimizer leaves each rank only a part of the sum
         errors = {name: relative_error(by_name[name], exact) for name, exact in gradients.items()}
@@ -174,10 +174,10 @@ def load_late(model: str, folder: str, flags: list[str]) -> dict[str, float]:
 def test_an_adapter_loaded_under_an_optimizer_stays_where_it_is(tmp_path, flags):
     model = make_model(tmp_path / "model", "llama", tied=False, vocab_size=132)
     make_adapter(model, tmp_path / "other", target_modules=TARGETS, r=8, lora_alpha=16)
-    for found in run_ranks(load_late, 2, str(model), str(tmp_path), flags):
-        assert found["moved"] == 0.0
-        assert found["changed"] > 0.1
-        assert "adapter.load(path, optimizer)" in found["refused"]
+    for result in run_ranks(load_late, 2, str(model), str(tmp_path), flags):
+        assert result["moved"] == 0.0
+        assert result["changed"] > 0.1
+        assert "adapter.load(path, optimizer)" in result["refused"]
 
 
 def keep_experts(folder: str, layout: dict, save: bool) -> dict[str, torch.Tensor]:

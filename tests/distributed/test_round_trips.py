@@ -70,12 +70,12 @@ def exported(path: Path, parallel: ParallelConfig, groups) -> dict[str, torch.Te
     return {name: tensor.clone() for name, tensor in stream_full(tensors, groups)}
 
 
-def check_same(path: Path, found: dict[str, torch.Tensor]) -> None:
+def check_same(path: Path, actual: dict[str, torch.Tensor]) -> None:
     original = load_file(path / "model.safetensors")
-    assert found.keys() == original.keys()
+    assert actual.keys() == original.keys()
     for name, tensor in original.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
 
 
 def round_trip_one_rank() -> None:
@@ -99,13 +99,13 @@ def round_trip_two_ranks(folders: list[str]) -> list[dict[str, torch.Tensor]]:
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups, leave_layout
 
-    found = []
+    results = []
     for layout in ({"tensor": 2}, {"pipeline": 2}):
         leave_layout()
         parallel = ParallelConfig(**layout)
         groups = init_groups(parallel, pick_device("auto"))
-        found += [exported(Path(folder), parallel, groups) for folder in folders]
-    return found
+        results += [exported(Path(folder), parallel, groups) for folder in folders]
+    return results
 
 
 def test_random_shapes_round_trip_bit_for_bit():
@@ -123,8 +123,8 @@ def test_random_shapes_round_trip_at_tp2_and_pp2(tmp_path):
     choose()
     folders = [make_model(tmp_path / str(index), **shape) for index, shape in enumerate(chosen)]
     for results in run_ranks(round_trip_two_ranks, 2, [str(folder) for folder in folders]):
-        for folder, found in zip(folders * 2, results, strict=True):
-            check_same(folder, found)
+        for folder, result in zip(folders * 2, results, strict=True):
+            check_same(folder, result)
 
 
 @st.composite
@@ -169,10 +169,10 @@ def random_adapters(folder: str) -> int:
             except ValueError as error:
                 assert "odules were" in str(error)  # PEFT too refuses a config that adapts nothing
                 return
-            found = through_megarl(model, made, saved, samples, groups)
+            results = through_megarl(model, made, saved, samples, groups)
             check_saved(made, saved)
             reference = load_reference(model, saved)
-            for sample, logprobs in zip(samples, found, strict=True):
+            for sample, logprobs in zip(samples, results, strict=True):
                 expected = logprobs_of(reference, sample).detach()
                 assert relative_error(torch.from_numpy(logprobs), expected) < 1e-5
             done.append(config)

@@ -68,13 +68,13 @@ def update(model: Any, config: RunConfig, samples: list[Sample], updates: int = 
 
 def with_dropout(folder: str) -> list[dict[str, float]]:
     model, config, _ = build(Path(folder), adapter="dropped")
-    samples, found = rollout(model, config, 0), []
+    samples, results = rollout(model, config, 0), []
     packed: list[Any] = []
     model.pack = lambda *arguments, real=model.pack: packed.append(arguments) or real(*arguments)
-    found.append(update(model, config, samples))
+    results.append(update(model, config, samples))
     assert len(packed) == 1
-    found.append(update(model, config, rollout(model, config, 1), updates=2))
-    return found
+    results.append(update(model, config, rollout(model, config, 1), updates=2))
+    return results
 
 
 def without_signal(folder: str) -> None:
@@ -98,8 +98,8 @@ def without_signal(folder: str) -> None:
             # The rounding of a mismatch of zero differs between passes with and without gradients.
             off = {n: (v, metrics.get(n)) for n, v in expected.items() if not abs(v - metrics[n]) < 1e-5 * (1 + abs(v))}
             assert not off and metrics.keys() == expected.keys(), (step, off)
-            found, wanted = everything(short), everything(whole)
-            assert not [name for name in wanted if not torch.equal(found[name], wanted[name])]
+            actual, wanted = everything(short), everything(whole)
+            assert not [name for name in wanted if not torch.equal(actual[name], wanted[name])]
             assert short.version == whole.version == step + 1
 
 
@@ -109,7 +109,7 @@ def against_the_start(folder: str) -> dict[str, Any]:
     model, config, start = build(Path(folder), kl_coef=0.1)
     samples = rollout(model, config, 0)
     before = model.forward(plan(model, config, samples), adapter=REFERENCE)
-    found = {"start": [update(model, config, rollout(model, config, step))["kl"] for step in range(3)]}
+    results = {"start": [update(model, config, rollout(model, config, step))["kl"] for step in range(3)]}
     after = model.forward(plan(model, config, samples), adapter=REFERENCE)
     assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
     now = model.forward(model.pack(samples))
@@ -120,10 +120,10 @@ def against_the_start(folder: str) -> dict[str, Any]:
     leave_layout()
     model, config, nothing = build(Path(folder), kl_coef=0.1, reference="base")
     assert REFERENCE not in model.adapters and not nothing
-    found["base"] = [update(model, config, rollout(model, config, 0))["kl"]]
+    results["base"] = [update(model, config, rollout(model, config, 0))["kl"]]
     base = model.forward(plan(model, config, samples), adapter=False)
-    found["by hand"] = np.concatenate(base) - np.concatenate([s.sampler_logprobs for s in samples])
-    return found | {"saved": start}
+    results["by hand"] = np.concatenate(base) - np.concatenate([s.sampler_logprobs for s in samples])
+    return results | {"saved": start}
 
 
 @pytest.fixture
@@ -147,12 +147,12 @@ def test_a_step_without_signal_is_exact_without_a_backward_pass(folder):
 
 
 def test_the_kl_penalty_is_against_the_start_or_the_base(folder):
-    found = run_ranks(against_the_start, 2, str(folder))[0]
-    assert found["start"][0] < 1e-10 < 1e-7 < found["start"][1] < found["start"][2]
-    difference = found["by hand"].astype(np.float64)
-    assert found["base"] == [pytest.approx(np.mean(np.expm1(difference) - difference), rel=1e-3)]
+    results = run_ranks(against_the_start, 2, str(folder))[0]
+    assert results["start"][0] < 1e-10 < 1e-7 < results["start"][1] < results["start"][2]
+    difference = results["by hand"].astype(np.float64)
+    assert results["base"] == [pytest.approx(np.mean(np.expm1(difference) - difference), rel=1e-3)]
     sampler = {"max_prompt_tokens": 24, "max_response_tokens": 24}
     tree = {"model": {"path": str(folder / "model")}, "task": {"name": "arithmetic"}, "sampler": sampler}
     config = parse_config(tree)
     with pytest.raises(CheckpointError, match="no longer holds the adapter that the run started from"):
-        check_start(found["saved"], {REFERENCE: "0"}, config)
+        check_start(results["saved"], {REFERENCE: "0"}, config)

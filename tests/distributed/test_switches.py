@@ -56,7 +56,7 @@ def compute(folder: Path, layout: dict[str, Any], train: dict[str, Any], name: s
     dropout = {"lora_dropout": 0.0} if name == "experts" else {}
     model = build(folder, settings, "float32" if name == "float32" else "bfloat16", name, **dropout)
     model_parallel_cuda_manual_seed(5)
-    loss, weights, found = SurrogateLoss(), np.full(4, 0.05), {}
+    loss, weights, results = SurrogateLoss(), np.full(4, 0.05), {}
     for step in range(3):
         first, second = (model.pack(make_samples(4, SHAPE["vocab_size"], seed=2 * step + i), weights) for i in (0, 1))
         model.forward_backward(first, loss, last=False)
@@ -65,15 +65,15 @@ def compute(folder: Path, layout: dict[str, Any], train: dict[str, Any], name: s
             with pytest.raises(MegarlError, match="pass last=False"):
                 model.forward_backward(second, loss)
         if step != 1:  # with and without gathering the whole gradient in between
-            found |= {f"gradient {step} {name}": tensor for name, tensor in model.gradients().items()}
-        found[f"norm {step}"] = torch.tensor(model.optim_step(1e-3)["grad_norm"])
+            results |= {f"gradient {step} {name}": tensor for name, tensor in model.gradients().items()}
+        results[f"norm {step}"] = torch.tensor(model.optim_step(1e-3)["grad_norm"])
         if step != 1:  # a forward pass right after the update, and an export right after it
-            found[f"logprobs {step}"] = torch.from_numpy(np.concatenate(model.forward(first)))
-        found |= {f"adapter {step} {name}": tensor.clone() for name, tensor in model.export_weights(True)}
-    found |= {f"main {name}": tensor.clone() for name, tensor in model.optimizer.main_weights().items()}
+            results[f"logprobs {step}"] = torch.from_numpy(np.concatenate(model.forward(first)))
+        results |= {f"adapter {step} {name}": tensor.clone() for name, tensor in model.export_weights(True)}
+    results |= {f"main {name}": tensor.clone() for name, tensor in model.optimizer.main_weights().items()}
     for kind, tensors in model.optimizer.moments().items():
-        found |= {f"{kind} {name}": tensor.clone() for name, tensor in tensors.items()}
-    return found
+        results |= {f"{kind} {name}": tensor.clone() for name, tensor in tensors.items()}
+    return results
 
 
 def test_switches_change_no_bit(tmp_path):
@@ -84,9 +84,9 @@ def test_switches_change_no_bit(tmp_path):
         for index, variants in results.items():
             plain = variants.pop("{}")
             assert all(plain[name].abs().max() > 0 for name in plain if name.startswith("gradient 2")), CASES[index][0]
-            for train, found in variants.items():
-                assert found.keys() == plain.keys()
+            for train, result in variants.items():
+                assert result.keys() == plain.keys()
                 norms = {name for name in plain if name.startswith("norm")}
-                different = [name for name in plain.keys() - norms if not torch.equal(found[name], plain[name])]
+                different = [name for name in plain.keys() - norms if not torch.equal(result[name], plain[name])]
                 assert not different, (CASES[index][0], train, sorted(different)[:5])
-                assert all(abs(found[name] / plain[name] - 1) < 1e-6 for name in norms)
+                assert all(abs(result[name] / plain[name] - 1) < 1e-6 for name in norms)

@@ -67,9 +67,9 @@ def state_of(model: Any) -> dict[str, torch.Tensor]:
     return everything(model) | counts
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
-    assert found.keys() == expected.keys()
-    assert not [key for key in found if not torch.equal(found[key], expected[key])], case
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
+    assert actual.keys() == expected.keys()
+    assert not [key for key in actual if not torch.equal(actual[key], expected[key])], case
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
 
 def clip(folder: str) -> list[torch.Tensor]:
     """Make one update at each of three limits, and compute the same with torch."""
-    found = []
+    results = []
     for limit in (0.0, 1e-3, 1e3):
         model = build(Path(folder), {"train": {"max_grad_norm": limit}}, "float32", "float32", lora_dropout=0.0)
         gradient(model, 0)
@@ -99,8 +99,8 @@ def clip(folder: str) -> list[torch.Tensor]:
         for name, moment in model.optimizer.moments()["exp_avg"].items():
             torch.testing.assert_close(moment, reference.state[weights[name]]["exp_avg"], rtol=1e-5, atol=1e-10)
             torch.testing.assert_close(model.optimizer.parameters[name].detach(), weights[name], rtol=1e-6, atol=1e-7)
-        found.append(torch.cat([moment.flatten() for moment in model.optimizer.moments()["exp_avg"].values()]).norm())
-    return found
+        results.append(torch.cat([moment.flatten() for moment in model.optimizer.moments()["exp_avg"].values()]).norm())
+    return results
 
 
 def test_clipping_is_torchs(tmp_path):

@@ -67,7 +67,7 @@ class FileTrainer(PeftTrainer):
 
 def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
     """Sync adapters of everything (twice), of the router, the experts, the attention alone, and PEFT's stacked ones."""
-    found: dict[str, Any] = {"errors": {}, "effects": {}}
+    results: dict[str, Any] = {"errors": {}, "effects": {}}
     parts = {
         "all": "all-linear",
         "again": "all-linear",
@@ -85,12 +85,12 @@ def adapters(rig: Rig, router: str, experts: list[str]) -> dict[str, Any]:
         rig.trainer.randomise(version, *(targets if part in stacked else (targets,)))
         rig.manager.sync(version, "adapter")
         drawn = rig.generate(prompts(4, seed=version), version)
-        found["errors"][part] = rig.error(drawn)
-        found["effects"][part] = rig.trainer.without_adapter(drawn)
+        results["errors"][part] = rig.error(drawn)
+        results["effects"][part] = rig.trainer.without_adapter(drawn)
         if part == "again":
             rig.trainer.randomise(1)
-            found["error_of_previous"] = rig.error(drawn)
-    return found
+            results["error_of_previous"] = rig.error(drawn)
+    return results
 
 
 def new_base(rig: Rig, version: int) -> dict[str, Any]:
@@ -154,17 +154,17 @@ def qwen3_moe(folder: Path) -> dict[str, Any]:
     rig = Rig(run_config(folder, lora={"r": 4}), trainer)
     try:
         rig.manager.sync(0, "base")
-        found = adapters(rig, "gate", ["gate_proj", "up_proj", "down_proj"])
+        loaded = adapters(rig, "gate", ["gate_proj", "up_proj", "down_proj"])
         trainer.randomise(18, ["gate_proj", "up_proj", "down_proj"])
         trainer.targets = ["gate_proj", "up_proj"]
-        found["faults"] = {
+        loaded["faults"] = {
             "part_of_experts": refused(rig, lambda named: [p for p in named if "down_proj" not in p[0]], "adapter")
         }
         trainer.targets = None
         trainer.randomise(18)
-        found["faults"] |= {name: refused(rig, edit, "adapter") for name, edit in FAULTS.items()}
-        found["faults"] |= {name: refused(rig, edit, "base") for name, edit in BASE_FAULTS.items()}
-        return found | new_base(rig, 19)
+        loaded["faults"] |= {name: refused(rig, edit, "adapter") for name, edit in FAULTS.items()}
+        loaded["faults"] |= {name: refused(rig, edit, "base") for name, edit in BASE_FAULTS.items()}
+        return loaded | new_base(rig, 19)
     finally:
         rig.call(rig.sampler.close())
 

@@ -41,26 +41,26 @@ def llama(folder: Path) -> dict[str, Any]:
     trainer = PeftTrainer(folder, LORA)
     started = time.monotonic()
     rig = Rig(run_config(folder, lora={"r": 8}), trainer)
-    found: dict[str, Any] = {"start_seconds": time.monotonic() - started}
+    results: dict[str, Any] = {"start_seconds": time.monotonic() - started}
     try:
-        found["before_sync"] = raised(lambda: rig.generate(prompts(1), 0))
-        found["adapter_before_base"] = raised(lambda: rig.manager.sync(0, "adapter"))
+        results["before_sync"] = raised(lambda: rig.generate(prompts(1), 0))
+        results["adapter_before_base"] = raised(lambda: rig.manager.sync(0, "adapter"))
         rig.renew(base_ready=False)
         rig.manager.sync(0, "base")
-        found["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
-        found |= versions(rig)
-        found |= overlap(rig)
-        found |= third_version(rig)
-        found |= patterns(rig)
-        found["faults"] = {name: fault(rig, edit) for name, edit in FAULTS.items()}
-        found["faults"]["flipped_byte"] = flipped_byte(rig)
-        found |= many_versions(rig)
-        found |= new_base(rig)
-        found["death"] = death(rig)
+        results["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
+        results |= versions(rig)
+        results |= overlap(rig)
+        results |= third_version(rig)
+        results |= patterns(rig)
+        results["faults"] = {name: fault(rig, edit) for name, edit in FAULTS.items()}
+        results["faults"]["flipped_byte"] = flipped_byte(rig)
+        results |= many_versions(rig)
+        results |= new_base(rig)
+        results["death"] = death(rig)
     finally:
         rig.call(rig.sampler.close())
-    found["after_close"] = raised(lambda: rig.generate(prompts(1), 0))
-    return found
+    results["after_close"] = raised(lambda: rig.generate(prompts(1), 0))
+    return results
 
 
 def qwen3(folder: Path) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
         many = rig.generate(prompts(100, seed=1), 3)
         rig.sampler._calls = {}
         again = rig.generate(prompts(100, seed=1), 3)
-        found = {
+        results = {
             "error": rig.error(many[:10]),
             "error_at_temperature_1": rig.error(many[:10], temperature=1.0),
             "tokens": sum(len(prompt) for prompt in prompts(100, seed=1)) * 4,
@@ -87,7 +87,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
         rig.renew()
         reports.append(rig.manager.sync(4, "adapter"))
         same = rig.generate(prompts(3), 4)
-        return found | {"checksums": [report.checksum for report in reports], "shm_error": rig.error(same)}
+        return results | {"checksums": [report.checksum for report in reports], "shm_error": rig.error(same)}
     finally:
         rig.call(rig.sampler.close())
 
@@ -108,25 +108,25 @@ def qwen2(folder: Path) -> dict[str, Any]:
 
 def versions(rig: Rig) -> dict[str, Any]:
     """Check that each version answers as PEFT does with the same adapter, and differs from the previous one."""
-    found: dict[str, Any] = {"errors": [], "errors_of_previous": [], "sync_seconds": []}
+    results: dict[str, Any] = {"errors": [], "errors_of_previous": [], "sync_seconds": []}
     for version in range(2):
         rig.trainer.randomise(version)
-        found["sync_seconds"].append(sum(rig.manager.sync(version, "adapter").seconds.values()))
+        results["sync_seconds"].append(sum(rig.manager.sync(version, "adapter").seconds.values()))
         drawn = rig.generate(prompts(4), version)
-        found["errors"].append(rig.error(drawn))
+        results["errors"].append(rig.error(drawn))
         rig.trainer.randomise(version - 1)
-        found["errors_of_previous"].append(rig.error(drawn))
-    found["wrong_version"] = raised(lambda: rig.generate(prompts(1), 0))
+        results["errors_of_previous"].append(rig.error(drawn))
+    results["wrong_version"] = raised(lambda: rig.generate(prompts(1), 0))
     ones = [one for group in rig.generate(prompts(20), 1) for one in group]
-    found["stamps"] = sorted({int(version) for one in ones for version in one.versions})
-    found["stops_end_with"] = sorted({int(one.response_ids[-1]) for one in ones if one.finish_reason == "stop"})
-    found["lengths_of_length"] = sorted({len(one.response_ids) for one in ones if one.finish_reason == "length"})
-    found["stop_inside"] = sum(int(np.isin(one.response_ids[:-1], [3, 7]).sum()) for one in ones)
+    results["stamps"] = sorted({int(version) for one in ones for version in one.versions})
+    results["stops_end_with"] = sorted({int(one.response_ids[-1]) for one in ones if one.finish_reason == "stop"})
+    results["lengths_of_length"] = sorted({len(one.response_ids) for one in ones if one.finish_reason == "length"})
+    results["stop_inside"] = sum(int(np.isin(one.response_ids[:-1], [3, 7]).sum()) for one in ones)
     bad = {"empty": [], "long": [9] * 97, "unknown": [320]}
-    found["bad_prompts"] = {
+    results["bad_prompts"] = {
         name: raised(lambda ids=ids: rig.generate([np.array(ids, dtype=np.int64)], 1)) for name, ids in bad.items()
     }
-    return found
+    return results
 
 
 def overlap(rig: Rig) -> dict[str, Any]:
@@ -162,25 +162,25 @@ def third_version(rig: Rig) -> dict[str, Any]:
     rig.sampler._gate._refused = None
     rig.renew()
     rig.manager.sync(103, "adapter")
-    found = {"third": refused, "third_overlapped": ran_during, "third_held": alive, "third_ended": ended}
-    found["after_third"] = rig.error(rig.generate(prompts(2), 103))
+    results = {"third": refused, "third_overlapped": ran_during, "third_held": alive, "third_ended": ended}
+    results["after_third"] = rig.error(rig.generate(prompts(2), 103))
     rig.call(rig.sampler.retire(-1))
     rig.renew(base_ready=True)
-    return found
+    return results
 
 
 def patterns(rig: Rig) -> dict[str, Any]:
     """Check that rank_pattern, alpha_pattern and rsLoRA mean the same as in PEFT."""
-    plain, found = rig.trainer, {}
+    plain, results = rig.trainer, {}
     for version, rslora in ((3, False), (4, True)):
         rig.trainer = PeftTrainer(Path(rig.config.model.path), {**PATTERNS, "use_rslora": rslora})
         rig.trainer.randomise(version)
         rig.renew()
         rig.manager.sync(version, "adapter")
-        found[f"patterns_rslora_{rslora}"] = rig.error(rig.generate(prompts(4), version))
+        results[f"patterns_rslora_{rslora}"] = rig.error(rig.generate(prompts(4), version))
     rig.trainer = plain
     rig.renew()
-    return found
+    return results
 
 
 def change_first(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list], list]:
@@ -258,18 +258,18 @@ def new_base(rig: Rig) -> dict[str, Any]:
         if ".lora_" not in name:
             parameter.data += 0.02 * torch.randn_like(parameter)
     rig.trainer.edit = lambda named: [pair for pair in named if "layers.1.self_attn.k_proj" not in pair[0]]
-    found = {"base_missing": raised(lambda: rig.manager.sync(59, "base"))}
-    found["after_base_missing"] = raised(lambda: rig.generate(prompts(1), 59))
+    results = {"base_missing": raised(lambda: rig.manager.sync(59, "base"))}
+    results["after_base_missing"] = raised(lambda: rig.generate(prompts(1), 59))
     rig.trainer.edit = lambda named: [*named, ("model.layers.0.mlp.extra.weight", torch.ones(2))]
     rig.renew(base_ready=False)
-    found["base_extra"] = raised(lambda: rig.manager.sync(59, "base"))
+    results["base_extra"] = raised(lambda: rig.manager.sync(59, "base"))
     rig.trainer.edit = lambda named: named
     rig.renew(base_ready=False)
     rig.manager.sync(59, "base")
-    found["after_base"] = raised(lambda: rig.generate(prompts(1), 59))
+    results["after_base"] = raised(lambda: rig.generate(prompts(1), 59))
     rig.manager.sync(60, "adapter")
     drawn = rig.generate(prompts(4), 60)
-    return found | {"base_error": rig.error(drawn), "base_error_of_old": rig.error(old)}
+    return results | {"base_error": rig.error(drawn), "base_error_of_old": rig.error(old)}
 
 
 def death(rig: Rig) -> dict[str, Any]:
@@ -312,8 +312,8 @@ def main(scenario: str, folder: str, out: str) -> None:
         from tests.e2e.sampler_moe import moe
 
         scenarios["moe"] = moe
-    found = scenarios[scenario](Path(folder))
-    Path(out).write_text(json.dumps(found, default=float, indent=1))
+    results = scenarios[scenario](Path(folder))
+    Path(out).write_text(json.dumps(results, default=float, indent=1))
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ def model(tmp_path_factory):
 
 def nll(model: torch.nn.Module, samples: list) -> float:
     """Return the mean over all response tokens, computed sequence by sequence."""
-    found = []
+    results = []
     for sample in samples:
         logits = model(torch.as_tensor(sample.tokens)[None]).logits[0, :-1].double()
         logprobs = logits.log_softmax(-1).gather(1, torch.as_tensor(sample.tokens)[1:, None])[:, 0]
-        found.append(-logprobs.detach().numpy()[sample.response_mask[1:]])
-    return float(np.concatenate(found).mean())
+        results.append(-logprobs.detach().numpy()[sample.response_mask[1:]])
+    return float(np.concatenate(results).mean())
 
 
 def test_supervised_fine_tuning_at_two_ranks_is_hugging_faces(model):

@@ -202,8 +202,8 @@ def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(
         capture_output=True, text=True, timeout=200, check=True,
     )  # fmt: skip
     answers = json.loads(out.stdout.strip().splitlines()[-1])
-    found = [a[len(row["prompt_ids"]) - 1 :] for a, row in zip(answers, rows, strict=True)]
-    assert np.abs(np.concatenate(found) - expected).max() <= 1e-4
+    logprobs = [a[len(row["prompt_ids"]) - 1 :] for a, row in zip(answers, rows, strict=True)]
+    assert np.abs(np.concatenate(logprobs) - expected).max() <= 1e-4
 
 
 def test_killed_run_resumes_bitwise(finished, recipe, start):

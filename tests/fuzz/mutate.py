@@ -50,17 +50,17 @@ def bytes_of(file: Path, draw: Random) -> Mutation:
 def json_of(file: Path, draw: Random) -> Mutation:
     """Change one place of a JSON file's tree."""
     tree = json.loads(file.read_text())
-    what = tree_of(tree, draw)
+    change = tree_of(tree, draw)
     file.write_text(json.dumps(tree))
-    return Mutation(f"{file.name}: {what}")
+    return Mutation(f"{file.name}: {change}")
 
 
 def yaml_of(file: Path, draw: Random) -> Mutation:
     """Change one place of a YAML file's tree."""
     tree = yaml.load(file.read_text(), yaml.CSafeLoader)
-    what = tree_of(tree, draw)
+    change = tree_of(tree, draw)
     file.write_text(yaml.dump(tree, Dumper=yaml.CSafeDumper, sort_keys=False))
-    return Mutation(f"{file.name}: {what}")
+    return Mutation(f"{file.name}: {change}")
 
 
 def tree_of(tree: Any, draw: Random) -> str:
@@ -90,11 +90,11 @@ def tree_of(tree: Any, draw: Random) -> str:
 def _places(node: Any, path: str) -> list[tuple[Any, Any, str]]:
     """Return ``(container, key, dotted path)`` of every value below ``node``."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
-    found = []
+    places = []
     for key in keys:
         below = f"{path}.{key}" if path else str(key)
-        found += [(node, key, below), *_places(node[key], below)]
-    return found
+        places += [(node, key, below), *_places(node[key], below)]
+    return places
 
 
 def _shown(value: Any) -> str:

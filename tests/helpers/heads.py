@@ -64,5 +64,5 @@ def errors(heads: HeadLayout, norm: bool, dtype: torch.dtype, device: str) -> di
 
 if __name__ == "__main__":
     for heads, norm in zip(LAYOUTS[1:], (True, False, True), strict=True):
-        found = errors(heads, norm, torch.float32, "cpu")
-        assert all(error <= 3e-7 for error, _ in found.values()), (heads, norm, found)
+        measured = errors(heads, norm, torch.float32, "cpu")
+        assert all(error <= 3e-7 for error, _ in measured.values()), (heads, norm, measured)

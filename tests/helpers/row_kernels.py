@@ -60,15 +60,15 @@ def _errors(
         (gradient,) = torch.autograd.grad(out, leaf, slope.to(dtype) if dtype is not given.dtype else slope)
         return [out.detach().double(), gradient.double()]
 
-    found = zip(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64), strict=True)
+    results = zip(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64), strict=True)
     return {
         name: (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))
-        for name, (mine, other, exact) in zip(("output", "gradient"), found, strict=True)
+        for name, (mine, other, exact) in zip(("output", "gradient"), results, strict=True)
     }
 
 
 if __name__ == "__main__":
     for width, gap in SHAPES[:3]:
         for measure in (swiglu_errors, norm_errors):
-            found = measure(width, gap, torch.float32, "cpu")
-            assert all(error <= 5e-7 for error, _ in found.values()), (measure.__name__, width, gap, found)
+            measured = measure(width, gap, torch.float32, "cpu")
+            assert all(error <= 5e-7 for error, _ in measured.values()), (measure.__name__, width, gap, measured)

@@ -54,8 +54,8 @@ def train(model: MegatronModel, seeds: range) -> None:
 
 def everything(model: MegatronModel) -> dict[str, torch.Tensor]:
     """Return adapter, main weights, moments and random states of this rank."""
-    found = {f"adapter {n}": p.data.clone() for n, p in model.adapter.parameters()}
-    found |= {f"main {n}": t.clone() for n, t in model.optimizer.main_weights().items()}
+    state = {f"adapter {n}": p.data.clone() for n, p in model.adapter.parameters()}
+    state |= {f"main {n}": t.clone() for n, t in model.optimizer.main_weights().items()}
     for kind, tensors in model.optimizer.moments().items():
-        found |= {f"{kind} {n}": t.clone() for n, t in tensors.items()}
-    return found | {f"rng {n}": t for n, t in _rng_state().items()} | {"steps": torch.tensor(model.optimizer.steps())}
+        state |= {f"{kind} {n}": t.clone() for n, t in tensors.items()}
+    return state | {f"rng {n}": t for n, t in _rng_state().items()} | {"steps": torch.tensor(model.optimizer.steps())}

@@ -31,14 +31,14 @@ class Traced:
 
     def processes(self) -> list[psutil.Process]:
         """Return every live process that inherited the mark."""
-        found = []
+        processes = []
         for process in psutil.process_iter():
             try:
                 if self.mark in (f"{k}={v}" for k, v in process.environ().items()):
-                    found.append(process)
+                    processes.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
-        return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in processes if process.status() != psutil.STATUS_ZOMBIE]
 
     def wait_until_gone(self, seconds: float = 5.0) -> list[str]:
         """Return the command lines of processes that are left after ``seconds``."""

@@ -73,8 +73,8 @@ class TrainRun:
         while True:
             self.look()
             lines = {p: describe(p) for p in self.family if p.is_running()}
-            if found := [p for p, line in lines.items() if title in line]:
-                return found[0]
+            if titled := [p for p, line in lines.items() if title in line]:
+                return titled[0]
             status = self.process.poll()
             assert status is None, f"the run ended with status {status}:\n{self.output()[-3000:]}"
             listed = "\n".join(sorted(lines.values()))

@@ -49,9 +49,9 @@ def test_nothing_is_left_of_a_folder_that_cannot_be_filled_or_has_no_place(tmp_p
 
 
 def test_what_killed_writers_left_is_removed_by_the_next_but_never_while_another_writes(tmp_path):
-    left = tmp_path / ".old.partial"
-    left.mkdir()
-    fill(left)
+    remains = tmp_path / ".old.partial"
+    remains.mkdir()
+    fill(remains)
     inside, go_on = threading.Event(), threading.Event()
 
     def slow(folder):
@@ -62,7 +62,7 @@ def test_what_killed_writers_left_is_removed_by_the_next_but_never_while_another
     first = threading.Thread(target=publish, args=(tmp_path / "first", slow))
     first.start()
     assert inside.wait(20)
-    assert not left.exists()
+    assert not remains.exists()
     second = threading.Thread(target=publish, args=(tmp_path / "second", fill))
     second.start()
     second.join(0.3)

@@ -115,7 +115,7 @@ def run_reference(
             keep.append({name: gradient.cpu() for name, gradient in update.gradients.items()})
         if step == 0:
             logprobs, entropy = update.logprobs, update.entropy
-            gradients = _in_our_file({_in_file(n): found.cpu() for n, found in update.gradients.items()}, model)
+            gradients = _in_our_file({_in_file(n): value.cpu() for n, value in update.gradients.items()}, model)
         theirs = rounded[step] if rounded else {}
         for name, parameter in trainable.items():
             exact = update.gradients[name]

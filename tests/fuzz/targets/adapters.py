@@ -49,26 +49,26 @@ class Adapters:
             return safetensors_of(adapter / WEIGHTS, draw)
         if kind == "bytes":
             return bytes_of(adapter / draw.choice([CONFIG, WEIGHTS]), draw)
-        what = draw.choice(["gone", "file", "bin"])
-        if what == "bin":
+        case = draw.choice(["gone", "file", "bin"])
+        if case == "bin":
             (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
         else:
             shutil.rmtree(adapter)
-            if what == "file":
+            if case == "file":
                 adapter.write_text("")
-        return Mutation(f"folder: {what}")
+        return Mutation(f"folder: {case}")
 
     def check(self, folder: Path) -> None:
         adapter = folder / "adapter"
         # As a trainer rank does with lora.init_from.
         model = MegatronModel(self.config.trainer, self.groups, attach(load_peft_config(adapter), seed=1))
         model.load_adapter(adapter)
-        found = {name: tensor.clone() for name, tensor in model.export_merged()}
+        merged = {name: tensor.clone() for name, tensor in model.export_merged()}
         for name, expected in self._merged_by_peft(adapter).items():
-            if name not in found and name == "lm_head.weight":  # tied
+            if name not in merged and name == "lm_head.weight":  # tied
                 continue
-            if not torch.allclose(found[name], expected, rtol=1e-4, atol=1e-5, equal_nan=True):
-                raise WrongResult(f"'{name}' is off by {(found[name] - expected).abs().max():.3g} from PEFT's")
+            if not torch.allclose(merged[name], expected, rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise WrongResult(f"'{name}' is off by {(merged[name] - expected).abs().max():.3g} from PEFT's")
 
     def _merged_by_peft(self, adapter: Path) -> dict[str, torch.Tensor]:
         try:

@@ -76,7 +76,7 @@ class Folders:
         inspect_folder(path, config.parallel)
         stop_tokens(str(path))
         prepare_task(config, folder)
-        found = self._logprobs(config)
+        logprobs = self._logprobs(config)
         try:
             model = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
@@ -84,7 +84,7 @@ class Folders:
             expected = all_logprobs(model, self._samples(config), config.sampler.temperature)
         except Exception as error:
             raise WrongResult(f"transformers refuses it: {error!r}") from error
-        worst = max(abs(ours - theirs).max() for ours, theirs in zip(found, expected, strict=True))
+        worst = max(abs(ours - theirs).max() for ours, theirs in zip(logprobs, expected, strict=True))
         # Damaged weights can be of any size, and so can the logprobs.
         if not worst < LARGEST * max(1.0, *(abs(theirs).max() for theirs in expected)):
             raise WrongResult(f"logprobs differ from transformers' by {worst:.3g}")

@@ -94,12 +94,12 @@ def _compiles(pattern: str) -> bool:
         return False
 
 
-def _compare(found: Any, written: Any, path: str = "") -> None:
+def _compare(loaded: Any, written: Any, path: str = "") -> None:
     """Check that the config holds the values of the recipe, with paths made absolute."""
-    if isinstance(written, dict) and isinstance(found, dict):
+    if isinstance(written, dict) and isinstance(loaded, dict):
         for key, value in written.items():
-            _compare(found.get(key), value, f"{path}.{key}" if path else str(key))
+            _compare(loaded.get(key), value, f"{path}.{key}" if path else str(key))
     elif path not in ("model.path", "lora.init_from", "task.path", "task.reward", "train.output", "train.resume") and (
-        found != written or (type(found) is not type(written) and not {type(found), type(written)} <= {int, float})
+        loaded != written or (type(loaded) is not type(written) and not {type(loaded), type(written)} <= {int, float})
     ):
-        raise WrongResult(f"{path} is {found!r}, but {written!r} is written")
+        raise WrongResult(f"{path} is {loaded!r}, but {written!r} is written")

@@ -180,10 +180,10 @@ class RunFolders:
             config = with_absolute_paths(config, folder)
             check_names(config)
             state = self._state(run, config)
-            found = find_resumption(run, config, state.origin["contents"])
+            resumption = find_resumption(run, config, state.origin["contents"])
             if config.parallel.world_size > 1:  # may change, but needs more ranks than this test has
                 return
-            resume(state, found)
+            resume(state, resumption)
         except MegarlError:
             if _tree(run) != before:
                 raise WrongResult("a resume that failed has changed the run folder") from None

@@ -68,16 +68,18 @@ def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
     printed = out.splitlines()
     assert "local (1 of 3): builds, 1 steps to warm up, 2 timed" in err and "peft: " in err
     report = json.loads(printed[-1])
-    found = {result["name"]: result for result in report["contenders"]}
-    assert set(found) == {"local", "full", "peft"} and not any("error" in result for result in found.values())
-    assert found["local"]["trained_parameters"] == found["peft"]["trained_parameters"]
-    assert found["local"]["over_peft"] > 0 and found["local"]["lora_over_full"] > 0 and report["gemm_tflops"] > 0
-    assert set(found["local"]["phases"]) == {"forward", "logprobs", "backward", "optimizer"}
+    contenders = {result["name"]: result for result in report["contenders"]}
+    assert set(contenders) == {"local", "full", "peft"} and not any("error" in result for result in contenders.values())
+    assert contenders["local"]["trained_parameters"] == contenders["peft"]["trained_parameters"]
+    assert (
+        contenders["local"]["over_peft"] > 0 and contenders["local"]["lora_over_full"] > 0 and report["gemm_tflops"] > 0
+    )
+    assert set(contenders["local"]["phases"]) == {"forward", "logprobs", "backward", "optimizer"}
     # B is zero at the start, and the steps are small.
-    assert found["local"]["logprob"] == pytest.approx(found["peft"]["logprob"], abs=1e-3)
+    assert contenders["local"]["logprob"] == pytest.approx(contenders["peft"]["logprob"], abs=1e-3)
     assert any(line.strip().startswith("local") for line in printed)
     assert "aten::" in (tmp_path / "out" / "profile-local.txt").read_text()
-    assert found["local"]["device_ms"]["matrix products"] > 0
+    assert contenders["local"]["device_ms"]["matrix products"] > 0
     assert any(
         line.split() == ["milliseconds", "of", "a", "step", "local", "full", "(local)", "peft", "(sdpa)"]
         for line in printed
@@ -99,9 +101,9 @@ def test_kernels_are_counted_by_kind() -> None:
         "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
         "something_new": "other",
     }
-    found = by_kind((name, 1.0) for name in names)
-    assert found == {kind: float(list(names.values()).count(kind)) for kind in found}
-    assert sum(found.values()) == len(names)
+    seconds = by_kind((name, 1.0) for name in names)
+    assert seconds == {kind: float(list(names.values()).count(kind)) for kind in seconds}
+    assert sum(seconds.values()) == len(names)
 
 
 def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) -> None:

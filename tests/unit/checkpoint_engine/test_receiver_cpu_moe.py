@@ -63,8 +63,8 @@ def test_experts_equal_a_plain_loop(slots: list[int] | None) -> None:
     adapters = slots and _Slots(
         torch.tensor(slots), (t["gate_a"], t["up_a"]), (t["gate_b"], t["up_b"]), (t["down_a"],), (t["down_b"],)
     )
-    found = run_experts(t["hidden"], t["w1"], t["w2"], t["weights"], t["chosen"], adapters)
-    torch.testing.assert_close(found.double(), plain_loop(t, slots or [-1] * TOKENS), rtol=1e-5, atol=1e-6)
+    actual = run_experts(t["hidden"], t["w1"], t["w2"], t["weights"], t["chosen"], adapters)
+    torch.testing.assert_close(actual.double(), plain_loop(t, slots or [-1] * TOKENS), rtol=1e-5, atol=1e-6)
 
 
 def test_the_replaced_method_takes_what_vllm_gives() -> None:

@@ -43,23 +43,25 @@ def unstack(halves: dict, **settings: object) -> receiver_stacked.Unstacked:
 
 def test_each_projection_of_each_expert_gets_its_part():
     gate_up, down = stacked(HIDDEN, 2 * INNER, 0), stacked(INNER, HIDDEN, 1)
-    found = unstack(
+    unstacked = unstack(
         {f"{NAME}.base_layer": gate_up, NAME: down}, target_parameters=["gate_up_proj", "mlp.experts.down_proj"]
     )
-    assert found.halves.keys() == set(PARTS) and not found.absent
-    assert found.keys[f"{NAME}.1.up_proj"] == f"{NAME}.gate_up_proj"
+    assert unstacked.halves.keys() == set(PARTS) and not unstacked.absent
+    assert unstacked.keys[f"{NAME}.1.up_proj"] == f"{NAME}.gate_up_proj"
     for expert in range(EXPERTS):
         products = {
-            leaf: b @ a for leaf in ("gate", "up", "down") for a, b in [found.halves[f"{NAME}.{expert}.{leaf}_proj"]]
+            leaf: b @ a
+            for leaf in ("gate", "up", "down")
+            for a, b in [unstacked.halves[f"{NAME}.{expert}.{leaf}_proj"]]
         }
         torch.testing.assert_close(torch.cat([products["gate"], products["up"]]), deltas(*gate_up)[expert])
         torch.testing.assert_close(products["down"], deltas(*down)[expert])
 
 
 def test_one_parameter_alone_is_the_outer_wrapper_and_the_other_is_absent():
-    found = unstack({NAME: stacked(HIDDEN, 2 * INNER, 0)}, target_parameters=["experts.gate_up_proj"])
-    assert len(found.halves) == 2 * EXPERTS
-    assert found.absent == {f"{NAME}.{expert}.down_proj": (INNER, HIDDEN) for expert in range(EXPERTS)}
+    unstacked = unstack({NAME: stacked(HIDDEN, 2 * INNER, 0)}, target_parameters=["experts.gate_up_proj"])
+    assert len(unstacked.halves) == 2 * EXPERTS
+    assert unstacked.absent == {f"{NAME}.{expert}.down_proj": (INNER, HIDDEN) for expert in range(EXPERTS)}
 
 
 @pytest.mark.parametrize(

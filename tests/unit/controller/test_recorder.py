@@ -81,8 +81,8 @@ def test_completions_of_the_last_steps_are_kept(recorder):
     recorder.config = recorder.config.model_copy(update={"train": train})
     for step in (3, 4):
         run_step(recorder, step)
-    left = sorted(path.name for path in (recorder.folder / "rollouts").iterdir())
-    assert left == ["step-000003.jsonl", "step-000004.jsonl"]
+    files = sorted(path.name for path in (recorder.folder / "rollouts").iterdir())
+    assert files == ["step-000003.jsonl", "step-000004.jsonl"]
 
 
 def test_a_run_whose_folder_is_deleted_ends_by_name_and_makes_no_new_one(recorder):

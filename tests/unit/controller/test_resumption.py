@@ -70,9 +70,9 @@ def tree_of(folder):
 
 def test_what_came_after_the_checkpoint_is_put_aside_and_nothing_is_lost(run, model):
     before = tree_of(run)
-    found = find_resumption(run, settings(model), CONTENT)
-    assert (found.step, found.checkpoint.name) == (6, "step-000006")
-    assert found.notes == ["metrics of 1 later steps are moved to metrics.discarded.jsonl"]
+    resumption = find_resumption(run, settings(model), CONTENT)
+    assert (resumption.step, resumption.checkpoint.name) == (6, "step-000006")
+    assert resumption.notes == ["metrics of 1 later steps are moved to metrics.discarded.jsonl"]
     assert tree_of(run) == before, "looking writes"
     back = find_resumption(run, settings(model, train__resume_step=4), CONTENT)
     back.apply()
@@ -96,9 +96,9 @@ def test_only_a_complete_checkpoint_is_resumed_from(run, model):
 def test_half_a_line_at_the_end_is_left_out(run, model):
     file = run / "metrics.jsonl"
     file.write_bytes(file.read_bytes() + b'{"step": 8, "rew')
-    found = find_resumption(run, settings(model), CONTENT)
-    assert "half a line" in " ".join(found.notes)
-    found.apply()
+    resumption = find_resumption(run, settings(model), CONTENT)
+    assert "half a line" in " ".join(resumption.notes)
+    resumption.apply()
     assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
@@ -120,9 +120,9 @@ def test_damaged_metrics_are_refused_by_line(run, model, change, message):
     with pytest.raises(CheckpointError, match=rf"metrics\.jsonl'.* {message}.*; mend it, or move the file away"):
         find_resumption(run, settings(model), CONTENT)
     file.unlink()
-    found = find_resumption(run, settings(model), CONTENT)
-    assert "is gone" in found.notes[0]
-    found.apply()
+    resumption = find_resumption(run, settings(model), CONTENT)
+    assert "is gone" in resumption.notes[0]
+    resumption.apply()
     assert "no rows" in find_resumption(run, settings(model), CONTENT).notes[0]
 
 
@@ -192,10 +192,10 @@ def test_settings_that_decide_what_is_learned_are_refused_unless_asked(model):
 
 @pytest.mark.parametrize("key", CONTENTS)
 def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
-    name, what = CONTENTS[key]
+    name, description = CONTENTS[key]
     with pytest.raises(ConfigError) as caught:
         changes_of(model, contents=CONTENT | {key: "other"})
-    assert f"{name} is" in str(caught.value) and what in str(caught.value)
+    assert f"{name} is" in str(caught.value) and description in str(caught.value)
     if name != "lora.init_from":
         assert changes_of(model, contents=CONTENT | {key: "other"}, train__resume_changes=[name]) == {name}
 
@@ -219,13 +219,13 @@ NEVER = """
 
 def test_every_setting_is_known_to_decide_or_not(model):
     """By its effect: each of them differs, and nothing else does."""
-    saved, found = settings_of(settings(model)), {"DECIDE": set(), "NEVER": set()}
+    saved, refused = settings_of(settings(model)), {"DECIDE": set(), "NEVER": set()}
     for name in saved.keys() - set(PLACES):
         try:
             check_changes({"settings": saved | {name: "another"}, "contents": CONTENT}, CONTENT, settings(model))
         except ConfigError as error:
-            found["NEVER" if "cannot go on with that" in str(error) else "DECIDE"].add(name)
-    assert found == {"DECIDE": set(DECIDE.split()), "NEVER": set(NEVER.split())}
+            refused["NEVER" if "cannot go on with that" in str(error) else "DECIDE"].add(name)
+    assert refused == {"DECIDE": set(DECIDE.split()), "NEVER": set(NEVER.split())}
 
 
 def test_the_lists_name_settings_that_exist(model):

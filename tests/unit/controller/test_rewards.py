@@ -110,8 +110,8 @@ def test_a_reward_that_hangs_is_named_with_its_limit_and_leaves_nothing(start, f
     assert lines[0].startswith("a reward took longer than task.reward_seconds (1 s); being scored were completions of")
     assert "  prompt 'p1'" in lines or function == "keeps_the_lock"
     assert lines[-1] == f"log of the rewards: {tmp_path / 'logs' / 'rewards.log'}"
-    own = psutil.Process(process._process.pid)
-    family = [own, *own.children(recursive=True)]
+    reward_process = psutil.Process(process._process.pid)
+    family = [reward_process, *reward_process.children(recursive=True)]
     process.close()
     assert psutil.wait_procs(family, timeout=5)[1] == []
 

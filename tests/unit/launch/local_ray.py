@@ -19,10 +19,10 @@ class Nothing:
 
 def listening() -> list[str]:
     """Return the addresses on which this process and its descendants listen."""
-    found = set()
+    addresses = set()
     for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        found |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    return sorted(found)
+        addresses |= {c.laddr.ip for c in process.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    return sorted(addresses)
 
 
 if __name__ == "__main__":

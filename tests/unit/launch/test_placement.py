@@ -40,8 +40,8 @@ def cluster() -> Iterator[str]:
 
 def nodes_of(group: PlacementGroup) -> list[str]:
     """Return the nodes on which Ray has put the bundles."""
-    where = placement_group_table(group)["bundles_to_node_id"]
-    return [where[index] for index in range(len(where))]
+    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+    return [node_of_bundle[index] for index in range(len(node_of_bundle))]
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def nodes_of(group: PlacementGroup) -> list[str]:
 def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, int], block: int) -> None:
     plan, group = placement.place(run(**settings), seconds=20)
     try:
-        found = nodes_of(group)
-        assert found == [node.id for node in plan.nodes]
-        ranks = [found[bundle] for bundle in plan.trainer]
+        nodes = nodes_of(group)
+        assert nodes == [node.id for node in plan.nodes]
+        ranks = [nodes[bundle] for bundle in plan.trainer]
         assert ranks[0] == cluster
         assert all(len(set(ranks[first : first + block])) == 1 for first in range(0, len(ranks), block))
         assert actor_node(plan, group, rank=len(ranks) - 1) == ranks[-1]

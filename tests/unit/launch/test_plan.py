@@ -40,11 +40,11 @@ def node_of(plan: Plan) -> list[str]:
 
 def groups(topology: Topology, axes: tuple[str, ...]) -> list[list[int]]:
     """Return groups of ranks that differ only in the given dense axes."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(topology.world_size):
         place = dict(zip(("tensor", "context", "data", "pipeline"), topology.coordinates(rank), strict=True))
-        found.setdefault(tuple(v for k, v in place.items() if k not in axes), []).append(rank)
-    return list(found.values())
+        groups.setdefault(tuple(v for k, v in place.items() if k not in axes), []).append(rank)
+    return list(groups.values())
 
 
 def expert_groups(topology: Topology) -> list[list[int]]:
@@ -53,9 +53,9 @@ def expert_groups(topology: Topology) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, topology.world_size, size)]
 
 
-def together(plan: Plan, found: list[list[int]]) -> bool:
-    where = node_of(plan)
-    return all(len({where[rank] for rank in group}) == 1 for group in found)
+def together(plan: Plan, groups: list[list[int]]) -> bool:
+    node_of_rank = node_of(plan)
+    return all(len({node_of_rank[rank] for rank in group}) == 1 for group in groups)
 
 
 def check(plan: Plan, cluster: list[Node], config: RunConfig) -> None:
@@ -139,20 +139,20 @@ def fits_by_trying(slots: tuple[int, ...], block: int, blocks: int, width: int, 
 
 
 def test_a_way_is_found_wherever_there_is_one() -> None:
-    found = []
+    results = []
     shapes = itertools.product(
         ((8, 8), (5, 8, 3), (4, 6, 6)), (1, 2, 3, 4), range(1, 7), (1, 2, 4, 5), (0, 1, 2, 3), (0, 1)
     )
     for slots, block, blocks, width, engines, on_first in shapes:
         answer = fit(slots, block, blocks, width, engines, on_first)
-        found.append(answer is not None)
-        assert found[-1] == fits_by_trying(slots, block, blocks, width, engines, on_first)
+        results.append(answer is not None)
+        assert results[-1] == fits_by_trying(slots, block, blocks, width, engines, on_first)
         if answer is None:
             continue
         taken, placed = answer
         assert (sum(taken), sum(placed)) == (blocks, engines) and taken[0] >= on_first
         assert all(b * block + e * width <= slot for b, e, slot in zip(taken, placed, slots, strict=True))
-    assert 0.1 < sum(found) / len(found) < 0.95
+    assert 0.1 < sum(results) / len(results) < 0.95
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_a_node_with_too_few_cpus_is_named() -> None:
 
 
 def test_on_cpus_ranks_and_engines_take_turns_on_the_cores_of_a_node() -> None:
-    own = [Node("id0", "host0", 0, 5, 2)]
-    plan = plan_placement(run(parallel__data=2), own)
+    nodes = [Node("id0", "host0", 0, 5, 2)]
+    plan = plan_placement(run(parallel__data=2), nodes)
     assert (plan.trainer_threads, plan.engine_threads) == (1, 2)
     assert plan.trainer_gpus == plan.engine_gpus == 0 and math.isclose(plan.bundles[0]["CPU"], 1)
     with pytest.raises(ConfigError, match="need 6 CPUs, Ray sees 5"):
-        plan_placement(run(parallel__data=5), own)
+        plan_placement(run(parallel__data=5), nodes)

@@ -55,12 +55,12 @@ class Halved(torch.nn.Module):
 def on_one_rank(model: str, adapter: str) -> dict[str, Any]:
     example = script()
     device = example.initialize(parsed(model, {}))
-    hf, found = read_config(model), {}
+    hf, results = read_config(model), {}
     for name, (without, added, _) in OTHERS.items():
         args = parsed(model, {}, *added)
         for flag in without:
             setattr(args, flag.removeprefix("--").replace("-", "_"), False)
-        found[name] = refusal(lambda args=args: apply_lora([example.model_provider(args, device)], lora(), hf))
+        results[name] = refusal(lambda args=args: apply_lora([example.model_provider(args, device)], lora(), hf))
     args = parsed(model, {})
 
     def fresh() -> torch.nn.Module:
@@ -73,21 +73,21 @@ def on_one_rank(model: str, adapter: str) -> dict[str, Any]:
         with cast(one, when):
             adapted = apply_lora([one], lora(), hf)
         adapted.load(adapter)
-        found[f"cast {when}"] = logits(one)
+        results[f"cast {when}"] = logits(one)
         adapted.save(Path(adapter).with_name(f"saved {when}"))
-    found["padded"] = padded(example, model, adapter, device)
-    found["KV heads"] = refusal(lambda: apply_lora([fresh()], lora(), hf, groups=of_ranks(4)))
-    found["state"] = states(fresh, hf)
-    found["no matrix"] = refusal(lambda: apply_lora([spoilt(fresh())], lora(), hf))
+    results["padded"] = padded(example, model, adapter, device)
+    results["KV heads"] = refusal(lambda: apply_lora([fresh()], lora(), hf, groups=of_ranks(4)))
+    results["state"] = states(fresh, hf)
+    results["no matrix"] = refusal(lambda: apply_lora([spoilt(fresh())], lora(), hf))
     quantised = fresh()
     linear = quantised.decoder.layers[0].mlp.linear_fc2
     torch.nn.utils.parametrize.register_parametrization(linear, "weight", Halved())
     adapted = apply_lora([quantised], lora(), hf)
     adapted.load(adapter)
-    found["parametrised"] = logits(quantised)
-    found["parametrised base"] = refusal(lambda: load_base([quantised], model, hf))
+    results["parametrised"] = logits(quantised)
+    results["parametrised base"] = refusal(lambda: load_base([quantised], model, hf))
     dist.destroy_process_group()
-    return found
+    return results
 
 
 def lora() -> LoraConfig:
@@ -197,17 +197,17 @@ def reference(folder: Path, adapter: Path, change: Callable[[Any], None] = lambd
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_model_cast_to_bf16_computes_and_saves(ran, when):
-    folder, found = ran
+    folder, results = ran
     exact = reference(folder, folder / "adapter")
-    assert relative_error(found[f"cast {when}"], exact) < 2e-2
+    assert relative_error(results[f"cast {when}"], exact) < 2e-2
     assert relative_error(reference(folder, folder / f"saved {when}"), exact) < 2e-2
 
 
 def test_a_padded_vocabulary_is_cut_when_the_adapter_is_saved(ran):
-    folder, found = ran
-    assert found["padded"].shape[-1] == 135
+    folder, results = ran
+    assert results["padded"].shape[-1] == 135
     exact = reference(folder, folder / "adapter")
-    assert relative_error(found["padded"][..., :132], exact) < 1e-5
+    assert relative_error(results["padded"][..., :132], exact) < 1e-5
     shapes = {name: tensor.shape for name, tensor in load_file(folder / "saved padded" / WEIGHTS).items()}
     assert shapes["base_model.model.lm_head.lora_B.weight"] == (132, 4)
     assert shapes["base_model.model.model.embed_tokens.lora_embedding_A"] == (4, 132)
@@ -219,16 +219,16 @@ def test_a_kv_head_shared_by_ranks_as_mcore_shares_it_is_refused_by_name(ran):
 
 
 def test_fake_quantised_weights_are_adapted_as_peft_adapts_them(ran):
-    folder, found = ran
+    folder, results = ran
 
     def quantise(peft: Any) -> None:
         weight = peft.base_model.model.model.layers[0].mlp.down_proj.base_layer.weight
         weight.data = Halved()(weight.data)
 
     exact = reference(folder, folder / "adapter", quantise)
-    assert relative_error(found["parametrised"], exact) < 1e-5
+    assert relative_error(results["parametrised"], exact) < 1e-5
     assert relative_error(reference(folder, folder / "adapter"), exact) > 1e-4
-    assert "whose weight is computed" in found["parametrised base"]
+    assert "whose weight is computed" in results["parametrised base"]
 
 
 def test_a_linear_without_a_weight_is_refused_by_name(ran):
@@ -236,15 +236,15 @@ def test_a_linear_without_a_weight_is_refused_by_name(ran):
 
 
 def test_state_dicts_keep_the_bases_names(ran):
-    found = ran[1]["state"]
-    before, beside, left_out, left_out_sharded = found["names"]
+    state = ran[1]["state"]
+    before, beside, left_out, left_out_sharded = state["names"]
     assert before == beside == left_out
-    plain, sharded, both = found["sharded"]
+    plain, sharded, both = state["sharded"]
     assert plain == left_out_sharded
     assert set(plain) <= sharded
     assert sharded == {name for name in both if not name.endswith("_extra_state") or name in plain}
-    assert found["base"] and found["kept"]
-    assert found["first"] in found["refused"] and "base_layer" not in found["refused"]
+    assert state["base"] and state["kept"]
+    assert state["first"] in state["refused"] and "base_layer" not in state["refused"]
 
 
 class GroupedMLP(torch.nn.Module):

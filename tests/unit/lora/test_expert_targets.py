@@ -19,11 +19,11 @@ def resolve(hf_config: dict, **settings: object) -> dict[str, str]:
 
 
 def test_all_linear_adapts_attention_router_and_every_expert():
-    found = resolve(QWEN3_MOE, target_modules="all-linear")
-    assert len(found) == 2 * (4 + 1 + 4 * 3)
-    assert {"model.layers.1.mlp.gate", "model.layers.0.mlp.experts.3.up_proj"} <= found.keys()
-    found = resolve(MIXTRAL, target_modules=["w1", "w2", "w3"])
-    assert set(found) == {
+    targets = resolve(QWEN3_MOE, target_modules="all-linear")
+    assert len(targets) == 2 * (4 + 1 + 4 * 3)
+    assert {"model.layers.1.mlp.gate", "model.layers.0.mlp.experts.3.up_proj"} <= targets.keys()
+    targets = resolve(MIXTRAL, target_modules=["w1", "w2", "w3"])
+    assert set(targets) == {
         f"model.layers.{layer}.block_sparse_moe.experts.{e}.w{w}"
         for layer in (0, 1)
         for e in range(4)

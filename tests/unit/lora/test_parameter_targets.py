@@ -138,6 +138,6 @@ def test_what_no_parameter_stacks_lies_in_the_file_by_its_own_name(model_type):
 
 def test_a_dense_model_has_parameters_too():
     names = names_of({"model_type": "llama", "num_hidden_layers": 2})
-    found = resolve_targets(LoraConfig(target_modules=["o_proj"], target_parameters=["q_proj.weight"]), names)
-    assert found["model.layers.1.self_attn.q_proj"] == "model.layers.1.self_attn.q_proj.weight"
-    assert len(found) == 4
+    targets = resolve_targets(LoraConfig(target_modules=["o_proj"], target_parameters=["q_proj.weight"]), names)
+    assert targets["model.layers.1.self_attn.q_proj"] == "model.layers.1.self_attn.q_proj.weight"
+    assert len(targets) == 4

@@ -47,8 +47,8 @@ def test_the_fused_update_equals_one_product_per_part(fusion: str, adapted: tupl
 
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     leaves = (hidden, weight, *a, *b)
-    found = torch.autograd.grad((mix * ours).sum(), leaves)
-    torch.testing.assert_close(found, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((mix * ours).sum(), leaves)
+    torch.testing.assert_close(gradients, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)
 
 
 def test_an_output_that_the_base_needs_again_is_not_silently_changed() -> None:
@@ -74,5 +74,5 @@ def test_parts_that_share_a_equal_one_product_with_both_bs() -> None:
     truth = hidden @ (weight + 0.5 * torch.cat(b) @ a).T
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     mix, leaves = torch.linspace(-1, 2, truth.numel(), dtype=torch.float64).view_as(truth), (hidden, weight, a, *b)
-    found = torch.autograd.grad((mix * ours).sum(), leaves)
-    torch.testing.assert_close(found, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((mix * ours).sum(), leaves)
+    torch.testing.assert_close(gradients, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)

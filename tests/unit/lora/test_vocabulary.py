@@ -50,14 +50,14 @@ def on_one_rank(folder: str, model: str) -> dict:
     groups = init_groups(ParallelConfig(), pick_device("auto"))
     config = load_peft_config(root / "adapter")
     model = MegatronModel(make_config(Path(model), {}).trainer, groups, attach(config, seed=3))
-    found = {"start": {name: tensor.clone() for name, tensor in model.adapter.export()}}
+    results = {"start": {name: tensor.clone() for name, tensor in model.adapter.export()}}
     model.load_adapter(root / "adapter")
-    found["loaded"] = {name: tensor.clone() for name, tensor in model.adapter.export()}
+    results["loaded"] = {name: tensor.clone() for name, tensor in model.adapter.export()}
     try:
         model.load_adapter(root / "foreign")
     except AdapterError as error:
-        found["refused"] = str(error)
-    return found
+        results["refused"] = str(error)
+    return results
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -70,11 +70,11 @@ def test_pefts_file_with_base_weights_loads_and_another_models_is_refused(tmp_pa
     shutil.copytree(adapter, tmp_path / "foreign")
     tensors["base_model.model.lm_head.base_layer.weight"][100, 3] += 1
     save_file(tensors, tmp_path / "foreign/adapter_model.safetensors")
-    [found] = run_ranks(on_one_rank, 1, str(tmp_path), str(model))
-    assert found["loaded"].keys() == tensors.keys() - set(stored)
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in found["loaded"].items())
-    assert "'base_model.model.lm_head.base_layer.weight' differs from the model's own weight" in found["refused"]
-    check_start(found["start"], load_reference(model, None))
+    [results] = run_ranks(on_one_rank, 1, str(tmp_path), str(model))
+    assert results["loaded"].keys() == tensors.keys() - set(stored)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in results["loaded"].items())
+    assert "'base_model.model.lm_head.base_layer.weight' differs from the model's own weight" in results["refused"]
+    check_start(results["start"], load_reference(model, None))
 
 
 def check_start(start: dict[str, torch.Tensor], base: torch.nn.Module) -> None:

@@ -22,26 +22,26 @@ def test_frequencies_are_those_of_the_transformers_model(family, kind):
             rope_of(config.to_dict())
         return
     reference = AutoModel.from_config(config).rotary_emb
-    found = rope_of(config.to_dict())
-    assert torch.equal(found.frequencies, reference.inv_freq)
-    assert found.attention_factor == reference.attention_scaling
-    assert found.base == 10000.0
+    actual = rope_of(config.to_dict())
+    assert torch.equal(actual.frequencies, reference.inv_freq)
+    assert actual.attention_factor == reference.attention_scaling
+    assert actual.base == 10000.0
 
 
 @pytest.mark.parametrize(("kind", "longest"), [("dynamic", 256), ("longrope", 128)])
 def test_sequences_whose_frequencies_transformers_changes_are_refused(kind, longest):
     config = AutoConfig.for_model(**{**LLAMA, "rope_parameters": rope(kind)})
-    found, model = rope_of(config.to_dict()), AutoModel.from_config(config).rotary_emb
-    assert found.longest == longest
+    actual, model = rope_of(config.to_dict()), AutoModel.from_config(config).rotary_emb
+    assert actual.longest == longest
     for length, same in ((longest, True), (longest + 1, False)):
         model(torch.zeros(1, length, 48), torch.arange(length)[None])
-        assert torch.equal(found.frequencies, model.inv_freq) == same
+        assert torch.equal(actual.frequencies, model.inv_freq) == same
         if same:
-            assert found.attention_factor == model.attention_scaling
-            found.check_length(length, "a sample's length")
+            assert actual.attention_factor == model.attention_scaling
+            actual.check_length(length, "a sample's length")
         else:
             with pytest.raises(UnsupportedError, match=f"beyond {longest} tokens, but a sample's length is {length}"):
-                found.check_length(length, "a sample's length")
+                actual.check_length(length, "a sample's length")
 
 
 def test_config_json_of_older_transformers_means_the_same():

@@ -20,29 +20,29 @@ def test_the_release_is_the_one_that_would_be_imported():
     assert mcore.release() in mcore.TESTED
 
 
-@pytest.mark.parametrize("found", mcore.TESTED)
-def test_a_tested_release_is_taken_without_a_word(found):
+@pytest.mark.parametrize("version", mcore.TESTED)
+def test_a_tested_release_is_taken_without_a_word(version):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        mcore.check_release(found)
+        mcore.check_release(version)
 
 
-@pytest.mark.parametrize("found", ["0.17.0", "0.18.10", "0.19.0"])
-def test_one_between_them_is_taken_with_a_warning_that_names_it(found):
-    with pytest.warns(UserWarning, match=rf"megatron-core {found} is not one that .*0\.16\.1, .*, 0\.19\.2"):
-        mcore.check_release(found)
+@pytest.mark.parametrize("version", ["0.17.0", "0.18.10", "0.19.0"])
+def test_one_between_them_is_taken_with_a_warning_that_names_it(version):
+    with pytest.warns(UserWarning, match=rf"megatron-core {version} is not one that .*0\.16\.1, .*, 0\.19\.2"):
+        mcore.check_release(version)
 
 
-@pytest.mark.parametrize("found", ["0.9.0", "0.16.0", "0.19.10", "0.20.0", "1.0.0"])
-def test_one_outside_is_refused_unless_the_user_says_so(found, monkeypatch):
+@pytest.mark.parametrize("version", ["0.9.0", "0.16.0", "0.19.10", "0.20.0", "1.0.0"])
+def test_one_outside_is_refused_unless_the_user_says_so(version, monkeypatch):
     monkeypatch.delenv(mcore.ALLOW_UNTESTED, raising=False)
     with pytest.raises(
-        UnsupportedError, match=rf"megatron-core {found} is installed; tested are .*{mcore.ALLOW_UNTESTED}=1"
+        UnsupportedError, match=rf"megatron-core {version} is installed; tested are .*{mcore.ALLOW_UNTESTED}=1"
     ):
-        mcore.check_release(found)
+        mcore.check_release(version)
     monkeypatch.setenv(mcore.ALLOW_UNTESTED, "1")
-    with pytest.warns(UserWarning, match=f"megatron-core {found}"):
-        mcore.check_release(found)
+    with pytest.warns(UserWarning, match=f"megatron-core {version}"):
+        mcore.check_release(version)
 
 
 @pytest.mark.parametrize(

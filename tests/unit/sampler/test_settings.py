@@ -104,13 +104,13 @@ def test_a_base_that_is_sent_starts_from_dummy_weights(tmp_path: Path, base: str
 
 def vllm_source(module: str) -> str:
     """Return the source of a vLLM module, found without importing vLLM."""
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"],
         capture_output=True,
         text=True,
         check=True,
     )
-    return (Path(found.stdout.strip()) / module).read_text()
+    return (Path(result.stdout.strip()) / module).read_text()
 
 
 def test_every_sampling_parameter_of_vllm_that_shapes_the_distribution_is_explicit(tmp_path: Path) -> None:

@@ -107,8 +107,8 @@ def test_neither_another_path_nor_a_relative_call_nor_another_patch_release_of_p
         assert (moved / ".venv/.megarl-installed").read_text() == stamp
         assert "." not in stamp.split()[-1].replace("3.", "", 1)
         # This checkout's megarl, though the installation knows it by its old path.
-        where = run(moved, "source scripts/env.sh && cd / && python -c 'import megarl; print(megarl.__file__)'")
-        assert where.stdout.strip() == str(moved / "megarl/__init__.py")
+        result = run(moved, "source scripts/env.sh && cd / && python -c 'import megarl; print(megarl.__file__)'")
+        assert result.stdout.strip() == str(moved / "megarl/__init__.py")
     finally:
         moved.rename(repository)
 

@@ -108,8 +108,8 @@ def test_bf16_is_judged_by_hugging_faces_bf16_alone():
 @pytest.mark.parametrize("rule", [FP32, BF16])
 @pytest.mark.parametrize("row", [LOGPROBS, GRADIENTS, UPDATE, PEFT_LOAD, MERGED_WEIGHTS])
 def test_no_yardstick_excuses_a_lost_tensor(rule, row):
-    for own in (0.9, 9.6, math.inf, math.nan):
-        assert not rule.judge(Finding(row, "a", 1.0), yardstick_error=own).passed
+    for yardstick_error in (0.9, 9.6, math.inf, math.nan):
+        assert not rule.judge(Finding(row, "a", 1.0), yardstick_error=yardstick_error).passed
 
 
 def test_each_gradient_is_judged_alone_in_bf16(truth):
@@ -139,14 +139,14 @@ def test_exact_rows_stay_exact():
 
 
 def test_a_reloaded_checkpoint_is_judged_as_what_was_trained_in_one_go():
-    own = {ADAPTER: 1.0, UPDATE: 2.0}
-    assert (FP32.yardstick(CHECKPOINT, own), BF16.yardstick(CHECKPOINT, own)) == (1.0, 2.0)
+    errors = {ADAPTER: 1.0, UPDATE: 2.0}
+    assert (FP32.yardstick(CHECKPOINT, errors), BF16.yardstick(CHECKPOINT, errors)) == (1.0, 2.0)
 
 
 def test_in_float32_logprobs_are_judged_by_hugging_faces_worst_ones():
-    own = {LOGPROBS: 1.0, BASE_LOGPROBS: 3.0, PEFT_LOAD: 2.0, GRADIENTS: 9.0}
-    assert (FP32.yardstick(PEFT_LOAD, own), BF16.yardstick(PEFT_LOAD, own)) == (3.0, 2.0)
-    assert FP32.yardstick(MERGED_WEIGHTS, own) == 0.0
+    errors = {LOGPROBS: 1.0, BASE_LOGPROBS: 3.0, PEFT_LOAD: 2.0, GRADIENTS: 9.0}
+    assert (FP32.yardstick(PEFT_LOAD, errors), BF16.yardstick(PEFT_LOAD, errors)) == (3.0, 2.0)
+    assert FP32.yardstick(MERGED_WEIGHTS, errors) == 0.0
 
 
 def test_what_adamw_makes_of_rounding_is_not_counted_element_by_element():
