@@ -232,13 +232,14 @@ def user_path(field: str, value: str | Path) -> Path:
     return path
 
 
-def find_file(field: str, value: str, folder: Path | None = None) -> Path:
+def find_file(field: str, value: str, folder: Path | None = None, *, or_folder: bool = False) -> Path:
     """Return the absolute path of an existing file that a user named.
 
     Args:
         field: dotted name of the setting, for the message.
         value: the path. A relative one is looked up in ``folder`` first, then in the current folder.
         folder: folder of the recipe.
+        or_folder: an existing folder is found too.
 
     Raises:
         ConfigError: there is no such file.
@@ -247,7 +248,7 @@ def find_file(field: str, value: str, folder: Path | None = None) -> Path:
     relative = folder is not None and not value.startswith(("~", "/"))
     places = [folder / value, given] if folder is not None and relative else [given]
     for place in places:
-        if place.is_file():
+        if place.is_file() or (or_folder and place.is_dir()):
             return place.resolve()
     looked = " or ".join(str(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{field} is '{value}', but there is no file {looked}")

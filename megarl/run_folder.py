@@ -18,6 +18,11 @@ STEP = "step-{:06d}"
 STATE = "state.json"
 
 
+def run_prefix(task: str) -> str:
+    """Return what the names of a task's run folders begin with; of ``/path/own.py:Echo`` it is ``Echo-``."""
+    return f"{task.rpartition(':')[2]}-"
+
+
 def step_of(checkpoint: Path) -> int:
     """Return the step after which a checkpoint (``STEP``) was saved."""
     return int(checkpoint.name.rpartition("-")[2])

@@ -13,7 +13,8 @@ class TaskConfig(Section):
     """A registered task, or ``file.py:build``: a function that takes a ``megarl.tasks.TaskContext`` and returns a
     ``megarl.tasks.Task``. The path is relative to the recipe."""
     path: str | None = None
-    """Data file, for tasks that read one."""
+    """Data, for tasks that read rows: a ``.jsonl``, ``.parquet`` or ``.csv`` file. ``jsonl`` also takes a folder
+    written by ``datasets.save_to_disk`` and the id of a data set on the Hugging Face hub. Relative to the recipe."""
     reward: str | None = None
     """``file.py:function`` that replaces the task's own reward. The path is relative to the recipe."""
     reward_threads: int = Field(16, ge=1)

@@ -7,7 +7,7 @@ from megarl.config import RunConfig, load_config
 from megarl.config.train import AUTO
 from megarl.errors import MegarlError
 from megarl.files import user_path
-from megarl.run_folder import CONFIG, SUMMARY, checkpoints
+from megarl.run_folder import CONFIG, SUMMARY, checkpoints, run_prefix
 
 
 def find_run(config: RunConfig) -> RunConfig:
@@ -23,7 +23,7 @@ def find_run(config: RunConfig) -> RunConfig:
         return config
     wanted = with_resume(config, None)
     parent = user_path("train.output", config.train.output).resolve()
-    runs = [folder for folder in parent.glob(f"{config.task.name}-*") if can_continue(folder, wanted)]
+    runs = [folder for folder in parent.glob(f"{run_prefix(config.task.name)}*") if can_continue(folder, wanted)]
     newest = max(runs, key=lambda folder: (checkpoints(folder)[-1].stat().st_mtime, folder.name), default=None)
     return with_resume(config, str(newest) if newest else None)
 

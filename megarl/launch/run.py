@@ -42,7 +42,7 @@ from megarl.loss import build_loss
 from megarl.model.inspection import inspect_folder
 from megarl.model.weights.full_config import names_of
 from megarl.plugins import absolute
-from megarl.run_folder import CONFIG
+from megarl.run_folder import CONFIG, run_prefix
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
@@ -183,7 +183,7 @@ def run_folder(config: RunConfig) -> Path:
     """
     if config.train.resume:
         return user_path("train.resume", config.train.resume).resolve()
-    name = f"{config.task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{run_prefix(config.task.name)}{time.strftime('%Y%m%d-%H%M%S')}"
     parent = user_path("train.output", config.train.output).resolve()
     for number in range(1000):
         folder = parent / (name if not number else f"{name}-{number}")

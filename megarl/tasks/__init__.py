@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from megarl.errors import ConfigError
 from megarl.plugins import pick_or_load
-from megarl.tasks import arithmetic, countdown, gsm8k
+from megarl.tasks import arithmetic, countdown, gsm8k, jsonl
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.tasks.custom_reward import RewardedTask, load_reward
 
@@ -16,6 +16,7 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "arithmetic": arithmetic.build,
     "countdown": countdown.build,
     "gsm8k": gsm8k.build,
+    "jsonl": jsonl.build,
 }
 
 

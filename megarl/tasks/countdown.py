@@ -11,6 +11,7 @@ line).
 import random
 import re
 from fractions import Fraction
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -18,7 +19,8 @@ from megarl.config.base import Section
 from megarl.errors import ConfigError
 from megarl.tasks.base import Reward, TaskContext
 from megarl.tasks.expression import OPERATORS, evaluate
-from megarl.tasks.options import parse_options, refuse_path
+from megarl.tasks.options import parse_options, require_path
+from megarl.tasks.rows import Row, read_rows
 from megarl.types import Prompt
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -57,6 +59,11 @@ class CountdownOptions(Section):
         return self
 
 
+class CountdownRow(Row):
+    numbers: Annotated[list[int], Field(min_length=2)]
+    target: int
+
+
 class CountdownTask:
     """Puzzles built from a solution, so that each has one; prompt ``i`` depends only on the seed and ``i``."""
 
@@ -86,11 +93,7 @@ class CountdownTask:
         while puzzle is None:
             puzzle = self._draw(draw, MAX_DRAWS)
         numbers, target = puzzle
-        return Prompt(
-            id=f"countdown-{index}",
-            messages=({"role": "user", "content": QUESTION.format(numbers=numbers, target=target)},),
-            data={"numbers": numbers, "target": target},
-        )
+        return puzzle_prompt(f"countdown-{index}", numbers, target)
 
     def _random(self, index: int) -> random.Random:
         return random.Random(f"countdown-{self._seed}-{index}")  # a string seed is the same in every process
@@ -107,17 +110,57 @@ class CountdownTask:
         return None
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """Score an expression: 1 if right, ``format_score`` if wrong but in answer tags, else 0.
+        """See ``score``."""
+        return score(prompt, response, self._options.format_score)
 
-        Right means that the content of the last answer tags equals the target and uses every number once.
 
-        Metrics: ``correct`` and ``format`` (there is something in answer tags).
+class CountdownRows:
+    """Puzzles of a file, in its order; whether they can be solved is not looked at."""
+
+    def __init__(self, rows: list[CountdownRow], options: CountdownOptions, name: str) -> None:
         """
-        answers = ANSWER.findall(response)
-        formatted = bool(answers and answers[-1].strip())
-        correct = formatted and _solves(answers[-1], prompt.data["numbers"], prompt.data["target"])
-        score = 1.0 if correct else self._options.format_score if formatted else 0.0
-        return Reward(score, {"correct": float(correct), "format": float(formatted)})
+        Args:
+            rows: validated rows.
+            options: of which ``format_score`` is used.
+            name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
+        """
+        self._rows, self._options, self._name = rows, options, name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of a countdown task with {len(self)}")
+        row = self._rows[index]
+        return puzzle_prompt(f"{self._name}-{index + 1}", row.numbers, row.target)
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        """See ``score``."""
+        return score(prompt, response, self._options.format_score)
+
+
+def puzzle_prompt(name: str, numbers: list[int], target: int) -> Prompt:
+    """The question, and what its reward needs."""
+    return Prompt(
+        id=name,
+        messages=({"role": "user", "content": QUESTION.format(numbers=numbers, target=target)},),
+        data={"numbers": numbers, "target": target},
+    )
+
+
+def score(prompt: Prompt, response: str, format_score: float) -> Reward:
+    """Score an expression: 1 if right, ``format_score`` if wrong but in answer tags, else 0.
+
+    Right means that the content of the last answer tags equals the target and uses every number once.
+
+    Metrics: ``correct`` and ``format`` (there is something in answer tags).
+    """
+    answers = ANSWER.findall(response)
+    formatted = bool(answers and answers[-1].strip())
+    correct = formatted and _solves(answers[-1], prompt.data["numbers"], prompt.data["target"])
+    score = 1.0 if correct else format_score if formatted else 0.0
+    return Reward(score, {"correct": float(correct), "format": float(formatted)})
 
 
 def _combine(draw: random.Random, numbers: list[int]) -> Fraction | None:
@@ -142,11 +185,24 @@ def _solves(expression: str, numbers: list[int], target: int) -> bool:
     return value == target and sorted(used) == sorted(numbers)
 
 
-def build(context: TaskContext) -> CountdownTask:
-    """Make the task from ``task.options`` and ``train.seed``.
+def build(context: TaskContext) -> CountdownTask | CountdownRows:
+    """Make the task from ``task.options`` and ``train.seed``, or from the rows of ``task.path``.
+
+    A row has ``numbers`` (a list of integers) and ``target`` (an integer). With rows, ``format_score`` is the only
+    option that may be set: the others say how puzzles are made.
 
     Raises:
-        ConfigError: wrong options, or ``task.path`` is set.
+        ConfigError: wrong options, or no such file.
+        DataError: bad rows, all in one message.
+        UnsupportedError: another kind of file.
     """
-    refuse_path(context)
-    return CountdownTask(parse_options(context, CountdownOptions), context.seed)
+    options = parse_options(context, CountdownOptions)
+    if context.config.path is None:
+        return CountdownTask(options, context.seed)
+    if unused := sorted(set(context.config.options) - {"format_score"}):
+        raise ConfigError(
+            f"task.options.{unused[0]} is {context.config.options[unused[0]]!r}, but the puzzles are the rows of "
+            "task.path; remove it, or remove task.path"
+        )
+    file = require_path(context)
+    return CountdownRows(read_rows(file, CountdownRow), options, file.stem)

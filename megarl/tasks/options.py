@@ -13,6 +13,7 @@ from megarl.errors import ConfigError
 from megarl.files import find_file, user_path
 from megarl.plugins import absolute
 from megarl.tasks.base import TaskContext
+from megarl.tasks.datasets_source import is_hub_id
 
 Options = TypeVar("Options", bound=Section)
 
@@ -54,6 +55,22 @@ def require_path(context: TaskContext) -> Path:
     return find_file("task.path", context.config.path, context.recipe_dir)
 
 
+def require_rows(context: TaskContext) -> Path | None:
+    """Return the file or folder that ``task.path`` names; None: it is the id of a data set on the Hugging Face hub.
+
+    Raises:
+        ConfigError: it is not set, or is neither.
+    """
+    if context.config.path is None:
+        raise ConfigError(f"task.path is required: task '{context.config.name}' reads its rows from there")
+    try:
+        return find_file("task.path", context.config.path, context.recipe_dir, or_folder=True)
+    except ConfigError:
+        if is_hub_id(context.config.path):
+            return None
+        raise
+
+
 def absolute_files(context: TaskContext) -> TaskConfig:
     """Return the ``task`` section with absolute paths of the files that it names.
 
@@ -74,6 +91,6 @@ def absolute_files(context: TaskContext) -> TaskConfig:
 def _absolute_path(context: TaskContext, field: str, value: str) -> str | None:
     user_path(field, value)
     try:
-        return str(find_file(field, value, context.recipe_dir))
+        return str(find_file(field, value, context.recipe_dir, or_folder=field == "task.path"))
     except ConfigError:
         return None

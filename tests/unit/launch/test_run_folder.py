@@ -20,4 +20,6 @@ def test_an_output_path_that_cannot_be_is_refused_by_name(tmp_path):
         with pytest.raises(ConfigError, match=r"train\.output is "):
             run_folder(parse_config(tree | {"train": {"output": output}}))
     made = [run_folder(parse_config(tree | {"train": {"output": str(tmp_path / "runs")}})) for _ in range(2)]
+    own = run_folder(parse_config(tree | {"task": {"name": "/a/b/own.py:Echo"}, "train": {"output": str(tmp_path)}}))
+    assert own.parent == tmp_path and own.name.startswith("Echo-")
     assert len(set(made)) == 2 and all(folder.is_dir() for folder in made)

@@ -18,7 +18,7 @@ def message_of(error=ConfigError, **config):
 def test_an_unknown_task_names_the_nearest():
     message = message_of(name="arithmetics")
     assert "unknown task 'arithmetics'; did you mean 'arithmetic'?" in message
-    assert "known: arithmetic, countdown, gsm8k" in message
+    assert "known: arithmetic, countdown, gsm8k, jsonl" in message
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -53,7 +53,7 @@ def test_a_wrong_value_names_option_value_and_rule(name, options, part):
 
 
 def test_a_path_is_refused_where_none_is_read_and_required_where_one_is():
-    assert "task.path is 'x.jsonl', but task 'countdown' generates" in message_of(name="countdown", path="x.jsonl")
+    assert "task.path is 'x.jsonl', but task 'arithmetic' generates" in message_of(name="arithmetic", path="x.jsonl")
     assert "task.path is required: task 'gsm8k'" in message_of(name="gsm8k")
 
 

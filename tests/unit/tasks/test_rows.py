@@ -131,9 +131,9 @@ def test_parquet_rows_are_checked_like_jsonl_rows(tmp_path):
 def test_an_empty_file_and_an_unknown_kind_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     assert "empty.jsonl holds no rows" in message_of(tmp_path / "empty.jsonl")
-    (tmp_path / "rows.csv").write_text("question,answer\n")
-    message = message_of(tmp_path / "rows.csv", error=UnsupportedError)
-    assert "rows.csv is not a .jsonl or .parquet file" in message
+    (tmp_path / "rows.txt").write_text("question,answer\n")
+    message = message_of(tmp_path / "rows.txt", error=UnsupportedError)
+    assert "rows.txt is not a .jsonl, .parquet, .csv file" in message
 
 
 def test_bad_rows_stop_build_task(tmp_path):
