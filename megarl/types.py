@@ -68,19 +68,21 @@ class Sample:
         tokens: ``[L]`` int64.
         response_mask: True where the policy chose the token, bool ``[L]``. ``response_mask[0]`` is False, because
             nothing predicts the first token. R = ``response_mask.sum()``.
-        advantage: scalar advantage of the sequence.
+        advantage: one advantage for the whole sequence, or one per response token, float32 ``[R]``.
         sampler_logprobs: logprobs from the sampler, float32 ``[R]``, or None.
         old_logprobs: the trainer's logprobs at the start of the step, float32 ``[R]``, or None. With None the loss uses
             the current logprobs, detached (exact for a single on-policy update).
         reference_logprobs: logprobs of the reference policy, float32 ``[R]``, or None.
+        group: index of the sample's prompt in the step, or None. Samples of one prompt share it.
     """
 
     tokens: np.ndarray
     response_mask: np.ndarray
-    advantage: float = 0.0
+    advantage: float | np.ndarray = 0.0
     sampler_logprobs: np.ndarray | None = None
     old_logprobs: np.ndarray | None = None
     reference_logprobs: np.ndarray | None = None
+    group: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or len(self.tokens) < 2:
@@ -102,5 +104,16 @@ class Sample:
                 )
             if value is not None and not np.isfinite(value).all():
                 raise DataError(f"sample.{name} holds a value that is not finite")
-        if not np.isfinite(self.advantage):
+        shape = np.shape(self.advantage)
+        if shape not in ((), (count,)):
+            raise DataError(
+                f"sample.advantage has shape {shape}, but response_mask marks {count} tokens; give one number, or one "
+                "for each marked token"
+            )
+        if not np.isfinite(self.advantage).all():
             raise DataError(f"sample.advantage is {self.advantage}; it must be finite")
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any token's advantage is not 0."""
+        return bool(np.any(self.advantage))

@@ -36,3 +36,9 @@ class LossConfig(Section):
     importance_cap: float | None = Field(2.0, gt=0.0)
     """Cap of truncated importance sampling: each token is weighted by min(old / sampler probability, cap), which
     corrects the sampler-trainer mismatch. ``null`` switches the correction off; the mismatch is still measured."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """The ratio that ``importance_cap`` bounds. ``token``: each token's own; ``sequence``: the product over the
+    sequence's response tokens, for all of them."""
+    importance_mode: Literal["truncate", "mask"] = "truncate"
+    """What happens above ``importance_cap``. ``truncate``: the weight is the cap; ``mask``: the weight is 0, so that
+    the token or sequence is left out of the policy term. Denominators still count it."""

@@ -30,8 +30,8 @@ class Rollout:
     def samples(self) -> list[Sample]:
         """Return the training sequences; the completions of a prompt are next to each other."""
         return [
-            to_sample(completion, float(advantage))
-            for group, advantages in zip(self.completions, self.advantages, strict=True)
+            to_sample(completion, float(advantage), index)
+            for index, (group, advantages) in enumerate(zip(self.completions, self.advantages, strict=True))
             for completion, advantage in zip(group, advantages, strict=True)
         ]
 
@@ -137,7 +137,7 @@ def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int
             raise DataError(f"prompt '{name}': tokens of policy version {wrong[0]}, asked for was {version}")
 
 
-def to_sample(completion: Completion, advantage: float) -> Sample:
+def to_sample(completion: Completion, advantage: float, group: int) -> Sample:
     """Build a training sample from exactly the sampler's token ids; nothing is tokenised again."""
     prompt, response = completion.prompt_ids, completion.response_ids
     mask: np.ndarray = np.zeros(len(prompt) + len(response), dtype=bool)
@@ -147,4 +147,5 @@ def to_sample(completion: Completion, advantage: float) -> Sample:
         response_mask=mask,
         advantage=advantage,
         sampler_logprobs=completion.logprobs,
+        group=group,
     )

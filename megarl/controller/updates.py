@@ -57,7 +57,7 @@ def run_updates(
 def needs_backward(loss: Loss, config: RunConfig, samples: Sequence[Sample]) -> bool:
     """Return True if the gradient may differ from zero; see ``Loss.zero_without_advantages``."""
     vanishes = getattr(loss, "zero_without_advantages", False) and config.loss.kl_coef == 0
-    return not vanishes or any(sample.advantage for sample in samples)
+    return not vanishes or any(sample.has_signal for sample in samples)
 
 
 def plan(model: "MegatronModel", config: RunConfig, samples: Sequence[Sample]) -> "PackedBatch":

@@ -7,6 +7,7 @@ from megarl.loss.aggregation import sequence_weights
 from megarl.loss.base import Loss, LossFactory, LossOutput, TokenBatch
 from megarl.loss.cispo import CispoLoss
 from megarl.loss.grpo import GrpoLoss
+from megarl.loss.gspo import GspoLoss
 from megarl.loss.logprobs import token_logprobs
 from megarl.loss.nll import NllLoss
 from megarl.plugins import pick_or_load
@@ -27,6 +28,7 @@ __all__ = [
 LOSSES: dict[str, LossFactory] = {
     "cispo": CispoLoss,
     "grpo": GrpoLoss,
+    "gspo": GspoLoss,
 }
 
 

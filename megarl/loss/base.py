@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the input and output of a loss.
 
-Shape letter: T response tokens of one micro-batch, sequence after sequence.
+Shape letters: T response tokens of one micro-batch on this rank, sequence after sequence; S sequences of it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megarl.config import LossConfig
 from megarl.errors import LossInputError
+from megarl.loss.sequences import PerToken, Sequences, SequenceSum
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class TokenBatch:
         sampler_logprobs_T: float32 or None.
         old_logprobs_T: float32 or None. If None, the loss uses the current logprobs, detached.
         reference_logprobs_T: float32 or None.
+        sequences: the sequence of each token. A sequence lies in one micro-batch; a prompt's group may be spread over
+            several. Under context parallelism every rank has a part of each sequence's tokens, maybe none (T = 0): the
+            methods below reduce over the ranks, so every rank must call them alike.
     """
 
     weights_T: torch.Tensor
@@ -36,6 +41,54 @@ class TokenBatch:
     sampler_logprobs_T: torch.Tensor | None = None
     old_logprobs_T: torch.Tensor | None = None
     reference_logprobs_T: torch.Tensor | None = None
+    sequences: Sequences | None = None
+
+    @property
+    def sequence_ids_T(self) -> torch.Tensor:
+        """Int64 index of each token's sequence in the micro-batch, 0 to S - 1."""
+        return self._sequences.ids_T
+
+    @property
+    def group_ids_T(self) -> torch.Tensor:
+        """Int64 index of each token's prompt in the step (``Sample.group``)."""
+        return self._sequences.group_ids_T
+
+    @property
+    def num_sequences(self) -> int:
+        """S, which counts sequences without response tokens too."""
+        return len(self._sequences.counts_S)
+
+    def sequence_sum(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Sum ``[T]`` values over each sequence, over all context-parallel ranks; with gradient.
+
+        Returns:
+            ``[S]``, the same on every context-parallel rank. Ranks add up their losses: bring it back to tokens by
+            ``per_token`` before the sum with ``weights_T``, or it counts once for every rank.
+        """
+        return SequenceSum.apply(values_T, self._sequences)
+
+    def sequence_mean(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Average ``[T]`` values over each sequence's response tokens, as ``sequence_sum``; 0 where there are none."""
+        return self.sequence_sum(values_T) / self._sequences.lengths.clamp(min=1)
+
+    def per_token(self, values_S: torch.Tensor) -> torch.Tensor:
+        """Give each token its sequence's value: ``[S]`` -> ``[T]``, with gradient."""
+        return PerToken.apply(values_S, self._sequences)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no context-parallel rank has a response token of the micro-batch."""
+        return not self._sequences.lengths_S.any()
+
+    def over_context(self, group: dist.ProcessGroup) -> "TokenBatch":
+        """Return the same tokens as one rank's part of those that a context-parallel group shares."""
+        return replace(self, sequences=replace(self._sequences, group=group))
+
+    @property
+    def _sequences(self) -> Sequences:
+        if self.sequences is None:
+            raise LossInputError("sequences is missing; use the TokenBatch of a packed batch, or give it")
+        return self.sequences
 
     def check(self, logprobs_T: torch.Tensor) -> None:
         """Raise ``LossInputError`` unless every tensor is ``[T]`` like ``logprobs_T``; nothing is broadcast."""

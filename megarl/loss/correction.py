@@ -7,33 +7,58 @@ tokens of even an on-policy step are drawn from a distribution that differs from
 Shape letter: T response tokens of a micro-batch. Metrics are this micro-batch's share; see ``LossOutput.metrics``.
 """
 
+from typing import Literal
+
 import torch
+
+from megarl.loss.base import TokenBatch
 
 # Upper bound of the log-ratio in ``mismatch_kl``.
 LARGEST_LOG_RATIO = 20.0
 
 
-def importance_weights(old_T: torch.Tensor, sampler_T: torch.Tensor, cap: float) -> torch.Tensor:
-    """Return truncated importance sampling weights ``min(exp(old - sampler), cap)``, ``[T]``, without gradient.
-
-    This is token-level TIS of Yao et al., "Your efficient RL framework secretly brings you off-policy RL training"
-    (2025); TRL's ``vllm_importance_sampling_mode="token_truncate"``. The cap bounds the variance that rare tokens would
-    cause.
+def importance_ratios(old_T: torch.Tensor, tokens: TokenBatch, level: Literal["token", "sequence"]) -> torch.Tensor:
+    """Return ``exp(old - sampler)``, ``[T]``, without gradient.
 
     Args:
         old_T: ``[T]`` the trainer's logprobs at the start of the step.
-        sampler_T: ``[T]`` the sampler's logprobs when it drew the tokens.
-        cap: largest weight.
+        tokens: the micro-batch, with the sampler's logprobs.
+        level: ``"token"``: each token's ratio. ``"sequence"``: the product over its sequence's response tokens, the
+            ratio of the sequences' probabilities (TRL's and verl's ``sequence`` level).
     """
-    # exp may overflow to inf; the cap bounds that too.
-    return (old_T - sampler_T).detach().exp().clamp(max=cap)
+    assert tokens.sampler_logprobs_T is not None
+    log_ratios_T = (old_T - tokens.sampler_logprobs_T).detach()
+    if level == "sequence":
+        log_ratios_T = tokens.per_token(tokens.sequence_sum(log_ratios_T))
+    return log_ratios_T.exp()
 
 
-def correction_metrics(weights_T: torch.Tensor, cap: float, token_fraction: float) -> dict[str, torch.Tensor]:
-    """Return ``correction_mean``, the mean weight, and ``correction_capped``, the fraction of capped weights."""
+def importance_weights(ratios_T: torch.Tensor, cap: float, mode: Literal["truncate", "mask"]) -> torch.Tensor:
+    """Bound importance ratios, ``[T]``.
+
+    - ``"truncate"``: ``min(ratio, cap)``, the truncated importance sampling (TIS) of Yao et al., "Your efficient RL
+      framework secretly brings you off-policy RL training" (2025); TRL's ``token_truncate``, ``sequence_truncate``.
+    - ``"mask"``: the ratio up to the cap and 0 above it; TRL's ``token_mask`` and ``sequence_mask``. IcePop (Ling
+      team, "Small leak can sink a great ship", 2025) masks tokens so, and below a lower bound too. Unlike in verl's
+      rollout correction, denominators count the masked tokens: they are fixed before the first ratio is known.
+
+    The cap bounds the variance that rare tokens would cause.
+
+    Args:
+        ratios_T: ``[T]`` from ``importance_ratios``. inf, where exp overflowed, is above any cap.
+        cap: largest weight.
+        mode: one of the above.
+    """
+    return ratios_T.clamp(max=cap) if mode == "truncate" else torch.where(ratios_T <= cap, ratios_T, 0.0)
+
+
+def correction_metrics(
+    weights_T: torch.Tensor, ratios_T: torch.Tensor, cap: float, token_fraction: float
+) -> dict[str, torch.Tensor]:
+    """Return ``correction_mean``, the mean weight, and ``correction_capped``, the fraction of ratios above the cap."""
     return {
         "correction_mean": weights_T.double().sum() * token_fraction,
-        "correction_capped": (weights_T >= cap).sum().double() * token_fraction,
+        "correction_capped": (ratios_T > cap).sum().double() * token_fraction,
     }
 
 

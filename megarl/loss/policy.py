@@ -11,7 +11,7 @@ import torch
 from megarl.config import LossConfig
 from megarl.errors import LossInputError
 from megarl.loss.base import LossOutput, TokenBatch
-from megarl.loss.correction import correction_metrics, importance_weights, largest, mismatch_metrics
+from megarl.loss.correction import correction_metrics, importance_ratios, importance_weights, largest, mismatch_metrics
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Policy:
         if tokens.sampler_logprobs_T is not None:
             metrics |= mismatch_metrics(self.old_T, tokens.sampler_logprobs_T, fraction)
             if config.importance_cap is not None:
-                weights_T = importance_weights(self.old_T, tokens.sampler_logprobs_T, config.importance_cap)
-                metrics |= correction_metrics(weights_T, config.importance_cap, fraction)
+                ratios_T = importance_ratios(self.old_T, tokens, config.importance_level)
+                weights_T = importance_weights(ratios_T, config.importance_cap, config.importance_mode)
+                metrics |= correction_metrics(weights_T, ratios_T, config.importance_cap, fraction)
                 policy_T = policy_T * weights_T
         if tokens.reference_logprobs_T is not None and config.kl_coef > 0.0:
             kl_T = k3(self.logprobs_T, tokens.reference_logprobs_T)

@@ -184,9 +184,14 @@ def metrics_of_ranks(folder: str, layout: dict[str, int]) -> dict:
         values = noise.normal(-5.0, 0.5, (3, int(sample.response_mask.sum()))).astype(np.float32)
         samples.append(Sample(sample.tokens, sample.response_mask, sample.advantage, *values))
     batch = model.pack(samples, np.full(12, 0.05))
-    metrics = model.forward_backward(batch, build_loss(LossConfig(kl_coef=0.1)))
+    metrics = model.evaluate(batch, build_loss(LossConfig(kl_coef=0.1)))
+    # Ratios and weights of whole sequences, whose tokens the ranks share.
+    settings = {"importance_level": "sequence", "importance_mode": "mask", "clip_low": 0.9, "clip_high": 1.0}
+    by_sequence = model.forward_backward(batch, build_loss(LossConfig(name="gspo", **settings)))
+    gradients = model.gradients()
     items = micro_batches(batch, model.groups.data_rank, CPU, context_rank=model.groups.context_rank)
-    return {"metrics": metrics, "fewest": min(len(item.labels_R) for item in items)}
+    whole = {"metrics": dict(metrics), "by sequence": dict(by_sequence), "gradients": gradients}
+    return whole | {"fewest": min(len(item.labels_R) for item in items)}
 
 
 def test_metrics_do_not_depend_on_cp_and_ranks_without_response_tokens_take_part(tmp_path):
@@ -198,7 +203,12 @@ def test_metrics_do_not_depend_on_cp_and_ranks_without_response_tokens_take_part
         "metrics"
     ].keys()
     for rank in ranks:
-        assert rank["metrics"] == pytest.approx(alone["metrics"], rel=1e-5, abs=1e-9)
+        for name in ("metrics", "by sequence"):
+            assert rank[name] == pytest.approx(alone[name], rel=1e-5, abs=1e-9)
+        for name, gradient in alone["gradients"].items():
+            assert relative_error(rank["gradients"][name], gradient) < 2e-6, name
+    assert 0 < alone["by sequence"]["correction_capped"] < 1
+    assert any(gradient.any() for gradient in alone["gradients"].values())
 
 
 def draw_masks(layouts: list[dict[str, int]]) -> list[Any]:

@@ -100,7 +100,7 @@ def test_a_name_may_be_in_an_installed_package():
         ("own.py:", "must have the form file.py:Name or package.module:Name"),
         ("no_such_package:Name", "no_such_package cannot be imported: ModuleNotFoundError"),
         ("broken.py:Name", "broken.py cannot be imported: ZeroDivisionError"),
-        ("grpoo", r"unknown loss 'grpoo'; did you mean 'grpo'\? \(known: cispo, grpo\)"),
+        ("grpoo", r"unknown loss 'grpoo'; did you mean 'grpo'\? \(known: cispo, grpo, gspo\)"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(folder, spec, message):

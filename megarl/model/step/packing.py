@@ -19,6 +19,7 @@ import torch
 
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
+from megarl.loss.sequences import Sequences
 from megarl.model.layers.attention import PackedSequences
 from megarl.model.layers.zigzag import padded_length, rank_tokens
 from megarl.model.step.bins import deal, plan_bins
@@ -193,27 +194,40 @@ def _loss_tokens(
     batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray, device: torch.device
 ) -> TokenBatch:
     counts = [int(sample.response_mask.sum()) for sample in chosen]
+    held = np.repeat(np.arange(len(chosen)), counts)[kept]
+    groups = _given([sample.group for sample in chosen], "group")
 
     def tensor(values: np.ndarray) -> torch.Tensor:
         return _tensor(values[kept], np.float32, device)
 
     def gather(name: str) -> torch.Tensor | None:
-        values = [getattr(sample, name) for sample in chosen]
-        missing = [value is None for value in values]
-        if all(missing):
-            return None
-        if any(missing):
-            raise DataError(f"some samples of a batch have {name} and some have not; give it for all or for none")
-        return tensor(_joined(values))
+        values = _given([getattr(sample, name) for sample in chosen], name)
+        return None if values is None else tensor(_joined(values))
 
     return TokenBatch(
         weights_T=tensor(np.repeat(batch.weights_S[list(indices)], counts)),
-        advantages_T=tensor(np.repeat([sample.advantage for sample in chosen], counts)),
+        advantages_T=tensor(
+            _joined([np.broadcast_to(s.advantage, count) for s, count in zip(chosen, counts, strict=True)])
+        ),
         token_fraction=batch.token_fraction,
         sampler_logprobs_T=gather("sampler_logprobs"),
         old_logprobs_T=gather("old_logprobs"),
         reference_logprobs_T=gather("reference_logprobs"),
+        sequences=Sequences(
+            counts_S=np.bincount(held, minlength=len(chosen)),
+            lengths_S=np.array(counts, dtype=np.int64),
+            groups_S=None if groups is None else np.array(groups, dtype=np.int64),
+            device=device,
+        ),
     )
+
+
+def _given(values: list, name: str) -> list | None:
+    """Return a field's values, or None if no sample has it."""
+    missing = [value is None for value in values]
+    if any(missing) and not all(missing):
+        raise DataError(f"some samples of a batch have {name} and some have not; give it for all or for none")
+    return None if any(missing) else values
 
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:

@@ -154,11 +154,18 @@ class Stepper:
     def _loss(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch, *, loss: Loss) -> tuple:
         # Filled on the device: a copy from the host would wait for all queued work.
         count = torch.full((), len(item.labels_R), dtype=torch.int, device=hidden_states.device)
-        if not len(item.labels_R):
+        tokens = item.loss_tokens
+        if tokens.is_empty:
             return hidden_states.sum() * 0.0, count, {}
+        if self.groups.topology.context > 1:
+            tokens = tokens.over_context(self.groups.context)
+        if not len(item.labels_R):
+            # Other context-parallel ranks have tokens, and the loss may sum over sequences with them.
+            output = loss(hidden_states.flatten()[:0].float(), tokens)
+            return output.loss + hidden_states.sum() * 0.0, count, output.metrics
         logprobs, entropy = self._logprobs(model, item, hidden_states)
-        output = loss(logprobs, item.loss_tokens)
-        mean = entropy.detach().sum() * item.loss_tokens.token_fraction
+        output = loss(logprobs, tokens)
+        mean = entropy.detach().sum() * tokens.token_fraction
         return output.loss, count, output.metrics | {"entropy": mean}
 
     def _collect(self, hidden_states: torch.Tensor, model: PackedGPTModel, item: MicroBatch) -> tuple:

@@ -10,6 +10,7 @@ import torch
 
 from megarl.config import LossConfig
 from megarl.loss import Loss, TokenBatch, sequence_weights
+from megarl.loss.sequences import Sequences
 
 LENGTHS = (5, 1, 0, 17, 3, 8, 2)
 MAX_RESPONSE = 20
@@ -51,15 +52,23 @@ def make_case(aggregation: str = "token_mean", lengths: tuple[int, ...] = LENGTH
         sampler_logprobs_T=near(old, 0.2),
         old_logprobs_T=old,
         reference_logprobs_T=near(current, 0.5),
+        sequences=sequences_of(lengths),
     )
     return Case(lengths, current, tokens)
 
 
-def select(tokens: TokenBatch, positions: torch.Tensor) -> TokenBatch:
-    """Return the tokens at some positions."""
-    tensors = {f.name: getattr(tokens, f.name) for f in fields(tokens) if f.name != "token_fraction"}
-    chosen: dict[str, Any] = {name: value if value is None else value[positions] for name, value in tensors.items()}
-    return replace(tokens, **chosen)
+def sequences_of(lengths: Sequence[int]) -> Sequences:
+    """Whole sequences on one rank, each a group of its own."""
+    counts = np.array(lengths, dtype=np.int64)
+    return Sequences(counts, counts, np.arange(len(counts)), torch.device("cpu"))
+
+
+def select(case: Case, sequences: Sequence[int]) -> TokenBatch:
+    """The micro-batch of some sequences."""
+    positions, tokens = case.positions(sequences), case.tokens
+    tensors = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
+    chosen: dict[str, Any] = {n: v[positions] for n, v in tensors.items() if isinstance(v, torch.Tensor)}
+    return replace(tokens, **chosen, sequences=sequences_of([case.lengths[s] for s in sequences]))
 
 
 def run(loss: Loss, case: Case, parts: Sequence[Sequence[int]]) -> tuple[float, torch.Tensor, dict[str, float]]:
@@ -68,8 +77,7 @@ def run(loss: Loss, case: Case, parts: Sequence[Sequence[int]]) -> tuple[float, 
     total = 0.0
     metrics: dict[str, float] = {}
     for sequences in parts:
-        positions = case.positions(sequences)
-        output = loss(leaf[positions], select(case.tokens, positions))
+        output = loss(leaf[case.positions(sequences)], select(case, sequences))
         output.loss.backward()
         total += output.loss.item()
         for name, value in output.metrics.items():

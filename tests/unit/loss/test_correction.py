@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the sampler-trainer mismatch: its measure against exact KL, its correction against an exact expectation."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megarl.loss.correction import correction_metrics, importance_weights, mismatch_metrics
+from megarl.config import LossConfig
+from megarl.loss import TokenBatch, build_loss
+from megarl.loss.correction import correction_metrics, importance_ratios, importance_weights, mismatch_metrics
+from tests.unit.loss.cases import LENGTHS, make_case
 
 
 def make_policies(spread: float = 1.2) -> tuple[torch.distributions.Categorical, torch.distributions.Categorical]:
@@ -29,19 +34,40 @@ def test_k3_is_the_kl_of_sampler_and_trainer_in_expectation() -> None:
 def test_uncapped_weights_turn_sampler_expectations_into_trainer_expectations() -> None:
     sampler, trainer = make_policies()
     values = torch.linspace(-2.0, 3.0, 11, dtype=torch.float64)
-    weights = importance_weights(trainer.logits, sampler.logits, cap=1e9)
+    weights = importance_weights((trainer.logits - sampler.logits).exp(), cap=1e9, mode="truncate")
     torch.testing.assert_close((sampler.probs * weights * values).sum(), (trainer.probs * values).sum())
 
 
 def test_weights_are_capped_even_where_exp_overflows_and_carry_no_gradient() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0, -200.0], requires_grad=True)
     sampler = torch.tensor([-1.0, -3.0, -200.0, -1.0])
-    weights = importance_weights(old, sampler, cap=2.0)
+    tokens = TokenBatch(torch.ones(4), torch.ones(4), 1 / 4, sampler_logprobs_T=sampler)
+    ratios = importance_ratios(old, tokens, "token")
+    weights = importance_weights(ratios, 2.0, "truncate")
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 2.0, 0.0]))
     assert not weights.requires_grad
-    metrics = correction_metrics(weights, 2.0, 1 / 4)
+    metrics = correction_metrics(weights, ratios, 2.0, 1 / 4)
     assert metrics["correction_mean"].item() == 1.25
     assert metrics["correction_capped"].item() == 0.5
+    torch.testing.assert_close(importance_weights(ratios, 2.0, "mask"), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_correction_scales_the_gradient_by_its_formula(level: str, mode: str) -> None:
+    case = make_case()
+    tokens = replace(case.tokens, old_logprobs_T=None)
+    assert tokens.sampler_logprobs_T is not None
+    config = LossConfig(importance_cap=1.2, importance_level=level, importance_mode=mode)  # type: ignore[arg-type]
+    leaf = case.logprobs_T.clone().requires_grad_()
+    [found] = torch.autograd.grad(build_loss(config)(leaf, tokens).loss, leaf)
+    parts = []
+    for difference in (case.logprobs_T - tokens.sampler_logprobs_T).split(LENGTHS):
+        ratio = difference.exp() if level == "token" else difference.sum().exp().expand(len(difference))
+        parts.append(ratio.clamp(max=1.2) if mode == "truncate" else ratio * (ratio <= 1.2))
+    weights = torch.cat(parts)
+    assert (weights == 0).any() or mode == "truncate"
+    torch.testing.assert_close(found, -tokens.weights_T * tokens.advantages_T * weights)
 
 
 def test_mismatch_is_the_mean_and_largest_absolute_difference() -> None:

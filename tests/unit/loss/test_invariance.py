@@ -45,7 +45,7 @@ def test_the_invariance_test_would_catch_denominators_per_micro_batch(aggregatio
     leaf = case.logprobs_T.clone().requires_grad_()
     for sequences in parts:
         positions = case.positions(sequences)
-        tokens = select(case.tokens, positions)
+        tokens = select(case, sequences)
         counts = torch.tensor([LENGTHS[s] for s in sequences])
         local = torch.from_numpy(sequence_weights(counts.numpy(), aggregation, MAX_RESPONSE))  # type: ignore[arg-type]
         # The result of a mean per micro-batch, averaged over micro-batches.

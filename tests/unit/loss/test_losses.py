@@ -194,5 +194,5 @@ def test_what_the_settings_need_must_be_there(name: str, message: str) -> None:
 
 
 def test_an_unknown_loss_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"unknown loss 'gripo'; did you mean 'grpo'\? \(known: cispo, grpo\)"):
+    with pytest.raises(ConfigError, match=r"unknown loss 'gripo'; did you mean 'grpo'\? \(known: cispo, grpo, gspo\)"):
         build_loss(LossConfig(name="gripo"))

@@ -19,6 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from megarl.config import LossConfig
 from megarl.loss import TokenBatch, build_loss, sequence_weights, token_logprobs
+from tests.unit.loss.cases import sequences_of
 
 PROMPT, LONGEST, VOCAB, TEMPERATURE = 3, 9, 61, 0.8
 LENGTHS = (9, 1, 4, 6)
@@ -29,6 +30,7 @@ PAIRS = [
     ("dapo", "grpo", "token_mean"),
     ("dr_grpo", "grpo", "constant"),
     ("cispo", "cispo", "token_mean"),
+    ("grpo", "gspo", "sequence_mean"),
 ]
 # Both run the model in float32, padded against unpadded: measured 1.4e-5 of the largest entry.
 BOUND = 5e-5
@@ -96,7 +98,8 @@ def trl_loss(model: torch.nn.Module, rows: Rows, loss_type: str, config: LossCon
     trainer = object.__new__(GRPOTrainer)
     trainer.model, trainer.accelerator = model, Accelerator(cpu=True)
     trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
-    trainer.loss_type, trainer.importance_sampling_level, trainer.beta = loss_type, "token", config.kl_coef
+    trainer.loss_type, trainer.beta = loss_type, config.kl_coef
+    trainer.importance_sampling_level = "sequence" if config.name == "gspo" else "token"
     trainer.epsilon_low, trainer.epsilon_high = config.clip_low, config.clip_high
     if loss_type == "cispo":
         trainer.epsilon_high = 1.0 + config.clip_high
@@ -141,6 +144,7 @@ def our_loss(model: torch.nn.Module, rows: Rows, config: LossConfig, on_policy: 
             sampler_logprobs_T=pick(rows.sampler),
             old_logprobs_T=None if on_policy else pick(rows.old),
             reference_logprobs_T=pick(rows.reference),
+            sequences=sequences_of([LENGTHS[s] for s in part]),
         )
         logprobs = [current_logprobs(model, rows.prompts[s], rows.completions[s, : LENGTHS[s]]) for s in part]
         total = total + loss(torch.cat(logprobs), tokens).loss

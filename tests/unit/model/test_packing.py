@@ -23,7 +23,9 @@ def random_samples(lengths: list[int], seed: int = 0) -> list[Sample]:
         mask[0] = False
         count = int(mask.sum())
         values = rng.normal(size=(3, count)).astype(np.float32)
-        samples.append(Sample(rng.integers(0, 99, length), mask, float(rng.normal()), *values))
+        # One for the sequence, or one for each token.
+        advantage = rng.normal(size=count).astype(np.float32) if length % 2 else float(rng.normal())
+        samples.append(Sample(rng.integers(0, 99, length), mask, advantage, *values, group=len(samples) // 2))
     return samples
 
 
@@ -69,13 +71,19 @@ def check_alignment(item, batch, held):
     np.testing.assert_array_equal(item.positions_T, positions[held])
     owner = np.repeat(np.arange(len(batch.samples)), batch.response_tokens)[item.places_R.numpy()]
     within = item.places_R.numpy() - flat_offsets(batch)[owner]
+    tokens = item.loss_tokens
+    assert tokens.sequence_ids_T.tolist() == [item.samples.index(index) for index in owner]
+    assert tokens.group_ids_T.tolist() == [batch.samples[index].group for index in owner]
+    assert tokens.num_sequences == len(item.samples)
     for row, (index, rank) in enumerate(zip(owner, within, strict=True)):
         sample = batch.samples[index]
         place = np.flatnonzero(sample.response_mask)[rank]
         fed_at = held[int(item.response_R[row])] - ends[item.samples.index(index)]
         assert (fed_at + 1, int(item.labels_R[row])) == (place, sample.tokens[place])
         assert float(item.loss_tokens.weights_T[row]) == batch.weights_S[index]
-        assert float(item.loss_tokens.advantages_T[row]) == np.float32(sample.advantage)
+        assert float(item.loss_tokens.advantages_T[row]) == np.float32(
+            np.broadcast_to(sample.advantage, sample.response_mask.sum())[rank]
+        )
         for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs"):
             assert float(getattr(item.loss_tokens, f"{name}_T")[row]) == getattr(sample, name)[rank]
 
@@ -125,3 +133,11 @@ def test_logprobs_of_another_length_are_an_error_never_a_broadcast(name, change)
     tokens, mask = np.arange(6), np.array([False, False, True, True, True, False])
     with pytest.raises(DataError, match=f"sample.{name} has shape"):
         Sample(tokens, mask, **{name: np.zeros(3 + change, dtype=np.float32)})
+
+
+def test_an_advantage_of_another_length_is_refused():
+    mask = np.array([False, True, True])
+    with pytest.raises(DataError, match=r"sample.advantage has shape \(3,\), but response_mask marks 2 tokens"):
+        Sample(np.arange(3), mask, np.zeros(3, dtype=np.float32))
+    with pytest.raises(DataError, match=r"sample.advantage is .*nan.*; it must be finite"):
+        Sample(np.arange(3), mask, np.array([0.0, np.nan], dtype=np.float32))
