@@ -58,6 +58,19 @@ def load_object(spec: str, field: str, folder: Path | None = None) -> Any:
     return getattr(module, name)
 
 
+def source_of(spec: str, field: str) -> bytes:
+    """Return the source of the file or module that ``spec`` names; empty for a module without one.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    place = spec.rpartition(":")[0]
+    if place.endswith(".py"):
+        return find_file(field, place).read_bytes()
+    file = getattr(_module(place, field, spec), "__file__", None)
+    return Path(file).read_bytes() if file else b""
+
+
 def import_file(file: Path, field: str, spec: str) -> Any:
     """Import a Python file under a module name that is unique to it.
 

@@ -10,7 +10,8 @@ from megarl.errors import ConfigError
 # Settings that may change: where and how fast the run is computed, how long, and what is kept. A trailing * stands for
 # any ending, a leading one for any beginning. Any other setting affects what is learned.
 FREE = (
-    "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "sampler.engines", "sampler.parallel",
+    "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "task.reward_dry_run",
+    "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.gpu_memory_utilization", "sampler.max_num_seqs",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output", "train.save_every",

@@ -16,7 +16,14 @@ class TaskConfig(Section):
     """Data, for tasks that read rows: a ``.jsonl``, ``.parquet`` or ``.csv`` file. ``jsonl`` also takes a folder
     written by ``datasets.save_to_disk`` and the id of a data set on the Hugging Face hub. Relative to the recipe."""
     reward: str | None = None
-    """``file.py:function`` that replaces the task's own reward. The path is relative to the recipe."""
+    """``file.py:function`` or ``package.module:function`` that replaces the task's own reward. The path is relative to
+    the recipe."""
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """Weight of each component, where ``task.reward`` returns a dictionary of components (``{correct: 1.0, format:
+    0.2}``): the score is the weighted sum."""
+    reward_dry_run: bool = True
+    """Call the reward once at the start, with the first prompt and a response of plain text: what it raises ends the
+    run before trainer and sampler are started. Its value is only checked to be one, and is used nowhere."""
     reward_threads: int = Field(16, ge=1)
     """Number of completions scored at the same time, each in a thread. 1: one after the other in the main thread, for a
     reward that is not thread-safe or that uses signals."""
@@ -24,6 +31,8 @@ class TaskConfig(Section):
     """Limit of one reward, seconds. A reward that takes longer ends the run."""
     system_prompt: str | None = None
     """System message put before every question."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the model's chat template (``{enable_thinking: false}``)."""
     held_out: int = Field(0, ge=0, le=1_000_000)
     """Number of prompts, the task's last, that are never trained on. Completions of them are scored before the first
     step and after the last, ``sampler.samples_per_prompt`` of each."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -23,6 +24,8 @@ from megarl.tasks import Reward, Task, TaskContext, build_task
 from megarl.types import Prompt
 
 POLL_SECONDS = 0.2
+# Right for no task, and in no format that a reward could ask for.
+DRY_RESPONSE = "This is plain text."
 
 
 class RewardProcess:
@@ -75,6 +78,19 @@ class RewardProcess:
         except MegarlError as error:
             error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
             raise
+
+    def dry_run(self, prompt: Prompt) -> None:
+        """Call the reward once, with a response of plain text, and check that it gives a value.
+
+        Raises:
+            RewardError: see ``score``; the message ends with the reward's own traceback.
+            MegarlError: the task or its reward cannot be loaded.
+        """
+        try:
+            self.score([(prompt, DRY_RESPONSE)])
+        except RewardError as error:
+            trace = getattr(error, "traceback_text", "")
+            raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
 
     def close(self) -> None:
         """Kill the process and its children. Safe to call twice."""
@@ -156,6 +172,8 @@ def serve(connection: Connection) -> None:
         except MegarlError as error:
             if error.__cause__ is not None:
                 sys.excepthook(type(error), error, error.__traceback__)
+                # Pickled with the error's attributes; tracebacks themselves are not.
+                vars(error)["traceback_text"] = "".join(traceback.format_exception(error.__cause__))
             send(("error", error))
 
 

@@ -84,6 +84,9 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         )
         try:
             recorder.hold()
+            if config.task.reward_dry_run:
+                screen.phase("reward dry run")
+                rewards.dry_run(training[0])
             resumed = find_resumption(folder, config, origin["contents"]) if config.train.resume else None
             if not resumed:
                 recorder.begin()
@@ -170,7 +173,13 @@ def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:
     """Return the stream of prompts, in the order of ``train.seed``."""
 
     def encode(prompt: Any) -> np.ndarray:
-        return encode_prompt(tokenizer, prompt, config.task.system_prompt, config.sampler.max_prompt_tokens)
+        return encode_prompt(
+            tokenizer,
+            prompt,
+            config.task.system_prompt,
+            config.sampler.max_prompt_tokens,
+            config.task.chat_template_kwargs,
+        )
 
     return PromptStream(task, encode, config.train.seed)
 

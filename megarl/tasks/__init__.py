@@ -33,5 +33,8 @@ def build_task(context: TaskContext) -> Task:
     if len(task) == 0:
         raise ConfigError(f"task '{context.config.name}' has no prompts; check task.path and task.options")
     if context.config.reward is None:
+        if context.config.reward_weights:
+            raise ConfigError("task.reward_weights is set, but task.reward is not; remove it, or name the function")
         return task
-    return RewardedTask(task, context.config.reward, load_reward(context, context.config.reward))
+    function = load_reward(context, context.config.reward)
+    return RewardedTask(task, context.config.reward, function, context.config.reward_weights)

@@ -7,15 +7,14 @@ returns a number or a ``megarl.tasks.Reward``.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from megarl.errors import ConfigError, RewardError, nearest
-from megarl.files import find_file
-from megarl.plugins import import_file
+from megarl.plugins import load_object
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.types import LARGEST_REWARD, Prompt
 
@@ -25,7 +24,9 @@ RewardFunction = Callable[[Prompt, str], Any]
 class RewardedTask:
     """A task with another reward; its prompts are unchanged."""
 
-    def __init__(self, task: Task, name: str, function: RewardFunction) -> None:
+    def __init__(
+        self, task: Task, name: str, function: RewardFunction, weights: Mapping[str, float] | None = None
+    ) -> None:
         """
         Args:
             task: the task that gives the prompts.
@@ -35,6 +36,7 @@ class RewardedTask:
         self._task = task
         self._name = name
         self._function = function
+        self._weights = dict(weights or {})
 
     def __len__(self) -> int:
         return len(self._task)
@@ -56,12 +58,38 @@ class RewardedTask:
             raise RewardError(
                 f"task.reward {self._name} raised {type(error).__name__} for prompt '{prompt.id}': {error}{hint}"
             ) from error
+        if isinstance(verdict, Mapping):
+            return self._weighted(verdict, prompt)
+        if self._weights:
+            raise RewardError(
+                f"task.reward_weights is set, but task.reward {self._name} returned {verdict!r} for prompt "
+                f"'{prompt.id}'; return a dictionary of components, or remove the weights"
+            )
         if not isinstance(verdict, Reward):
             verdict = Reward(verdict)
         return Reward(
             self._finite("the score", verdict.score, prompt),
             {key: self._finite(f"metric '{key}'", value, prompt) for key, value in verdict.metrics.items()},
         )
+
+    def _weighted(self, components: Mapping[str, Any], prompt: Prompt) -> Reward:
+        """Return the weighted sum, with each component as a metric."""
+        said = f"task.reward {self._name} for prompt '{prompt.id}'"
+        for name in components:
+            if name not in self._weights:
+                raise RewardError(
+                    f"{said} returned component '{name}', which has no weight{nearest(str(name), self._weights)}; set "
+                    f"task.reward_weights.{name}"
+                )
+        for name in self._weights:
+            if name not in components:
+                raise RewardError(
+                    f"{said} returned no component '{name}'{nearest(name, map(str, components))}; return it, or remove "
+                    f"task.reward_weights.{name}"
+                )
+        values = {name: self._finite(f"component '{name}'", value, prompt) for name, value in components.items()}
+        score = sum(self._weights[name] * value for name, value in values.items())
+        return Reward(self._finite("the score", score, prompt), values)
 
     def _finite(self, label: str, value: Any, prompt: Prompt) -> float:
         # Real covers bool, int, float and NumPy's numbers. Anything else (str, None, a tensor) is a mistake.
@@ -83,7 +111,7 @@ class RewardedTask:
 
 
 def load_reward(context: TaskContext, spec: str) -> RewardFunction:
-    """Import the function that ``file.py:function`` names.
+    """Import the function that ``file.py:function`` or ``package.module:function`` names.
 
     Args:
         context: the task's context. A relative path is looked up beside the recipe, then in the current folder.
@@ -93,18 +121,9 @@ def load_reward(context: TaskContext, spec: str) -> RewardFunction:
         ConfigError: the value is malformed, the file is missing or cannot be imported, or it has no function that can
             be called with ``(prompt, response)``.
     """
-    file_name, colon, name = spec.rpartition(":")
-    if not colon or not file_name.endswith(".py") or not name.isidentifier():
-        raise ConfigError(f"task.reward is '{spec}'; it must have the form file.py:function")
-    file = find_file("task.reward", file_name, context.recipe_dir)
-    module = import_file(file, "task.reward", spec)
-    function = getattr(module, name, None)
+    function = load_object(spec, "task.reward", context.recipe_dir)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"task.reward is '{spec}', but {file} has no function '{name}'{nearest(name, functions)} "
-            f"(it has: {', '.join(functions) or 'none'})"
-        )
+        raise ConfigError(f"task.reward is '{spec}', which is {function!r}; it must be a function")
     try:
         inspect.signature(function).bind("prompt", "response")
     except TypeError as error:

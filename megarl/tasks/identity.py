@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from megarl.config import TaskConfig
-from megarl.files import user_path
+from megarl.plugins import source_of
 from megarl.tasks.base import Task
 from megarl.tasks.prompting import GENERATED_CHECKED
 from megarl.types import Prompt
@@ -33,8 +33,8 @@ def task_contents(task: Task, config: TaskConfig, encode: Callable[[Prompt], Ite
     ids = ([int(token) for token in encode(task[index])] for index in range(min(count, TOKENISED)))
     reward = None
     if config.reward:
-        file, _, function = config.reward.rpartition(":")
-        reward = _digest([[function, user_path("task.reward", file).read_bytes().hex()]])
+        function = config.reward.rpartition(":")[2]
+        reward = _digest([[function, source_of(config.reward, "task.reward").hex()]])
     return {"data": f"{len(task)} prompts, {_digest(rows)}", "tokens": _digest(ids), "reward": reward}
 
 

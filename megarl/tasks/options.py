@@ -83,8 +83,7 @@ def absolute_files(context: TaskContext) -> TaskConfig:
     if config.path is not None:
         updates["path"] = _absolute_path(context, "task.path", config.path) or config.path
     if config.reward is not None:
-        file, colon, function = config.reward.rpartition(":")
-        updates["reward"] = f"{_absolute_path(context, 'task.reward', file) or file}{colon}{function}"
+        updates["reward"] = absolute(config.reward, "task.reward", context.recipe_dir)
     return config.model_copy(update=updates)
 
 

@@ -4,13 +4,14 @@
 The tokenizer is an argument (a ``transformers.PreTrainedTokenizerBase``), so that nothing heavy is imported.
 """
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from megarl.config import TaskConfig
-from megarl.errors import DataError, ModelError, first_few
+from megarl.errors import ConfigError, DataError, ModelError, first_few, nearest
 from megarl.tasks.base import Task
 from megarl.types import Prompt
 
@@ -18,7 +19,43 @@ GENERATED_CHECKED = 256  # number of prompts to check if the task generates them
 PROGRESS_FROM = 2_000  # number of prompts from which on a progress bar is shown
 
 
-def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max_tokens: int) -> np.ndarray:
+# Arguments of ``apply_chat_template`` that megarl sets, or that would change what it returns.
+OWNED = (
+    "conversation", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation",
+    "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "messages",
+)  # fmt: skip
+# Arguments of ``apply_chat_template`` that are no variables of the template, or are passed on under their own names.
+PASSED = ("tools", "documents", "chat_template")
+
+
+def check_template_kwargs(tokenizer: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse variables that the chat template would ignore.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        kwargs: ``task.chat_template_kwargs``.
+
+    Raises:
+        ConfigError: megarl sets the argument itself, or the template has no such variable.
+    """
+    words = set(re.findall(r"[A-Za-z_]\w*", str(kwargs.get("chat_template") or tokenizer.chat_template)))
+    for name in kwargs:
+        if name in OWNED:
+            raise ConfigError(f"task.chat_template_kwargs.{name} is set, which megarl sets itself; remove it")
+        if name not in words and name not in PASSED:
+            raise ConfigError(
+                f"task.chat_template_kwargs.{name} is {kwargs[name]!r}, but the model's chat template has no variable "
+                f"'{name}'{nearest(name, words)}"
+            )
+
+
+def encode_prompt(
+    tokenizer: Any,
+    prompt: Prompt,
+    system_prompt: str | None,
+    max_tokens: int,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> np.ndarray:
     """Render a prompt for generation.
 
     Args:
@@ -26,6 +63,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max
         prompt: the prompt; its ``messages`` are rendered, then the header of the assistant's turn.
         system_prompt: text of a system message to put before them, or None.
         max_tokens: the most tokens allowed (``sampler.max_prompt_tokens``).
+        template_kwargs: variables for the chat template (``task.chat_template_kwargs``).
 
     Returns:
         ``[P]`` int64 token ids, 1 <= P <= ``max_tokens``.
@@ -42,7 +80,9 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, system_prompt: str | None, max
     messages = _messages(prompt, system_prompt)
     try:
         # Without return_dict=False, transformers 5 returns a BatchEncoding.
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **(template_kwargs or {})
+        )
     except Exception as error:  # a template may raise anything (jinja2's TemplateError, TypeError, ...)
         raise DataError(f"prompt '{prompt.id}': the model's chat template refuses it: {error}") from error
     if len(ids) == 0:
@@ -97,11 +137,13 @@ def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: in
     """
     step = 1 if config.path else max(1, len(task) // GENERATED_CHECKED)
     indices = range(0, len(task), step)
+    check_template_kwargs(tokenizer, config.chat_template_kwargs)
     longest = 0
     problems: list[str] = []
     for index in _with_progress(indices):
         try:
-            longest = max(longest, len(encode_prompt(tokenizer, task[index], config.system_prompt, max_tokens)))
+            ids = encode_prompt(tokenizer, task[index], config.system_prompt, max_tokens, config.chat_template_kwargs)
+            longest = max(longest, len(ids))
         except DataError as error:
             problems.append(str(error))
     if problems:

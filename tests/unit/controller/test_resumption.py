@@ -202,7 +202,7 @@ def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
 
 # A new setting belongs here or in FREE, depending on whether another value makes it another experiment.
 DECIDE = """
-    task.name task.system_prompt task.options task.held_out
+    task.name task.system_prompt task.options task.reward_weights task.chat_template_kwargs task.held_out
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap loss.options
     sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args

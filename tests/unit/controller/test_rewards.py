@@ -143,3 +143,17 @@ def test_a_reward_file_that_exits_when_it_is_imported_is_refused(tmp_path: Path)
     config = TaskConfig(name="arithmetic", reward="reward.py:f")
     with pytest.raises(ConfigError, match="cannot be imported: SystemExit: 0"):
         load_reward(TaskContext(config, tmp_path, 0), "reward.py:f")
+
+
+def test_a_dry_run_gives_the_rewards_own_traceback_and_uses_no_value(start, tmp_path: Path) -> None:
+    prompt = Prompt("p0", ())
+    assert start("own_process").dry_run(prompt) is None
+    with pytest.raises(RewardError) as caught:
+        start("counted").dry_run(prompt)  # float("This is ...")
+    message = str(caught.value)
+    assert message.startswith("dry run of the reward (task.reward_dry_run): task.reward reward.py:counted raised")
+    assert f'File "{tmp_path}/reward.py", line' in message
+    assert "in counted" in message
+    assert message.splitlines()[-1].startswith("ValueError: could not convert string to float")
+    with pytest.raises(RewardError, match=r"^dry run of the reward .*the reward process was killed by SIGABRT"):
+        start("crashes").dry_run(prompt)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config import TaskConfig
-from megarl.errors import DataError, ModelError
+from megarl.errors import ConfigError, DataError, ModelError
 from megarl.tasks.prompting import check_prompts, encode_prompt
 from megarl.types import Prompt
 from tests.unit.tasks.support import make
@@ -134,3 +134,21 @@ def test_the_last_row_of_a_long_file_is_checked_with_progress_on_a_terminal(toke
 def test_generated_prompts_are_checked_by_a_bounded_sample(tokenizer):
     config = TaskConfig(name="arithmetic", options={"size": 10**7})
     assert 0 < check_prompts(make(name="arithmetic", options={"size": 10**7}), tokenizer, config, 1000) < 1000
+
+
+def test_template_variables_change_the_prompt_and_those_it_lacks_are_refused():
+    thinking = "{% if not enable_thinking | default(true) %}<no>{% endif %}" + CHATML
+    tokenizer = tokenizer_with(thinking)
+    config = TaskConfig(name="arithmetic", options={"size": 3}, chat_template_kwargs={"enable_thinking": False})
+    task = make(name="arithmetic", options={"size": 3})
+    plain = encode_prompt(tokenizer, task[0], None, 1000)
+    ids = encode_prompt(tokenizer, task[0], None, 1000, config.chat_template_kwargs)
+    assert tokenizer.decode(ids) == "< n o > " + tokenizer.decode(plain)
+    bare = check_prompts(task, tokenizer, TaskConfig(name="arithmetic"), 1000)
+    assert check_prompts(task, tokenizer, config, 1000) == bare + len(ids) - len(plain) > bare
+    for wrong, part in (
+        ({"enable_thinkin": False}, "has no variable 'enable_thinkin'; did you mean 'enable_thinking'?"),
+        ({"tokenize": False}, r"chat_template_kwargs\.tokenize is set, which megarl sets itself"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            check_prompts(task, tokenizer, TaskConfig(name="arithmetic", chat_template_kwargs=wrong), 1000)

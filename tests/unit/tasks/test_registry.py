@@ -110,13 +110,13 @@ def test_a_reward_of_the_users_own_replaces_that_of_any_task(reward_file):
 @pytest.mark.parametrize(
     ("spec", "part"),
     [
-        ("reward.py", "must have the form file.py:function"),
-        (":length", "must have the form file.py:function"),
-        ("reward.py:", "must have the form file.py:function"),
-        ("reward.txt:length", "must have the form file.py:function"),
+        ("reward.py", "must have the form file.py:Name or package.module:Name"),
+        (":length", "must have the form file.py:Name"),
+        ("reward.py:", "must have the form file.py:Name"),
+        ("no_such.module:length", "no_such.module cannot be imported"),
         ("none.py:length", "task.reward is 'none.py', but there is no file"),
-        ("reward.py:lenght", "no function 'lenght'; did you mean 'length'? (it has: length, detailed, one_argument)"),
-        ("reward.py:number", "no function 'number'"),
+        ("reward.py:lenght", "has no 'lenght'; did you mean 'length'?"),
+        ("reward.py:number", "task.reward is 'reward.py:number', which is 3; it must be a function"),
         ("reward.py:one_argument", "must take (prompt, response)"),
         ("broken.py:f", "cannot be imported: SyntaxError"),
         ("raises.py:f", "cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
@@ -164,3 +164,42 @@ def test_every_kind_of_number_is_a_score(tmp_path, value):
     score = task.reward(task[0], "x").score
     assert type(score) is float
     assert score == float(eval(value, {"np": np}))
+
+
+def components(folder, body, weights):
+    (folder / "parts.py").write_text(f"def f(prompt, response):\n    return {body}\n")
+    return make(folder, name="arithmetic", reward="parts.py:f", reward_weights=weights)
+
+
+def test_components_are_summed_by_weight_and_logged(tmp_path):
+    task = components(tmp_path, "{'correct': True, 'format': 0.5}", {"correct": 1.0, "format": -0.2})
+    assert task.reward(task[0], "x") == Reward(0.9, {"correct": 1.0, "format": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("body", "weights", "part"),
+    [
+        ("{'correct': 1, 'fromat': 0}", {"correct": 1.0, "format": 1.0}, "'fromat', which has no weight; did you mean"),
+        ("{'correct': 1}", {}, "component 'correct', which has no weight; set task.reward_weights.correct"),
+        ("{'correct': 1}", {"correct": 1.0, "format": 1.0}, "returned no component 'format'"),
+        ("1.0", {"correct": 1.0}, "task.reward_weights is set, but task.reward parts.py:f returned 1.0"),
+        ("{'correct': None}", {"correct": 1.0}, "returned None (NoneType) as component 'correct'"),
+        ("{'correct': 1e38}", {"correct": 10.0}, "as the score for prompt"),
+    ],
+)
+def test_components_and_weights_that_do_not_match_are_named(tmp_path, body, weights, part):
+    task = components(tmp_path, body, weights)
+    with pytest.raises(RewardError) as caught:
+        task.reward(task[0], "x")
+    assert part in str(caught.value)
+
+
+def test_weights_without_a_reward_are_refused():
+    assert "task.reward_weights is set, but task.reward is not" in message_of(
+        name="arithmetic", reward_weights={"correct": 1.0}
+    )
+
+
+def test_a_reward_of_an_installed_module_is_loaded():
+    task = make(name="arithmetic", reward="operator:eq")
+    assert task.reward(task[0], "x").score == 0.0
