@@ -122,7 +122,7 @@ def test_empty_batch_and_wrong_weights_are_refused():
 
 def test_old_logprobs_on_some_samples_only_are_refused():
     first, second = random_samples([5, 6])
-    mixed = [first, Sample(second.tokens, second.response_mask, sampler_logprobs=second.sampler_logprobs)]
+    mixed = [first, Sample(second.tokens, second.response_mask, sampler_logprobs=second.sampler_logprobs, group=1)]
     with pytest.raises(DataError, match="some samples of a batch have old_logprobs"):
         micro_batches(pack(mixed, None, max_tokens=32), 0, CPU)
 
