@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check one section against another, without reading files. ``megarl.config.checks`` compares with the model."""
 
+from megarl.config.loss import LossConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.sampler import SamplerConfig
 from megarl.config.train import TrainConfig
@@ -79,3 +80,12 @@ def check_sampling(sampler: SamplerConfig) -> None:
         raise UnsupportedError(f"sampler.top_p is {sampler.top_p}; only 1.0 is supported: the trainer cannot replay it")
     if sampler.top_k != -1:
         raise UnsupportedError(f"sampler.top_k is {sampler.top_k}; only -1 (off) is supported")
+
+
+def check_overlong(loss: LossConfig, sampler: SamplerConfig) -> None:
+    """Refuse a length penalty that begins before the first token."""
+    if loss.truncated == "penalise" and loss.overlong_tokens > sampler.max_response_tokens:
+        raise ConfigError(
+            f"loss.overlong_tokens ({loss.overlong_tokens}) must be at most sampler.max_response_tokens "
+            f"({sampler.max_response_tokens})"
+        )

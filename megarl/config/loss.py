@@ -33,6 +33,16 @@ class LossConfig(Section):
     centred. If all groups of an update have equal rewards and ``kl_coef`` is 0, the gradient is exactly zero, so the
     backward pass is skipped (``skipped_backward`` in the metrics). The update itself still takes place: AdamW applies
     its moments and weight decay, and the learning rate and the policy version advance."""
+    truncated: Literal["keep", "zero", "penalise"] = "keep"
+    """Completions that reach ``sampler.max_response_tokens`` (``finish_reason`` ``length``). ``keep``: their reward
+    counts as it is. ``zero``: it counts as 0. ``penalise``: every completion within ``overlong_tokens`` of the limit
+    loses up to ``overlong_penalty`` (DAPO's soft overlong punishment). Advantages are computed from these scores;
+    ``reward`` in the metrics stays the task's own, beside ``trained_reward``."""
+    overlong_tokens: int = Field(128, ge=1)
+    """With ``truncated: penalise``: the penalty grows linearly over the last so many tokens before the limit (DAPO's
+    L_cache)."""
+    overlong_penalty: float = Field(1.0, gt=0.0)
+    """With ``truncated: penalise``: what a completion that reaches the limit loses."""
     importance_cap: float | None = Field(2.0, gt=0.0)
     """Cap of truncated importance sampling: each token is weighted by min(old / sampler probability, cap), which
     corrects the sampler-trainer mismatch. ``null`` switches the correction off; the mismatch is still measured."""

@@ -11,6 +11,7 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
 from megarl.controller.data import EncodedPrompt, PromptStream
+from megarl.controller.length_penalty import trained_scores
 from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
 from megarl.controller.rollout import Decode, Rollout, score
@@ -160,6 +161,9 @@ def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Seque
         lambda rewards: group_advantages(rewards, state.config.loss.advantage_scale),
         group=state.config.sampler.samples_per_prompt,
         version=state.updates,
+        scores_of=lambda scores, answers: trained_scores(
+            scores, answers, state.config.loss, state.config.sampler.max_response_tokens
+        ),
     )
 
 

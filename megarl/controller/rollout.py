@@ -26,6 +26,7 @@ class Rollout:
     texts: list[list[str]]
     rewards: list[list[Reward]]
     advantages: list[np.ndarray]
+    scores: list[np.ndarray]
 
     def samples(self) -> list[Sample]:
         """Return the training sequences; the completions of a prompt are next to each other."""
@@ -43,6 +44,7 @@ class Rollout:
         scores = [np.array([reward.score for reward in group]) for group in self.rewards]
         metrics = {
             "reward": float(np.mean(np.concatenate(scores))),
+            "trained_reward": float(np.mean(np.concatenate(self.scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
             "groups_without_signal": float(np.mean([not group.any() for group in self.advantages])),
             "response_tokens": float(lengths.mean()),
@@ -95,6 +97,7 @@ def score(
     *,
     group: int,
     version: int,
+    scores_of: Callable[[np.ndarray, Sequence[Completion]], np.ndarray] = lambda scores, _: scores,
 ) -> Rollout:
     """Check and score what the samplers returned.
 
@@ -106,6 +109,7 @@ def score(
         advantages_of: function: rewards ``[G]`` -> advantages ``[G]``.
         group: number of completions expected per prompt.
         version: the policy version that must have sampled every token.
+        scores_of: function: rewards ``[G]`` and the completions -> the scores that advantages are made of ``[G]``.
 
     Raises:
         DataError: a wrong number of completions, prompt tokens other than those sent, an empty response, or a token
@@ -118,8 +122,12 @@ def score(
     pairs = [(prompt.prompt, text) for prompt, answers in zip(prompts, texts, strict=True) for text in answers]
     flat = rewards_of(pairs)
     rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
-    advantages = [advantages_of(np.array([reward.score for reward in group_rewards])) for group_rewards in rewards]
-    return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages)
+    scores = [
+        scores_of(np.array([reward.score for reward in group_rewards]), answers)
+        for group_rewards, answers in zip(rewards, completions, strict=True)
+    ]
+    advantages = [advantages_of(group_scores) for group_scores in scores]
+    return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages, scores)
 
 
 def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int) -> None:

@@ -78,7 +78,7 @@ class RunFolders:
             train(self.model, range(step, step + 1))
             state.stream.next(2)
             state.step = state.updates = step
-            state.recorder.write_rollout(step, Rollout([], [], [], [], []))
+            state.recorder.write_rollout(step, Rollout([], [], [], [], [], []))
             state.recorder.rollout_written()
             state.recorder.step({"step": step, "reward": step / 7})
             state.recorder.checkpoint(state.trainers, step, state.to_json())

@@ -9,9 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megarl.config import TrainConfig
+from megarl.config import LossConfig, TrainConfig
 from megarl.controller.background import Background
 from megarl.controller.data import EncodedPrompt, PromptStream
+from megarl.controller.length_penalty import trained_scores
 from megarl.controller.rollout import score
 from megarl.controller.schedule import learning_rate
 from megarl.controller.scoring import score_all
@@ -91,7 +92,7 @@ def completion(prompt_ids, response, version=0, finish="stop"):
     )
 
 
-def run_score(completions, version=0):
+def run_score(completions, version=0, **arguments):
     prompts = [EncodedPrompt(CountingTask(3)[i], np.array([i, 9])) for i in range(len(completions))]
     return score(
         prompts,
@@ -101,6 +102,7 @@ def run_score(completions, version=0):
         lambda r: r - r.mean(),
         group=2,
         version=version,
+        **arguments,
     )
 
 
@@ -112,6 +114,16 @@ def test_samples_are_exactly_the_samplers_tokens():
     assert [s.advantage for s in rollout.samples()] == [1.0, -1.0]
     assert rollout.metrics()["reward"] == 2.0
     assert rollout.metrics()["task/long"] == 0.5
+
+
+def test_advantages_are_of_the_trained_scores_and_the_reward_stays_the_tasks():
+    rollout = run_score(
+        [[completion([0, 9], [4, 5, 6], finish="length"), completion([0, 9], [7])]],
+        scores_of=lambda scores, answers: trained_scores(scores, answers, LossConfig(truncated="zero"), 3),
+    )
+    assert [sample.advantage for sample in rollout.samples()] == [-0.5, 0.5]
+    measured = rollout.metrics()
+    assert (measured["reward"], measured["trained_reward"]) == (2.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_nothing_is_written_before_everything_has_been_loaded(tmp_path, recorder
 
 
 def run_step(recorder, step):
-    recorder.write_rollout(step, Rollout([], [], [], [], []))
+    recorder.write_rollout(step, Rollout([], [], [], [], [], []))
     recorder.rollout_written()
     recorder.step({"step": step, "reward": 1.0})
 

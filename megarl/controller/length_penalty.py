@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores that completions are trained on, after their length is judged (``loss.truncated``)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.config import LossConfig
+from megarl.types import Completion
+
+
+def trained_scores(
+    scores: np.ndarray, completions: Sequence[Completion], config: LossConfig, max_tokens: int
+) -> np.ndarray:
+    """Scores of a group as the advantages see them.
+
+    ``penalise`` is DAPO's soft overlong punishment (arXiv:2503.14476, equation 13) times ``overlong_penalty``: with
+    L the limit and C ``overlong_tokens``, a response of n tokens gets 0 for n <= L - C, else ((L - C) - n) / C, which
+    is -1 at the limit.
+
+    Args:
+        scores: ``[G]`` the task's rewards.
+        completions: G.
+        config: ``truncated``, ``overlong_tokens`` and ``overlong_penalty`` are used.
+        max_tokens: ``sampler.max_response_tokens``.
+
+    Returns:
+        ``[G]``; ``scores`` itself with ``keep``.
+    """
+    if config.truncated == "keep":
+        return scores
+    if config.truncated == "zero":
+        return np.where([one.finish_reason == "length" for one in completions], 0.0, scores)
+    lengths = np.array([len(one.response_ids) for one in completions], dtype=np.float64)
+    free = max_tokens - config.overlong_tokens
+    return scores + config.overlong_penalty * np.minimum(0.0, (free - lengths) / config.overlong_tokens)
