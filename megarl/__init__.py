@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 hide_cuda_addons()
 
 if TYPE_CHECKING:
+    from megarl.checkpoint_engine.weight_sync import WeightSync
     from megarl.config import RunConfig, check_run, load_config
     from megarl.launch.run import train
     from megarl.lora.apply import apply_lora
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megarl.loss import NllLoss, build_loss, group_advantages, sequence_weights
     from megarl.model.megatron_model import MegatronModel
     from megarl.model.step.packing import pack
+    from megarl.sampler.process import SamplerProcess
     from megarl.types import Sample
     from megarl.verify.command import verify_model
 
@@ -31,6 +33,8 @@ _HOMES = {
     "NllLoss": "megarl.loss",
     "RunConfig": "megarl.config",
     "Sample": "megarl.types",
+    "SamplerProcess": "megarl.sampler.process",
+    "WeightSync": "megarl.checkpoint_engine.weight_sync",
     "apply_lora": "megarl.lora.apply",
     "build_loss": "megarl.loss",
     "build_model": "megarl.lora.build_model",
@@ -49,6 +53,8 @@ __all__ = [
     "NllLoss",
     "RunConfig",
     "Sample",
+    "SamplerProcess",
+    "WeightSync",
     "__version__",
     "apply_lora",
     "build_loss",

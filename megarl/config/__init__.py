@@ -3,6 +3,7 @@
 
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.checks import check_run
+from megarl.config.engine import EngineConfig
 from megarl.config.load import dump_config, load_config, override_config, parse_config
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
@@ -16,6 +17,7 @@ from megarl.config.trainer import TrainerConfig
 
 __all__ = [
     "CheckpointEngineConfig",
+    "EngineConfig",
     "EngineParallel",
     "LoraConfig",
     "LossConfig",

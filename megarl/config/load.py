@@ -7,17 +7,20 @@ Imports neither torch nor vLLM, so that a typo is reported in a fraction of a se
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.files import user_path
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 def load_config(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,6 +54,26 @@ def parse_config(tree: Any) -> RunConfig:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(explain(error, tree, RunConfig)) from None
+
+
+def parse_section(kind: type[AnySection], name: str, given: AnySection | Mapping[str, Any] | None) -> AnySection:
+    """Build one section from a plain dictionary; a section is returned as it is.
+
+    Args:
+        kind: the section's class.
+        name: the section's name, for messages (``"lora"``).
+        given: None gives the defaults.
+
+    Raises:
+        ConfigError: naming each wrong field, its value and what is allowed.
+    """
+    if isinstance(given, kind):
+        return given
+    tree = dict(given or {})
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{name}: {explain(error, tree, kind)}") from None
 
 
 def dump_config(config: RunConfig) -> str:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 from megarl.config.base import Section
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.cross_sections import check_overlong, check_sections
+from megarl.config.engine import EngineConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
 from megarl.config.model import ModelConfig
@@ -36,6 +37,11 @@ class RunConfig(Section):
         """Return the settings that the trained model needs."""
         longest = self.sampler.max_prompt_tokens + self.sampler.max_response_tokens
         return TrainerConfig(self.model, self.parallel, self.lora, self.train, self.sampler.temperature, longest)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Settings of one sampler engine."""
+        return EngineConfig(self.model, self.lora, self.sampler, self.checkpoint_engine, self.train.device)
 
     @model_validator(mode="after")
     def _cross_check(self) -> "RunConfig":

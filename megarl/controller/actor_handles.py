@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call actors in groups, wait for their results, and report which one failed and why."""
 
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -11,6 +10,7 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, SamplerConfig, TrainConfig
 from megarl.controller.logs import root_of
@@ -141,17 +141,7 @@ class TrainerGroup:
 
 def _later(calls: dict[str, Any], watch: Watch, *, alone: bool = False) -> Future:
     """First participant's result once all have one, as a future; errors as in ``wait_all``."""
-    future: Future = Future()
-
-    def finish() -> None:
-        try:
-            future.set_result(wait_all(calls, watch, alone=alone)[0])
-        except BaseException as error:
-            future.set_exception(error)
-
-    # A daemon: a participant that never answers must not keep the process alive.
-    threading.Thread(target=finish, daemon=True).start()
-    return future
+    return in_thread(lambda: wait_all(calls, watch, alone=alone)[0])
 
 
 class EngineHandle:

@@ -27,7 +27,7 @@ class SamplerEngine:
         from megarl.sampler.vllm_sampler import VllmSampler
 
         prepare_environment(threads)
-        self.sampler = VllmSampler(config, engine_index=place.index)
+        self.sampler = VllmSampler(config.engine, engine_index=place.index)
 
     async def start(self) -> None:
         """Build the engine. Nothing can be sampled before the first sync."""

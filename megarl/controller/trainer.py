@@ -2,14 +2,12 @@
 """A trainer rank as a Ray actor."""
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
 
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig
 from megarl.controller.adapters import attach_adapters, check_start, load_start
 from megarl.controller.logs import logs_exceptions
@@ -19,7 +17,7 @@ from megarl.types import Sample
 
 
 @logs_exceptions
-class TrainerRank(CheckpointEngineMixin):
+class TrainerRank:
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
     Every method except ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
@@ -99,10 +97,6 @@ class TrainerRank(CheckpointEngineMixin):
 
         return run_updates(self.model, self.loss, self.config, samples, rates)
 
-    def policy_version(self) -> int:
-        """For ``CheckpointEngineMixin``."""
-        return self.model.version
-
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
         """Call ``MegatronModel.save_checkpoint``, which returns once the state is copied."""
         self.model.save_checkpoint(path, extra | self._start)
@@ -125,13 +119,17 @@ class TrainerRank(CheckpointEngineMixin):
         """Return the logprobs of the samples' response tokens under the current policy."""
         return self.model.forward(self.model.pack(samples))
 
-    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, Any]]:
-        """For ``CheckpointEngineMixin``."""
-        return self.model.export_weights(adapter_only)
+    def prepare_sync(self, *arguments: Any) -> bytes | None:
+        """See ``CheckpointEngineMixin``."""
+        return self.model.prepare_sync(*arguments)
 
-    def export_adapter_config(self) -> dict[str, Any]:
-        """For ``CheckpointEngineMixin``."""
-        return self.model.adapter.adapter_config()
+    def send_weights(self) -> bytes | None:
+        """See ``CheckpointEngineMixin``."""
+        return self.model.send_weights()
+
+    def finish_sync(self) -> None:
+        """See ``CheckpointEngineMixin``."""
+        self.model.finish_sync()
 
     def peak_device_gib(self) -> float:
         """Return the most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""

@@ -135,10 +135,10 @@ def check_names(config: RunConfig) -> None:
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
     check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
-    check_sampled(config)
+    check_sampled(config.engine)
     # If Ray joins an existing cluster, that cluster decides the device.
     if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):
-        check_device(config, "cpu")
+        check_device(config.engine, "cpu")
 
 
 def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
@@ -235,7 +235,7 @@ def actors(
     try:
         plan, group = placement.place(config)
         screen.say(plan.describe())
-        check_device(config, "cuda" if plan.trainer_gpus else "cpu")
+        check_device(config.engine, "cuda" if plan.trainer_gpus else "cpu")
         screen.phase("building")
         rank_names = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engine_names = [f"sampler {index}" for index in range(len(plan.engine))]

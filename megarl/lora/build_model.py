@@ -4,17 +4,14 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from peft import LoraConfig as PeftConfig
-from pydantic import ValidationError
 
 from megarl.config import LoraConfig, ModelConfig, ParallelConfig, TrainConfig, TrainerConfig
-from megarl.config.base import Section
 from megarl.config.cross_sections import check_layout, check_switches
-from megarl.config.explain import explain
-from megarl.errors import ConfigError
+from megarl.config.load import parse_section
 from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
 from megarl.lora.files.peft_folder import load_peft_config
@@ -23,8 +20,6 @@ from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 from megarl.parallel.rendezvous import ALONE
-
-AnySection = TypeVar("AnySection", bound=Section)
 
 
 def attach(config: PeftConfig, *, seed: int = 0) -> Attach:
@@ -67,10 +62,10 @@ def build_model(
     """
     folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
     config = TrainerConfig(
-        model=_section(ModelConfig, "model", folder),
-        parallel=_section(ParallelConfig, "parallel", parallel),
-        lora=_section(LoraConfig, "lora", lora),
-        train=_section(TrainConfig, "train", train),
+        model=parse_section(ModelConfig, "model", folder),
+        parallel=parse_section(ParallelConfig, "parallel", parallel),
+        lora=parse_section(LoraConfig, "lora", lora),
+        train=parse_section(TrainConfig, "train", train),
         temperature=temperature,
     )
     check_layout(config.parallel)
@@ -88,13 +83,3 @@ def build_model(
     if start:
         built.load_adapter(start)
     return built
-
-
-def _section(kind: type[AnySection], name: str, given: AnySection | Mapping[str, Any] | None) -> AnySection:
-    if isinstance(given, kind):
-        return given
-    tree = dict(given or {})
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(f"{name}: {explain(error, tree, kind)}") from None

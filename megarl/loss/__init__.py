@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of policy losses. A new loss is a module and a line in ``LOSSES``."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from megarl.config import LossConfig
+from megarl.config.load import parse_section
 from megarl.loss.advantages import group_advantages
 from megarl.loss.aggregation import sequence_weights
 from megarl.loss.base import Loss, LossFactory, LossOutput, TokenBatch
@@ -32,10 +36,14 @@ LOSSES: dict[str, LossFactory] = {
 }
 
 
-def build_loss(config: LossConfig) -> Loss:
+def build_loss(config: LossConfig | Mapping[str, Any] | None = None) -> Loss:
     """Build the loss that ``loss.name`` names: a registered one, or ``file.py:Name``. It is called with the section.
 
+    Args:
+        config: the ``loss`` section; None: its defaults.
+
     Raises:
-        ConfigError: no such loss; the message lists the registered names.
+        ConfigError: a wrong setting, or no such loss; the message lists the registered names.
     """
+    config = parse_section(LossConfig, "loss", config)
     return pick_or_load(LOSSES, config.name, "loss", "loss.name")(config)

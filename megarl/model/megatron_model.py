@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
@@ -37,7 +38,7 @@ from megarl.parallel.groups import Groups
 from megarl.types import Sample
 
 
-class MegatronModel:
+class MegatronModel(CheckpointEngineMixin):
     """A frozen base model with one or several adapters. Each adapter has its own optimizer and policy version.
 
     Every method acts on the active adapter. That is the first one until ``set_active`` chooses another.
@@ -63,7 +64,7 @@ class MegatronModel:
             UnsupportedError: the family or a setting is not supported; or several adapters are trained together with
                 ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
-        self.config, self.groups = config, groups
+        self.config, self.groups, self.rank = config, groups, groups.rank
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
         self._rope = rope_of(self.hf_config)
@@ -301,6 +302,14 @@ class MegatronModel:
         """
         self._finish_param_gather()
         return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        """The active adapter's ``adapter_config.json``."""
+        return self.adapter.adapter_config()
+
+    def policy_version(self) -> int:
+        """``version``."""
+        return self.version
 
     def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream base plus adapter under Hugging Face's names, merged out of place in fp32 and rounded once.

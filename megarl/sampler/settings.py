@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a RunConfig into vLLM's settings. Pure dictionaries and numbers, no vLLM."""
+"""Turn an EngineConfig into vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config import RunConfig
+from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
@@ -45,11 +45,11 @@ PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_paralle
 EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
 
 
-def engine_arguments(config: RunConfig, engine_index: int, device: str) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> dict[str, Any]:
     """Return keyword arguments of vLLM's ``AsyncEngineArgs``.
 
     Args:
-        config: the run's config.
+        config: the engine's config.
         engine_index: index of the engine, 0 .. sampler.engines - 1; shifts the seed.
         device: ``"cpu"`` or ``"cuda"``.
     """
@@ -102,7 +102,7 @@ def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
         raise ConfigError(f"sampler.engine_args.{name} is {given[name]!r}, which megarl sets itself; {fix}")
 
 
-def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
+def sampling_arguments(config: EngineConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
     """Return keyword arguments of vLLM's ``SamplingParams``. Every one that changes the distribution is explicit."""
     sampler = config.sampler
     return {
@@ -127,7 +127,7 @@ def sampling_arguments(config: RunConfig, stop: tuple[int, ...], seed: int) -> d
     }
 
 
-def check_sampled(config: RunConfig) -> None:
+def check_sampled(config: EngineConfig) -> None:
     """Refuse models and settings that the sampler is not known to compute correctly, before anything is started.
 
     Raises:
@@ -183,7 +183,7 @@ def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: 
         )
 
 
-def _check_cache(config: RunConfig, shape: Mapping[str, Any]) -> None:
+def _check_cache(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     """Refuse a KV cache that cannot hold one sequence; vLLM reports that only after it has loaded the model."""
     sampler, heads = config.sampler, shape.get("num_attention_heads") or 1
     if "kv_cache_dtype" in sampler.engine_args:
@@ -204,11 +204,11 @@ def _head_dim(shape: Mapping[str, Any]) -> int:
     return shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
 
 
-def check_device(config: RunConfig, device: str) -> None:
+def check_device(config: EngineConfig, device: str) -> None:
     """Refuse models that vLLM cannot compute on the run's device.
 
     Args:
-        config: the run's config.
+        config: the engine's config.
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
@@ -223,7 +223,7 @@ def check_device(config: RunConfig, device: str) -> None:
         )
 
 
-def _lora(config: RunConfig) -> dict[str, Any]:
+def _lora(config: EngineConfig) -> dict[str, Any]:
     """Return the adapter's PEFT settings: the section's, or those of ``lora.init_from``."""
     if config.lora.init_from:
         return read_json(
@@ -232,7 +232,7 @@ def _lora(config: RunConfig) -> dict[str, Any]:
     return config.lora.model_dump()
 
 
-def max_lora_rank(config: RunConfig) -> int:
+def max_lora_rank(config: EngineConfig) -> int:
     """Return the smallest buffer rank that holds every module's rank.
 
     Raises:

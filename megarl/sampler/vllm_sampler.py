@@ -20,7 +20,7 @@ import numpy as np
 import xxhash
 
 from megarl.checkpoint_engine.wire import Kind, Receipt
-from megarl.config import RunConfig
+from megarl.config import EngineConfig
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
@@ -35,14 +35,14 @@ class VllmSampler:
     because the prefix cache keys on them. Other methods may be called while ``generate`` runs.
 
     Args:
-        config: the run's config.
+        config: the engine's config; a run's is ``RunConfig.engine``.
         engine_index: index of the engine, 0 .. sampler.engines - 1.
     """
 
-    def __init__(self, config: RunConfig, *, engine_index: int) -> None:
+    def __init__(self, config: EngineConfig, *, engine_index: int) -> None:
         self._config = config
         self._index = engine_index
-        self._device = _resolve(config.train.device)
+        self._device = _resolve(config.device)
         self._stop = stop_tokens(config.model.path)
         self._gate = VersionGate(base_ready=config.checkpoint_engine.base_weights == "disk")
         self._engine: Any = None
@@ -294,7 +294,7 @@ def _lora_request(version: int) -> Any:
     return LoRARequest(f"policy-v{version}", version + 1, "megarl")
 
 
-def _seed(config: RunConfig, engine: int, version: int, call: int, prompt: int) -> int:
+def _seed(config: EngineConfig, engine: int, version: int, call: int, prompt: int) -> int:
     """Return the 31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
     return xxhash.xxh3_64_intdigest(repr((config.sampler.seed, engine, version, call, prompt)).encode()) >> 33
 

@@ -128,7 +128,7 @@ class Rig:
         self.config, self.trainer = config, trainer
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.sampler = VllmSampler(config, engine_index=0)
+        self.sampler = VllmSampler(config.engine, engine_index=0)
         self.renew()
         self.call(self.sampler.start())
 

@@ -27,7 +27,7 @@ INTERNAL: dict[str, set[str]] = {
     "parallel": COMMON,
     "loss": COMMON,
     "peft": COMMON,
-    "model": COMMON | {"parallel", "loss", "model", "peft"},
+    "model": COMMON | {"parallel", "loss", "model", "peft", "checkpoint_engine.mixin"},
     "model.weights": COMMON | {"parallel", "peft"},
     "model.layers": COMMON | {"parallel", "model.weights"},
     "model.step": COMMON | {"parallel", "loss", "model.layers", "model.weights"},
@@ -35,6 +35,7 @@ INTERNAL: dict[str, set[str]] = {
     "lora": COMMON | {"parallel", "model", "peft"},
     "tasks": COMMON,
     "checkpoint_engine": COMMON | {"checkpoint_engine", "peft"},  # senders
+    "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.receiver*"},

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weight syncs of a torchrun job: every rank has the model, rank 0 also drives the engines. No Ray.
+
+Rank 0 runs the ``CheckpointEngineManager``. What the manager asks of the trainer goes to all ranks through a store of
+the job's own, and so do their answers: an error of any rank is seen at once, also while the others wait in a
+collective.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.checkpoint_engine.futures import in_thread
+from megarl.checkpoint_engine.manager import CheckpointEngineManager, Sink, SyncReport
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.wire import Kind
+from megarl.config import CheckpointEngineConfig
+from megarl.config.load import parse_section
+from megarl.errors import MegarlError, WeightSyncError
+from megarl.network import LOOPBACK, own_address
+from megarl.parallel.rendezvous import open_store
+
+# Seconds between two looks into the store.
+SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 5e-3
+# The other ranks wait this much longer than rank 0, whose error says more.
+GRACE_SECONDS = 30.0
+
+
+class WeightSync:
+    """Bring one model's weights to engines; a collective over the ranks of the default process group.
+
+    Args:
+        model: this rank's ``MegatronModel``.
+        engines: on rank 0 each ``SamplerProcess``; elsewhere none.
+        config: the ``checkpoint_engine`` section; ``transport: auto`` is ``shm``.
+    """
+
+    def __init__(
+        self,
+        model: CheckpointEngineMixin,
+        engines: Sequence[Sink] = (),
+        config: CheckpointEngineConfig | dict[str, Any] | None = None,
+    ) -> None:
+        config = parse_section(CheckpointEngineConfig, "checkpoint_engine", config)
+        if config.transport == "auto":
+            config = config.model_copy(update={"transport": "shm"})
+        self._model, self._timeout = model, config.timeout_seconds
+        self._board = _Board(config.timeout_seconds)
+        self._manager: CheckpointEngineManager | None = None
+        if dist.get_rank() == 0:
+            self._manager = CheckpointEngineManager(_AllRanks(model, self._board, self._timeout), engines, config)
+
+    def sync(self, kind: Kind = "adapter") -> SyncReport:
+        """Bring the weights of the model's present version to every engine and make them current.
+
+        Args:
+            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk); ``"adapter"`` then,
+                and after every update.
+
+        Returns:
+            The sync's report, on every rank.
+
+        Raises:
+            WeightSyncError: naming the participant, the phase and the cause; the same on every rank. No engine
+                generates from then on.
+        """
+        if self._manager is None:
+            return self._serve()
+        outcome: Any = WeightSyncError("rank 0 left the sync")
+        try:
+            outcome = self._manager.sync(self._model.policy_version(), kind)
+            return outcome
+        except MegarlError as error:
+            outcome = error
+            raise
+        finally:
+            self._board.end(outcome)
+
+    def _serve(self) -> SyncReport:
+        """Do what rank 0 asks for, until it says how the sync ended."""
+        while True:
+            method, arguments = self._board.next_call(self._timeout + GRACE_SECONDS)
+            if method is None:
+                [outcome] = arguments
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                return outcome
+            failure: MegarlError | None = None
+            try:
+                getattr(self._model, method)(*arguments)
+            except Exception as error:
+                failure = error if isinstance(error, MegarlError) else WeightSyncError(repr(error))
+            self._board.answer(failure)
+
+
+class _AllRanks:
+    """The trainer as rank 0 sees it: the ``Source`` of its manager."""
+
+    def __init__(self, model: CheckpointEngineMixin, board: "_Board", timeout: float) -> None:
+        self._model, self._board, self._timeout = model, board, timeout
+        # A thread begins with device 0.
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+        """See ``checkpoint_engine.manager.Source``."""
+        return self._call("prepare_sync", version, kind, config, receivers)
+
+    def send(self) -> Future[bytes]:
+        """See ``checkpoint_engine.manager.Source``."""
+        return self._call("send_weights")
+
+    def finish(self) -> Future[Any]:
+        """See ``checkpoint_engine.manager.Source``."""
+        return self._call("finish_sync")
+
+    def _call(self, method: str, *arguments: Any) -> Future:
+        """Call a method of every rank's model; rank 0's result once all have one, or the first error."""
+        number = self._board.call(method, arguments)
+
+        def here() -> Any:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            return getattr(self._model, method)(*arguments)
+
+        mine = in_thread(here)
+
+        def everywhere() -> Any:
+            pause, deadline = SHORTEST_PAUSE, time.monotonic() + self._timeout
+            while waiting := self._board.unanswered(number) + ([] if mine.done() else [0]):
+                if mine.done():
+                    mine.result()
+                if time.monotonic() > deadline:
+                    late = ", ".join(f"rank {rank}" for rank in sorted(waiting))
+                    raise WeightSyncError(f"{late} did not end {method} within checkpoint_engine.timeout_seconds")
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+            return mine.result()
+
+        return in_thread(everywhere)
+
+
+class _Board:
+    """Calls of rank 0 and answers of the others, in a store that all of them are connected to.
+
+    Rank 0 never waits inside the store: its threads share one connection, which a waiting one would hold.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._number = 0
+        self._kept: list[list[str]] = [[], []]
+        place: list[Any] = [None]
+        if self._rank == 0:
+            alone = os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)) == str(self._ranks)
+            host = LOOPBACK if alone else own_address()
+            self._store = open_store(host, timeout)
+            place[0] = (host, self._store.port)
+        dist.broadcast_object_list(place, 0)
+        if self._rank != 0:
+            host, port = place[0]
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+    def call(self, method: str | None, arguments: tuple) -> int:
+        """Rank 0: leave a call; its number."""
+        self._number += 1
+        self._set(f"call/{self._number}", (method, arguments))
+        return self._number
+
+    def end(self, outcome: SyncReport | MegarlError) -> None:
+        """Rank 0: leave the outcome of a sync. Nobody reads what belongs to the sync before any more."""
+        self.call(None, (outcome,))
+        for key in self._kept.pop(0):
+            self._store.delete_key(key)
+        self._kept.append([])
+
+    def unanswered(self, number: int) -> list[int]:
+        """Rank 0: the ranks that have not answered a call; raises the error of one that failed."""
+        waiting = []
+        for rank in range(1, self._ranks):
+            key = f"answer/{number}/{rank}"
+            if not self._store.check([key]):
+                waiting.append(rank)
+                continue
+            failure = pickle.loads(self._store.get(key))
+            if failure is not None:
+                failure.args = (f"rank {rank}: {failure}",)
+                raise failure
+            self._kept[-1].append(key)
+        return waiting
+
+    def next_call(self, timeout: float) -> tuple[str | None, tuple]:
+        """Another rank: wait for rank 0's next call, ``(method, arguments)``; None as method is the end of a sync."""
+        self._number += 1
+        key = f"call/{self._number}"
+        try:
+            self._store.wait([key], timedelta(seconds=timeout))
+            return pickle.loads(self._store.get(key))
+        except RuntimeError as error:
+            raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from error
+
+    def answer(self, failure: MegarlError | None) -> None:
+        """Another rank: say how the last call ended."""
+        self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(failure))
+
+    def _set(self, key: str, value: Any) -> None:
+        self._kept[-1].append(key)
+        self._store.set(key, pickle.dumps(value))

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of one sampler engine; a run's config holds more."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.config.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.lora import LoraConfig
+from megarl.config.model import ModelConfig
+from megarl.config.sampler import SamplerConfig
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Settings of ``VllmSampler``.
+
+    Attributes:
+        model, lora, sampler, checkpoint_engine: sections of the config.
+        device: ``train.device``.
+    """
+
+    model: ModelConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
+    device: Literal["auto", "cpu", "cuda"] = "auto"

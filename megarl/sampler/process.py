@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sampler engine in a process of its own, driven by whoever started it: no Ray.
+
+The child runs ``megarl.sampler.serve``. The two exchange pickled tuples over a pipe: ``(number, method, arguments)``
+there, ``(number, succeeded, result or exception)`` back. Calls overlap, so that a sync can arrive while another version
+still decodes.
+"""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from megarl.checkpoint_engine.wire import Kind
+from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
+from megarl.config.load import parse_section
+from megarl.errors import WorkerError
+from megarl.sampler.settings import check_device, check_sampled
+from megarl.types import Completion
+
+# A child that was asked to stop is killed after this many seconds.
+CLOSE_SECONDS = 10.0
+
+
+class SamplerProcess:
+    """One vLLM engine in a child process; a ``checkpoint_engine.manager.Sink`` that also generates.
+
+    Use it as a context manager, or call ``close``: the child ends with its parent in any case.
+
+    Args:
+        model: a Hugging Face folder, or the ``model`` section.
+        lora: the ``lora`` section, as the trainer's.
+        sampler: the ``sampler`` section; ``engines`` does not count, this is one.
+        checkpoint_engine: the ``checkpoint_engine`` section, as the one given to ``WeightSync``.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        gpus: indices, among the GPUs that this process sees, of those that the engine gets; default: all.
+        threads: CPU threads of the engine; default: all cores that this process may use.
+        log: file that takes what the child prints; default: this process's standard error.
+        index: number of this engine among several; shifts its seeds.
+
+    Raises:
+        ConfigError, UnsupportedError: what the sampler cannot do is refused before the child is started.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig | Mapping[str, Any],
+        *,
+        lora: LoraConfig | Mapping[str, Any] | None = None,
+        sampler: SamplerConfig | Mapping[str, Any] | None = None,
+        checkpoint_engine: CheckpointEngineConfig | Mapping[str, Any] | None = None,
+        device: Any = "auto",
+        gpus: Sequence[int] | None = None,
+        threads: int | None = None,
+        log: str | Path | None = None,
+        index: int = 0,
+    ) -> None:
+        folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
+        self.config = EngineConfig(
+            model=parse_section(ModelConfig, "model", folder),
+            lora=parse_section(LoraConfig, "lora", lora),
+            sampler=parse_section(SamplerConfig, "sampler", sampler),
+            checkpoint_engine=parse_section(CheckpointEngineConfig, "checkpoint_engine", checkpoint_engine),
+            device=device,
+        )
+        check_sampled(self.config)
+        if device == "cpu":
+            check_device(self.config, device)
+        self.name, self.receivers = f"sampler {index}", self.config.sampler.parallel.tensor
+        self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
+        self._connection, theirs = Pipe()
+        with open(log, "ab") if log else nullcontext(sys.stderr) as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megarl.sampler.serve", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,  # what the parent prints on its standard output is its own
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                env=_environment(gpus),
+            )
+        theirs.close()
+        self._log = log
+        threading.Thread(target=self._read, daemon=True).start()
+        self._started = self._call("start", self.config, threads, index)
+
+    def wait(self) -> Self:
+        """Wait until the engine has started; every other call does so by itself.
+
+        Raises:
+            WorkerError: it did not start.
+        """
+        self._started.result()
+        return self
+
+    def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:
+        """Sample from one policy version; see ``VllmSampler.generate``."""
+        return self._call("generate", list(prompts), version).result()
+
+    def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
+        """See ``checkpoint_engine.manager.Sink``."""
+        return self._call("receive", endpoint, first)
+
+    def flip(self, version: int, kind: Kind, checksum: str) -> Future[None]:
+        """See ``checkpoint_engine.manager.Sink``."""
+        return self._call("flip", version, kind, checksum)
+
+    def retire(self, version: int) -> Future[None]:
+        """See ``checkpoint_engine.manager.Sink``."""
+        return self._call("retire", version)
+
+    def refuse(self, reason: str) -> Future[None]:
+        """See ``checkpoint_engine.manager.Sink``."""
+        return self._call("refuse", reason)
+
+    def close(self) -> None:
+        """Stop the engine and its process; may be called twice."""
+        with suppress(OSError):
+            self._connection.close()  # the child stops the engine when its end says so
+        try:
+            self._process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, method: str, *arguments: Any) -> Future:
+        future: Future = Future()
+        with self._lock:
+            number = next(self._numbers)
+            self._waiting[number] = future
+            try:
+                self._connection.send((number, method, arguments))
+            except OSError:
+                self._waiting.pop(number)
+                future.set_exception(self._death())
+        return future
+
+    def _read(self) -> None:
+        """Give answers to those who wait, until the child or this process closes the pipe."""
+        with suppress(EOFError, OSError):
+            while True:
+                number, succeeded, value = self._connection.recv()
+                with self._lock:
+                    future = self._waiting.pop(number)
+                if succeeded:
+                    future.set_result(value)
+                else:
+                    future.set_exception(value)
+        with self._lock:
+            left, self._waiting = self._waiting, {}
+        for future in left.values():
+            future.set_exception(self._death())
+
+    def _death(self) -> WorkerError:
+        status = self._process.poll()
+        ended = "has ended" if status is None else f"ended with status {status}"
+        return WorkerError(f"the process of {self.name} {ended}" + (f"; its log: {self._log}" if self._log else ""))
+
+
+def _environment(gpus: Sequence[int] | None) -> dict[str, str]:
+    """This process's variables without what torchrun set for it, and with the engine's GPUs."""
+    # vLLM would take its ranks and its port from them.
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
+    if gpus is not None:
+        visible = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+    return variables
