@@ -29,3 +29,10 @@ def prepare_environment(threads: int | None = None) -> dict[str, str]:
     }
     os.environ.update(values)
     return values
+
+
+def resolve_device(device: str) -> str:
+    """Resolve ``train.device``: ``"auto"`` is CUDA if torch sees a GPU."""
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -24,6 +24,7 @@ from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
 from megarl.config.load import parse_section
 from megarl.errors import WorkerError
+from megarl.sampler.environment import resolve_device
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.types import Completion
 
@@ -73,8 +74,7 @@ class SamplerProcess:
             device=device,
         )
         check_sampled(self.config)
-        if device == "cpu":
-            check_device(self.config, device)
+        check_device(self.config, resolve_device(device))
         self.name, self.receivers = f"sampler {index}", self.config.sampler.parallel.tensor
         self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
         self._connection, theirs = Pipe()

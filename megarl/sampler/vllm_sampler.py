@@ -22,6 +22,7 @@ import xxhash
 from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import EngineConfig
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
+from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
@@ -42,7 +43,7 @@ class VllmSampler:
     def __init__(self, config: EngineConfig, *, engine_index: int) -> None:
         self._config = config
         self._index = engine_index
-        self._device = _resolve(config.device)
+        self._device = resolve_device(config.device)
         self._stop = stop_tokens(config.model.path)
         self._gate = VersionGate(base_ready=config.checkpoint_engine.base_weights == "disk")
         self._engine: Any = None
@@ -304,10 +305,3 @@ def _cause(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)
-
-
-def _resolve(device: str) -> str:
-    """Resolve ``train.device``: ``"auto"`` is CUDA if torch sees a GPU."""
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
