@@ -166,8 +166,9 @@ class SamplerProcess:
             future.set_exception(self._death())
 
     def _death(self) -> WorkerError:
-        status = self._process.poll()
-        ended = "has ended" if status is None else f"ended with status {status}"
+        ended = "does not answer"
+        with suppress(subprocess.TimeoutExpired):
+            ended = f"ended with status {self._process.wait(1.0)}"  # its pipe closes a little earlier
         return WorkerError(f"the process of {self.name} {ended}" + (f"; its log: {self._log}" if self._log else ""))
 
 

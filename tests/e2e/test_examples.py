@@ -37,9 +37,7 @@ def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a script on two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def nll(model: torch.nn.Module, samples: list) -> float:
@@ -89,5 +87,5 @@ def test_a_dead_sampler_process_is_an_error_at_once(model):
 
 
 def test_a_sampler_process_refuses_a_wrong_setting_before_it_starts(model):
-    with pytest.raises(ConfigError, match="sampler: .*'temprature'.*temperature"):
+    with pytest.raises(ConfigError, match=r"sampler: .*'temprature'.*temperature"):
         megarl.SamplerProcess(model, sampler={"temprature": 1.0})
