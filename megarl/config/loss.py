@@ -28,11 +28,15 @@ class LossConfig(Section):
     """Weights of the tokens in the loss. ``token_mean``: every response token of the step weighs the same (DAPO).
     ``sequence_mean``: every sequence weighs the same (GRPO). ``constant``: the sum over tokens, divided by the number
     of sequences times ``sampler.max_response_tokens`` (Dr. GRPO)."""
+    advantage: str = "group"
+    """How rewards become advantages. ``group``: minus the group's mean, scaled (GRPO); ``rloo``: minus the mean of the
+    group's other rewards; ``none``: the rewards; or ``file.py:Name`` for a function of the group's rewards ``[G]`` and
+    this section that returns one number per completion, or one ``[R]`` array of per-token advantages."""
     advantage_scale: Literal["std", "none"] = "std"
-    """``std``: group advantages are centred and divided by the group's standard deviation (GRPO); ``none``: only
-    centred. If all groups of an update have equal rewards and ``kl_coef`` is 0, the gradient is exactly zero, so the
-    backward pass is skipped (``skipped_backward`` in the metrics). The update itself still takes place: AdamW applies
-    its moments and weight decay, and the learning rate and the policy version advance."""
+    """Of ``advantage: group``. ``std``: advantages are centred and divided by the group's standard deviation (GRPO);
+    ``none``: only centred. If all advantages of an update are 0 and ``kl_coef`` is 0, the gradient is exactly zero, so
+    the backward pass is skipped (``skipped_backward`` in the metrics). The update itself still takes place: AdamW
+    applies its moments and weight decay, and the learning rate and the policy version advance."""
     truncated: Literal["keep", "zero", "penalise"] = "keep"
     """Completions that reach ``sampler.max_response_tokens`` (``finish_reason`` ``length``). ``keep``: their reward
     counts as it is. ``zero``: it counts as 0. ``penalise``: every completion within ``overlong_tokens`` of the limit

@@ -17,7 +17,7 @@ from megarl.controller.rewards import RewardProcess
 from megarl.controller.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError
-from megarl.loss.advantages import group_advantages
+from megarl.loss.advantages import build_advantages
 from megarl.types import Completion
 
 
@@ -158,7 +158,7 @@ def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Seque
         completions,
         lambda pairs: state.rewards.score(pairs, state.trainers.watch.check),
         state.decode,
-        lambda rewards: group_advantages(rewards, state.config.loss.advantage_scale),
+        build_advantages(state.config.loss),
         group=state.config.sampler.samples_per_prompt,
         version=state.updates,
         scores_of=lambda scores, answers: trained_scores(

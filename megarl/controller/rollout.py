@@ -11,6 +11,7 @@ import numpy as np
 from megarl.controller.data import EncodedPrompt
 from megarl.errors import DataError
 from megarl.files import replacing
+from megarl.loss.advantages import Advantages
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Prompt, Sample
 
@@ -25,13 +26,13 @@ class Rollout:
     completions: list[list[Completion]]
     texts: list[list[str]]
     rewards: list[list[Reward]]
-    advantages: list[np.ndarray]
+    advantages: list[Advantages]
     scores: list[np.ndarray]
 
     def samples(self) -> list[Sample]:
         """Return the training sequences; the completions of a prompt are next to each other."""
         return [
-            to_sample(completion, float(advantage), index)
+            to_sample(completion, advantage, index)
             for index, (group, advantages) in enumerate(zip(self.completions, self.advantages, strict=True))
             for completion, advantage in zip(group, advantages, strict=True)
         ]
@@ -46,7 +47,7 @@ class Rollout:
             "reward": float(np.mean(np.concatenate(scores))),
             "trained_reward": float(np.mean(np.concatenate(self.scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
-            "groups_without_signal": float(np.mean([not group.any() for group in self.advantages])),
+            "groups_without_signal": float(np.mean([not any(map(np.any, group)) for group in self.advantages])),
             "response_tokens": float(lengths.mean()),
             "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "sampled_tokens": float(lengths.sum()),
@@ -78,7 +79,7 @@ class Rollout:
                         "text": text,
                         "reward": reward.score,
                         "metrics": dict(reward.metrics),
-                        "advantage": float(advantage),
+                        "advantage": np.asarray(advantage, dtype=float).tolist(),
                         "version": int(completion.versions[0]) if len(completion.versions) else None,
                         "finish_reason": completion.finish_reason,
                         "prompt_ids": completion.prompt_ids.tolist(),
@@ -93,7 +94,7 @@ def score(
     completions: Sequence[Sequence[Completion]],
     rewards_of: Callable[[Sequence[tuple[Prompt, str]]], list[Reward]],
     decode: Decode,
-    advantages_of: Callable[[np.ndarray], np.ndarray],
+    advantages_of: Callable[[np.ndarray], Advantages],
     *,
     group: int,
     version: int,
@@ -106,7 +107,7 @@ def score(
         completions: as returned, per prompt.
         rewards_of: function: (prompt, response) pairs -> their rewards, such as ``RewardProcess.score``.
         decode: function: response ids -> text without special tokens.
-        advantages_of: function: rewards ``[G]`` -> advantages ``[G]``.
+        advantages_of: function: rewards ``[G]`` -> advantages, one entry per completion: a number, or ``[R]``.
         group: number of completions expected per prompt.
         version: the policy version that must have sampled every token.
         scores_of: function: rewards ``[G]`` and the completions -> the scores that advantages are made of ``[G]``.
@@ -145,7 +146,7 @@ def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int
             raise DataError(f"prompt '{name}': tokens of policy version {wrong[0]}, asked for was {version}")
 
 
-def to_sample(completion: Completion, advantage: float, group: int) -> Sample:
+def to_sample(completion: Completion, advantage: float | np.ndarray, group: int) -> Sample:
     """Build a training sample from exactly the sampler's token ids; nothing is tokenised again."""
     prompt, response = completion.prompt_ids, completion.response_ids
     mask: np.ndarray = np.zeros(len(prompt) + len(response), dtype=bool)

@@ -39,6 +39,7 @@ from megarl.launch.requeue import find_run
 from megarl.launch.resume import contents_of, resume
 from megarl.lora.section import check_section
 from megarl.loss import build_loss
+from megarl.loss.advantages import build_advantages
 from megarl.model.inspection import inspect_folder
 from megarl.model.weights.full_config import names_of
 from megarl.plugins import absolute
@@ -132,6 +133,7 @@ def check_names(config: RunConfig) -> None:
         ConfigError, UnsupportedError: the message names the nearest registered name, or what is supported.
     """
     build_loss(config.loss)
+    build_advantages(config.loss)
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
     check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
@@ -147,7 +149,9 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
     adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
     lora = config.lora.model_copy(update={"init_from": adapter})
-    loss = config.loss.model_copy(update={"name": absolute(config.loss.name, "loss.name", recipe_dir)})
+    plugins = {name: getattr(config.loss, name) for name in ("name", "advantage")}
+    absolute_plugins = {name: absolute(spec, f"loss.{name}", recipe_dir) for name, spec in plugins.items()}
+    loss = config.loss.model_copy(update=absolute_plugins)
     transport = absolute(config.checkpoint_engine.transport, "checkpoint_engine.transport", recipe_dir)
     engine = config.checkpoint_engine.model_copy(update={"transport": transport})
     sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine}

@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trl.trainer.utils import nanstd
 
+from megarl.config import LossConfig
 from megarl.errors import LossInputError
 from megarl.loss import group_advantages
+from megarl.loss.advantages import build_advantages
 
 REWARDS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=16).map(np.array)
 
@@ -64,3 +66,22 @@ def test_a_signal_in_the_last_bit_is_kept(size: float, scale: str) -> None:
 def test_wrong_rewards_are_refused_by_name(rewards: np.ndarray, scale: str, message: str) -> None:
     with pytest.raises(LossInputError, match=message):
         group_advantages(rewards, scale)  # type: ignore[arg-type]
+
+
+def test_leave_one_out_is_against_the_mean_of_the_others():
+    rewards = np.array([1.0, 0.0, 3.0, 0.5])
+    expected = [reward - np.delete(rewards, i).mean() for i, reward in enumerate(rewards)]
+    np.testing.assert_allclose(build_advantages(LossConfig(advantage="rloo"))(rewards), expected, rtol=1e-6)
+    np.testing.assert_array_equal(build_advantages(LossConfig(advantage="none"))(rewards), rewards)
+    with pytest.raises(LossInputError, match="samples_per_prompt of at least 2"):
+        build_advantages(LossConfig(advantage="rloo"))(rewards[:1])
+
+
+def test_a_user_gives_advantages_by_token_and_a_wrong_number_is_an_error(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import numpy as np\ndef late(r, config):\n    return [np.linspace(0, x, 3) for x in r]\n")
+    file.write_text(file.read_text() + "def short(r, config):\n    return r[1:]\n")
+    found = build_advantages(LossConfig(advantage=f"{file}:late"))(np.array([1.0, 2.0]))
+    np.testing.assert_allclose(found, [[0, 0.5, 1], [0, 1, 2]])
+    with pytest.raises(LossInputError, match="returned 1 advantages for 2 rewards"):
+        build_advantages(LossConfig(advantage=f"{file}:short"))(np.array([1.0, 2.0]))
