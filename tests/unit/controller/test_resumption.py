@@ -205,6 +205,7 @@ DECIDE = """
     task.name task.system_prompt task.options task.reward_weights task.chat_template_kwargs task.held_out
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap loss.options loss.truncated loss.overlong_tokens loss.overlong_penalty loss.importance_level
+    loss.advantage
     loss.importance_mode
     sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args
     sampler.max_prompt_tokens sampler.max_response_tokens sampler.seed
