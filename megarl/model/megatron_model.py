@@ -6,14 +6,13 @@ the same result.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, pick
 from megarl.loss.base import Loss
@@ -29,16 +28,15 @@ from megarl.model.step.graphs import graphed, token_unit
 from megarl.model.step.packing import PackedBatch, pack
 from megarl.model.step.schedule import Metrics, Stepper, run_chunk, set_training
 from megarl.model.step.sequence_work import sequence_work
-from megarl.model.weights.base_tensors import base_tensors, load_base
-from megarl.model.weights.full_config import names_of
+from megarl.model.weight_export import WeightExport
+from megarl.model.weights.base_tensors import load_base
 from megarl.model.weights.hf_folder import read_config
-from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups
 from megarl.types import Sample
 
 
-class MegatronModel(CheckpointEngineMixin):
+class MegatronModel(WeightExport):
     """A frozen base model with one or several adapters. Each adapter has its own optimizer and policy version.
 
     Every method acts on the active adapter. That is the first one until ``set_active`` chooses another.
@@ -125,10 +123,6 @@ class MegatronModel(CheckpointEngineMixin):
         self.adapter = pick(self.adapters, name, "adapter")
         self.adapter.activate()
 
-    def _finish_param_gather(self) -> None:
-        for optimizer in self._optimizers.values():
-            optimizer.finish_param_gather()
-
     def _check_pending(self) -> None:
         """Refuse to mix gradients of two adapters: the buffers are reduced and cleared for all adapters together."""
         if self._pending not in (None, self.adapter.name):
@@ -136,10 +130,6 @@ class MegatronModel(CheckpointEngineMixin):
                 f"adapter '{self._pending}' has a gradient that no update has used; call optim_step for it before "
                 f"'{self.adapter.name}' is trained"
             )
-
-    def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
-        names = names_of(self.hf_config)
-        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
 
     def pack(
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
@@ -292,34 +282,6 @@ class MegatronModel(CheckpointEngineMixin):
         self.adapter.read(path)
         if self.adapter.trainable:
             self.optimizer.start_anew()
-
-    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream whole tensors on every rank. All ranks must consume the stream to its end.
-
-        Args:
-            adapter_only: True yields the adapter under the names of PEFT's files; False the base weights, without the
-                adapter, under Hugging Face's names.
-        """
-        self._finish_param_gather()
-        return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
-
-    def export_adapter_config(self) -> dict[str, Any]:
-        """The active adapter's ``adapter_config.json``."""
-        return self.adapter.adapter_config()
-
-    def policy_version(self) -> int:
-        """``version``."""
-        return self.version
-
-    def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream base plus adapter under Hugging Face's names, merged out of place in fp32 and rounded once.
-
-        Where the adapter changes only one of two tied embeddings, both are streamed: the merged model no longer ties
-        them.
-        """
-        self._finish_param_gather()
-        tensors = self._base_tensors(untied=self.adapter.unties)
-        return stream_full(self.adapter.merged(tensors), self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the whole accumulated gradient: reduced, float32, on the CPU, under the names of PEFT's files.

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.model.adapter import Adapter
+from megarl.model.layers.gpt import PackedGPTModel
+from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
+from megarl.model.weights.base_tensors import base_tensors
+from megarl.model.weights.full_config import names_of
+from megarl.model.weights.sharded_tensor import ShardedTensor
+from megarl.model.weights.streaming import stream_full
+from megarl.parallel.groups import Groups
+
+
+class WeightExport(CheckpointEngineMixin):
+    """The part of ``MegatronModel`` that gives its weights away. The exports are collectives."""
+
+    hf_config: dict[str, Any]
+    chunks: list[PackedGPTModel]
+    groups: Groups
+    adapter: Adapter
+    version: int
+    _optimizers: dict[str, AdapterOptimizer]
+
+    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream whole tensors on every rank. All ranks must consume the stream to its end.
+
+        Args:
+            adapter_only: True yields the adapter under the names of PEFT's files; False the base weights, without the
+                adapter, under Hugging Face's names.
+        """
+        self._finish_param_gather()
+        return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
+
+    def export_adapter_config(self) -> dict[str, Any]:
+        """The active adapter's ``adapter_config.json``."""
+        return self.adapter.adapter_config()
+
+    def policy_version(self) -> int:
+        """The active adapter's policy version."""
+        return self.version
+
+    def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream base plus adapter under Hugging Face's names, merged out of place in fp32 and rounded once.
+
+        Where the adapter changes only one of two tied embeddings, both are streamed: the merged model no longer ties
+        them.
+        """
+        self._finish_param_gather()
+        tensors = self._base_tensors(untied=self.adapter.unties)
+        return stream_full(self.adapter.merged(tensors), self.groups)
+
+    def _finish_param_gather(self) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.finish_param_gather()
+
+    def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
+        names = names_of(self.hf_config)
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
