@@ -61,6 +61,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class DecodedCompletion:
+    """One completion as a reward sees it.
+
+    Attributes:
+        text: the decoded response, without special tokens.
+        finish_reason: ``"stop"`` or ``"length"`` (it reached ``sampler.max_response_tokens``).
+        response_ids: the tokens that were drawn, the stop token included, int64 ``[R]``.
+    """
+
+    text: str
+    finish_reason: str
+    response_ids: np.ndarray
+
+
+@dataclass(frozen=True)
 class Sample:
     """One training sequence: its tokens, which of them the policy chose, and per-token inputs of the loss.
 

@@ -17,7 +17,8 @@ class TaskConfig(Section):
     written by ``datasets.save_to_disk`` and the id of a data set on the Hugging Face hub. Relative to the recipe."""
     reward: str | None = None
     """``file.py:function`` or ``package.module:function`` that replaces the task's own reward. The path is relative to
-    the recipe."""
+    the recipe. The name of its second parameter says what it is given: ``response`` (text), ``completion`` (text,
+    finish reason, token ids), ``responses`` or ``completions`` (all of one prompt); it may be ``async def``."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
     """Weight of each component, where ``task.reward`` returns a dictionary of components (``{correct: 1.0, format:
     0.2}``): the score is the weighted sum."""
@@ -25,10 +26,10 @@ class TaskConfig(Section):
     """Call the reward once at the start, with the first prompt and a response of plain text: what it raises ends the
     run before trainer and sampler are started. Its value is only checked to be one, and is used nowhere."""
     reward_threads: int = Field(16, ge=1)
-    """Number of completions scored at the same time, each in a thread. 1: one after the other in the main thread, for a
-    reward that is not thread-safe or that uses signals."""
+    """Most calls of the reward at the same time, each in a thread, or in one event loop if the reward is async. 1: one
+    after the other in the main thread, for a reward that is not thread-safe or that uses signals."""
     reward_seconds: float = Field(600.0, gt=0.0)
-    """Limit of one reward, seconds. A reward that takes longer ends the run."""
+    """Limit of one call of the reward, seconds. A call that takes longer ends the run."""
     system_prompt: str | None = None
     """System message put before every question."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

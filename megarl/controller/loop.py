@@ -156,7 +156,7 @@ def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Seque
     return score(
         prompts,
         completions,
-        lambda pairs: state.rewards.score(pairs, state.trainers.watch.check),
+        lambda groups: state.rewards.score(groups, state.trainers.watch.check),
         state.decode,
         build_advantages(state.config.loss),
         group=state.config.sampler.samples_per_prompt,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run rewards in a separate process, so that user code which hangs, exits or crashes becomes an error."""
 
+import asyncio
 import contextlib
 import itertools
 import os
@@ -10,18 +11,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from megarl.controller.logs import redirect_output
-from megarl.controller.scoring import score_all
+from megarl.controller.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
-from megarl.tasks import Reward, Task, TaskContext, build_task
-from megarl.types import Prompt
+from megarl.tasks import Task, TaskContext, build_task
+from megarl.tasks.base import Reward
+from megarl.tasks.reward_forms import form_of_task
+from megarl.types import DecodedCompletion, Prompt
 
 POLL_SECONDS = 0.2
 # Right for no task, and in no format that a reward could ask for.
@@ -45,12 +49,15 @@ class RewardProcess:
         theirs.close()
         self._connection.send(context)
 
-    def score(self, pairs: Sequence[tuple[Prompt, str]], look: Callable[[], None] = lambda: None) -> list[Reward]:
+    def score(
+        self, groups: Sequence[Group], look: Callable[[], None] = lambda: None, once: bool = False
+    ) -> list[Reward]:
         """Reward every completion, in the order given.
 
         Args:
-            pairs: pairs of prompt and decoded response.
+            groups: pairs of a prompt and its completions.
             look: called every ``POLL_SECONDS`` while waiting; if it raises, the wait ends.
+            once: call the reward a single time: with the first completion, or the first group if it takes groups.
 
         Raises:
             RewardError: a reward raised, exited, crashed, exceeded ``task.reward_seconds``, or is not a finite number.
@@ -58,7 +65,7 @@ class RewardProcess:
         """
         running: dict[int, tuple[str, float]] = {}
         try:
-            self._connection.send(list(pairs))
+            self._connection.send((list(groups), once))
             while True:
                 if not self._connection.poll(POLL_SECONDS):
                     self._check_time(running)
@@ -79,15 +86,21 @@ class RewardProcess:
             error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
             raise
 
-    def dry_run(self, prompt: Prompt) -> None:
-        """Call the reward once, with a response of plain text, and check that it gives a value.
+    def dry_run(self, prompt: Prompt, ids: Sequence[int] = (), group: int = 2) -> None:
+        """Call the reward once, with responses of plain text, and check that it gives a value.
+
+        Args:
+            prompt: the prompt.
+            ids: the tokens of ``DRY_RESPONSE``.
+            group: number of completions that a reward of whole groups is given; other rewards are given one.
 
         Raises:
             RewardError: see ``score``; the message ends with the reward's own traceback.
             MegarlError: the task or its reward cannot be loaded.
         """
         try:
-            self.score([(prompt, DRY_RESPONSE)])
+            completion = DecodedCompletion(DRY_RESPONSE, "stop", np.array(ids, dtype=np.int64))
+            self.score([(prompt, [completion] * group)], once=True)
         except RewardError as error:
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
@@ -127,6 +140,7 @@ class _Reported:
 
     def __init__(self, task: Task, send: Callable[[tuple], None]) -> None:
         self._task, self._send, self._keys = task, send, itertools.count()
+        self.reward_form = form_of_task(task)
 
     def __len__(self) -> int:
         return len(self._task)
@@ -134,12 +148,24 @@ class _Reported:
     def __getitem__(self, index: int) -> Prompt:
         return self._task[index]
 
-    def reward(self, prompt: Prompt, response: str) -> Reward:
+    def reward(self, prompt: Prompt, given: Any) -> Any:
+        if self.reward_form.is_async:
+            return self._reward_later(prompt, given)
+        with self._reported(prompt):
+            return self._task.reward(prompt, given)
+
+    async def _reward_later(self, prompt: Prompt, given: Any) -> Any:
+        task: Any = self._task
+        with self._reported(prompt):
+            return await task.reward(prompt, given)
+
+    @contextlib.contextmanager
+    def _reported(self, prompt: Prompt) -> Iterator[None]:
         key = next(self._keys)
         self._send(("begin", key, prompt.id))
         try:
-            return self._task.reward(prompt, response)
-        except MegarlError:
+            yield
+        except (MegarlError, asyncio.CancelledError):
             raise
         except SystemExit as error:
             raise RewardError(f"prompt '{prompt.id}': the reward called sys.exit({error.code!r})") from error
@@ -160,15 +186,15 @@ def serve(connection: Connection) -> None:
     context = connection.recv()
     failure: MegarlError | None = None
     try:
-        task: Any = _Reported(build_task(context), send)
+        scorer = Scorer(_Reported(build_task(context), send), context.config.reward_threads)
     except MegarlError as error:
         failure = error
     while True:
-        pairs = connection.recv()
+        groups, once = connection.recv()
         try:
             if failure is not None:
                 raise failure
-            send(("rewards", score_all(task, pairs, context.config.reward_threads)))
+            send(("rewards", scorer.score(groups, once)))
         except MegarlError as error:
             if error.__cause__ is not None:
                 sys.excepthook(type(error), error, error.__traceback__)

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from megarl.controller.data import EncodedPrompt
+from megarl.controller.scoring import Group
 from megarl.errors import DataError
 from megarl.files import replacing
 from megarl.loss.advantages import Advantages
 from megarl.tasks.base import Reward
-from megarl.types import Completion, Prompt, Sample
+from megarl.types import Completion, DecodedCompletion, Sample
 
 Decode = Callable[[np.ndarray], str]
 
@@ -92,7 +93,7 @@ class Rollout:
 def score(
     prompts: Sequence[EncodedPrompt],
     completions: Sequence[Sequence[Completion]],
-    rewards_of: Callable[[Sequence[tuple[Prompt, str]]], list[Reward]],
+    rewards_of: Callable[[Sequence[Group]], list[Reward]],
     decode: Decode,
     advantages_of: Callable[[np.ndarray], Advantages],
     *,
@@ -105,7 +106,8 @@ def score(
     Args:
         prompts: as sent.
         completions: as returned, per prompt.
-        rewards_of: function: (prompt, response) pairs -> their rewards, such as ``RewardProcess.score``.
+        rewards_of: function: prompts, each with its completions -> the rewards of all completions in order, such as
+            ``RewardProcess.score``.
         decode: function: response ids -> text without special tokens.
         advantages_of: function: rewards ``[G]`` -> advantages, one entry per completion: a number, or ``[R]``.
         group: number of completions expected per prompt.
@@ -120,8 +122,12 @@ def score(
     for prompt, answers in zip(prompts, completions, strict=True):
         check_group(prompt, answers, group, version)
     texts = [[decode(answer.response_ids) for answer in answers] for answers in completions]
-    pairs = [(prompt.prompt, text) for prompt, answers in zip(prompts, texts, strict=True) for text in answers]
-    flat = rewards_of(pairs)
+    flat = rewards_of(
+        [
+            (prompt.prompt, [decoded(text, answer) for text, answer in zip(group_texts, answers, strict=True)])
+            for prompt, group_texts, answers in zip(prompts, texts, completions, strict=True)
+        ]
+    )
     rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
     scores = [
         scores_of(np.array([reward.score for reward in group_rewards]), answers)
@@ -129,6 +135,11 @@ def score(
     ]
     advantages = [advantages_of(group_scores) for group_scores in scores]
     return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages, scores)
+
+
+def decoded(text: str, completion: Completion) -> DecodedCompletion:
+    """Return what a reward sees of a completion."""
+    return DecodedCompletion(text, completion.finish_reason, np.asarray(completion.response_ids, dtype=np.int64))
 
 
 def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int) -> None:

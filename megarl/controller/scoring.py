@@ -1,39 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute the rewards of completions in threads, and check them."""
+"""Compute the rewards of completions, in threads or in one event loop, and check them."""
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from megarl.errors import RewardError
 from megarl.tasks.base import Reward, Task
-from megarl.types import LARGEST_REWARD, Prompt
+from megarl.tasks.reward_forms import form_of_task, one_for_each
+from megarl.types import LARGEST_REWARD, DecodedCompletion, Prompt
+
+# A prompt and its completions.
+Group = tuple[Prompt, Sequence[DecodedCompletion]]
+
+# Cancelled async rewards get so long to clean up after another one failed.
+CANCEL_SECONDS = 1.0
 
 
-def score_all(task: Task, pairs: Sequence[tuple[Prompt, str]], threads: int) -> list[Reward]:
-    """Reward every completion, in the order given.
+class Scorer:
+    """Rewards completions in the form that the task's reward asks for.
 
-    Threads help with rewards that wait (for a judge, a sandbox, a file) or that release the GIL.
-
-    Args:
-        task: computes the rewards; called from several threads at once.
-        pairs: pairs of prompt and decoded response.
-        threads: number of threads; 1 means the calling thread.
-
-    Raises:
-        RewardError: the task raised it, or a score or metric is not finite or beyond +-1e38.
+    Threads help with rewards that wait (for a judge, a sandbox, a file) or that release the GIL. All calls of an async
+    reward run in one event loop, which lives as long as the scorer, so that the reward can keep its connections.
     """
 
-    def reward_of(pair: tuple[Prompt, str]) -> Reward:
-        return check(task.reward(*pair), pair[0])
+    def __init__(self, task: Task, threads: int) -> None:
+        """
+        Args:
+            task: computes the rewards; called from several threads at once, unless its reward is async.
+            threads: most calls at a time; with 1, a reward that is not async is called in the calling thread.
+        """
+        self._task: Any = task
+        self._threads = threads
+        self._form = form_of_task(task)
+        self._runner = asyncio.Runner() if self._form.is_async else None
 
-    if threads == 1:
-        return [reward_of(pair) for pair in pairs]
-    pool = ThreadPoolExecutor(min(threads, max(len(pairs), 1)), thread_name_prefix="reward")
-    try:
-        return list(pool.map(reward_of, pairs))
-    finally:
-        # After an error: cancel rewards that have not begun, and do not wait for those that are running.
-        pool.shutdown(wait=False, cancel_futures=True)
+    def score(self, groups: Sequence[Group], once: bool = False) -> list[Reward]:
+        """Reward every completion, in the order given.
+
+        Args:
+            groups: pairs of a prompt and its completions.
+            once: make the first call only.
+
+        Raises:
+            RewardError: the task raised it, gave a group another number of rewards than it has completions, or a score
+                or metric is not finite or beyond +-1e38.
+        """
+        calls = [(prompt, given) for prompt, completions in groups for given in self._form.given(completions)]
+        calls = calls[:1] if once else calls
+        if self._runner is not None:
+            results = self._runner.run(self._in_event_loop(calls))
+        elif self._threads == 1:
+            results = [self._call(*call) for call in calls]
+        else:
+            results = self._in_threads(calls)
+        return [reward for rewards in results for reward in rewards]
+
+    def close(self) -> None:
+        """Close the event loop of an async reward."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _in_threads(self, calls: list[tuple[Prompt, Any]]) -> list[list[Reward]]:
+        pool = ThreadPoolExecutor(min(self._threads, max(len(calls), 1)), thread_name_prefix="reward")
+        try:
+            return list(pool.map(lambda call: self._call(*call), calls))
+        finally:
+            # After an error: cancel rewards that have not begun, and do not wait for those that are running.
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_event_loop(self, calls: list[tuple[Prompt, Any]]) -> list[list[Reward]]:
+        free = asyncio.Semaphore(self._threads)
+
+        async def reward_of(prompt: Prompt, given: Any) -> list[Reward]:
+            async with free:
+                return self._checked(await self._task.reward(prompt, given), prompt, given)
+
+        tasks = [asyncio.ensure_future(reward_of(*call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+            raise
+
+    def _call(self, prompt: Prompt, given: Any) -> list[Reward]:
+        return self._checked(self._task.reward(prompt, given), prompt, given)
+
+    def _checked(self, result: Any, prompt: Prompt, given: Any) -> list[Reward]:
+        if not self._form.is_group:
+            return [check(result, prompt)]
+        rewards = one_for_each(result, len(given), f"the reward of prompt '{prompt.id}'")
+        return [check(reward, prompt) for reward in rewards]
 
 
 def check(reward: Reward, prompt: Prompt) -> Reward:

@@ -25,7 +25,7 @@ from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
 from megarl.controller.pulse import Watch
 from megarl.controller.resumption import find_resumption
-from megarl.controller.rewards import RewardProcess
+from megarl.controller.rewards import DRY_RESPONSE, RewardProcess
 from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
@@ -87,7 +87,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             recorder.hold()
             if config.task.reward_dry_run:
                 screen.phase("reward dry run")
-                rewards.dry_run(training[0])
+                ids = tokenizer.encode(DRY_RESPONSE, add_special_tokens=False)
+                rewards.dry_run(training[0], ids, config.sampler.samples_per_prompt)
             resumed = find_resumption(folder, config, origin["contents"]) if config.train.resume else None
             if not resumed:
                 recorder.begin()

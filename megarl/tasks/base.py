@@ -34,7 +34,11 @@ class Task(Protocol):
     def __getitem__(self, index: int) -> Prompt: ...
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
-        """Score the decoded response to ``prompt`` (special tokens removed)."""
+        """Score the decoded response to ``prompt`` (special tokens removed).
+
+        A task of the user's own may name the second parameter ``completion``, ``responses`` or ``completions``, or
+        make this an ``async def``; see ``megarl.tasks.reward_forms``.
+        """
         ...
 
 

@@ -2,12 +2,14 @@
 """Load ``task.reward``, ``file.py:function``: a user's reward for any task.
 
 The function is called as ``function(prompt, response)`` with a ``megarl.types.Prompt`` and the decoded response. It
-returns a number or a ``megarl.tasks.Reward``.
+returns a number, a ``megarl.tasks.Reward`` or a dictionary of components. The name of its second parameter and
+``async def`` select another form; see ``megarl.tasks.reward_forms``.
 """
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -16,9 +18,10 @@ import numpy as np
 from megarl.errors import ConfigError, RewardError, nearest
 from megarl.plugins import load_object
 from megarl.tasks.base import Reward, Task, TaskContext
+from megarl.tasks.reward_forms import form_of, one_for_each
 from megarl.types import LARGEST_REWARD, Prompt
 
-RewardFunction = Callable[[Prompt, str], Any]
+RewardFunction = Callable[[Prompt, Any], Any]
 
 
 class RewardedTask:
@@ -31,12 +34,14 @@ class RewardedTask:
         Args:
             task: the task that gives the prompts.
             name: the function's name in messages (``"reward.py:score"``).
-            function: ``(prompt, response) -> float | Reward``.
+            function: ``(prompt, response) -> float | Reward | dictionary``, or another form of it.
+            weights: of the components, if the function returns a dictionary of them.
         """
         self._task = task
         self._name = name
         self._function = function
         self._weights = dict(weights or {})
+        self.reward_form = form_of(function)
 
     def __len__(self) -> int:
         return len(self._task)
@@ -44,20 +49,50 @@ class RewardedTask:
     def __getitem__(self, index: int) -> Prompt:
         return self._task[index]
 
-    def reward(self, prompt: Prompt, response: str) -> Reward:
+    def reward(self, prompt: Prompt, given: Any) -> Any:
         """Call the function and check its result.
+
+        Args:
+            prompt: the prompt.
+            given: the response, or what else ``reward_form`` says that the function takes.
+
+        Returns:
+            The ``Reward``, a list of them if the function scores a group, or a coroutine of either if it is async.
 
         Raises:
             RewardError: the function raised, or returned neither a finite number nor a ``Reward`` of finite numbers.
         """
+        if self.reward_form.is_async:
+            return self._reward_later(prompt, given)
+        with self._named(prompt):
+            verdict = self._function(prompt, given)
+        return self._checked(verdict, prompt, given)
+
+    async def _reward_later(self, prompt: Prompt, given: Any) -> Any:
+        with self._named(prompt):
+            verdict = await self._function(prompt, given)
+        return self._checked(verdict, prompt, given)
+
+    @contextmanager
+    def _named(self, prompt: Prompt) -> Iterator[None]:
+        """Turn what the function raises into an error that names function and prompt."""
         try:
-            verdict = self._function(prompt, response)
+            yield
         except Exception as error:
             # Timeouts by signal (such as math-verify's) work in the main thread only.
             hint = "; set task.reward_threads=1" if "main thread" in str(error) else ""
             raise RewardError(
                 f"task.reward {self._name} raised {type(error).__name__} for prompt '{prompt.id}': {error}{hint}"
             ) from error
+
+    def _checked(self, verdict: Any, prompt: Prompt, given: Any) -> Reward | list[Reward]:
+        if not self.reward_form.is_group:
+            return self._one(verdict, prompt)
+        verdicts = one_for_each(verdict, len(given), f"task.reward {self._name} for prompt '{prompt.id}'")
+        return [self._one(value, prompt) for value in verdicts]
+
+    def _one(self, verdict: Any, prompt: Prompt) -> Reward:
+        """Return the verdict on one completion as a checked ``Reward``."""
         if isinstance(verdict, Mapping):
             return self._weighted(verdict, prompt)
         if self._weights:

@@ -15,7 +15,7 @@ from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.length_penalty import trained_scores
 from megarl.controller.rollout import score
 from megarl.controller.schedule import learning_rate
-from megarl.controller.scoring import score_all
+from megarl.controller.scoring import Scorer
 from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError
 from megarl.loss.advantages import group_advantages
@@ -97,7 +97,7 @@ def run_score(completions, version=0, **arguments):
     return score(
         prompts,
         completions,
-        lambda pairs: score_all(CountingTask(3), pairs, 1),
+        Scorer(CountingTask(3), 1).score,
         lambda ids: "x" * len(ids),
         lambda r: r - r.mean(),
         group=2,
@@ -196,7 +196,7 @@ def test_groups_without_signal_are_those_whose_rewards_are_equal(size, reward):
         return score(
             prompts,
             [group],
-            lambda pairs: score_all(task, pairs, 1),
+            Scorer(task, 1).score,
             lambda ids: "",
             advantages,
             group=len(group),

@@ -6,18 +6,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from megarl.config import TaskConfig
 from megarl.controller.rewards import RewardProcess
+from megarl.controller.scoring import Group
 from megarl.errors import ConfigError, RewardError, WorkerError
-from megarl.tasks import TaskContext
+from megarl.tasks import Reward, TaskContext
 from megarl.tasks.custom_reward import load_reward
-from megarl.types import Prompt
+from megarl.types import DecodedCompletion, Prompt
 
 REWARDS = """
-import os, re, subprocess, sys, threading, time
+import asyncio, os, re, subprocess, sys, threading, time
+import numpy as np
 from megarl.errors import DataError
 
 calls = 0
@@ -58,6 +61,30 @@ def needs_the_main_thread(prompt, response):
 def slow(prompt, response):
     time.sleep(0.4)
     return 1.0
+
+def by_completion(prompt, completion):
+    assert completion.response_ids.dtype == "int64"
+    return {"ids": int(completion.response_ids.sum()), "length": completion.finish_reason == "length"}
+
+def by_responses(prompt, responses):
+    return [len(responses) + int(text) for text in responses] if responses[0].isdigit() else [0.0] * len(responses)
+
+class Judge:
+    async def __call__(self, prompt, completions):
+        await asyncio.sleep(0)
+        return np.array([len(completions)] * len(completions)) / 4
+
+judge = Judge()
+
+async def hangs_async(prompt, completion):
+    await asyncio.sleep(1000 if prompt.id == "p1" else 0)
+    return 1.0
+
+async def crashes_async(prompt, completions):
+    os.abort()
+
+async def leaves_async(prompt, completion):
+    sys.exit(0)
 """
 
 
@@ -66,8 +93,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
     (tmp_path / "reward.py").write_text(REWARDS)
     started: list[RewardProcess] = []
 
-    def begin(function: str, seconds: float = 60.0, threads: int = 4) -> RewardProcess:
-        settings = {"reward": f"reward.py:{function}", "reward_seconds": seconds, "reward_threads": threads}
+    def begin(function: str, seconds: float = 60.0, threads: int = 4, **settings) -> RewardProcess:
+        settings |= {"reward": f"reward.py:{function}", "reward_seconds": seconds, "reward_threads": threads}
         context = TaskContext(TaskConfig(name="arithmetic", **settings), tmp_path, 0)
         started.append(RewardProcess(context, tmp_path / "logs" / "rewards.log"))
         return started[-1]
@@ -77,34 +104,35 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RewardProcess]]:
         process.close()
 
 
-def pairs(count: int = 2) -> list[tuple[Prompt, str]]:
-    return [(Prompt(f"p{index}", ()), str(index)) for index in range(count)]
+def groups(count: int = 2, size: int = 1) -> list[Group]:
+    ids = np.array([5, 6])
+    return [(Prompt(f"p{i}", ()), [DecodedCompletion(str(i), "length", ids)] * size) for i in range(count)]
 
 
 def test_rewards_come_in_order_from_one_other_process_that_keeps_its_state(start, tmp_path: Path) -> None:
     process = start("counted", threads=1)
-    assert [reward.score for reward in process.score(pairs(3))] == [0.01, 1.02, 2.03]
-    assert [reward.score for reward in process.score(pairs(2))] == [0.04, 1.05]
+    assert [reward.score for reward in process.score(groups(3))] == [0.01, 1.02, 2.03]
+    assert [reward.score for reward in process.score(groups(2))] == [0.04, 1.05]
     assert "scoring p2" in (tmp_path / "logs" / "rewards.log").read_text()
-    [child] = {reward.score for reward in start("own_process").score(pairs(8))}
+    [child] = {reward.score for reward in start("own_process").score(groups(8))}
     assert child != os.getpid()
-    assert start("needs_the_main_thread", threads=1).score(pairs(1))[0].score == 1.0
+    assert start("needs_the_main_thread", threads=1).score(groups(1))[0].score == 1.0
 
 
 def test_rewards_that_wait_do_so_together(start) -> None:
     process = start("slow", threads=8)
-    process.score(pairs(1))
+    process.score(groups(1))
     began = time.monotonic()
-    process.score(pairs(8))
+    process.score(groups(8))
     assert time.monotonic() - began < 8 * 0.4 / 2
 
 
-@pytest.mark.parametrize("function", ["hangs", "keeps_the_lock"])
+@pytest.mark.parametrize("function", ["hangs", "hangs_async", "keeps_the_lock"])
 def test_a_reward_that_hangs_is_named_with_its_limit_and_leaves_nothing(start, function: str, tmp_path: Path) -> None:
     process = start(function, seconds=1.0)
     began = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        process.score(pairs())
+        process.score(groups())
     assert time.monotonic() - began < 15
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("a reward took longer than task.reward_seconds (1 s); being scored were completions of")
@@ -123,11 +151,24 @@ def test_a_reward_that_hangs_is_named_with_its_limit_and_leaves_nothing(start, f
         ("interrupts", "prompt 'p0': the reward raised KeyboardInterrupt: "),
         ("leaves_hard", "the reward process exited with status 0; being scored were completions of\n  prompt 'p0'"),
         ("crashes", "the reward process was killed by SIGABRT; being scored were completions of\n  prompt 'p0'"),
+        ("leaves_async", r"prompt 'p0': the reward called sys.exit\(0\)"),
+        ("crashes_async", "the reward process was killed by SIGABRT; being scored were completions of\n  prompt 'p0'"),
     ],
 )
 def test_a_reward_that_exits_or_crashes_is_an_error_that_names_the_prompt(start, function: str, message: str) -> None:
     with pytest.raises(RewardError, match=rf"^{message}\nlog of the rewards: "):
-        start(function).score(pairs(1))
+        start(function).score(groups(1))
+
+
+def test_every_form_of_a_reward_is_scored_and_has_a_dry_run(start) -> None:
+    by_completion = start("by_completion", reward_weights={"ids": 1.0, "length": 0.5})
+    assert by_completion.score(groups(1)) == [Reward(11.5, {"ids": 11.0, "length": 1.0})]
+    by_responses = start("by_responses")
+    assert [reward.score for reward in by_responses.score(groups(2, size=3))] == [3, 3, 3, 4, 4, 4]
+    by_responses.dry_run(Prompt("p0", ()), [1, 2], 5)
+    judge = start("judge")
+    judge.dry_run(Prompt("p0", ()), [1, 2], 5)
+    assert [reward.score for reward in judge.score(groups(2, size=2))] == [0.5] * 4
 
 
 def test_other_failures_are_noticed_while_rewards_are_computed(start) -> None:
@@ -135,7 +176,7 @@ def test_other_failures_are_noticed_while_rewards_are_computed(start) -> None:
         raise WorkerError("trainer rank 1 has given no sign of life")
 
     with pytest.raises(WorkerError, match=r"^trainer rank 1 has given no sign of life$"):
-        start("hangs").score(pairs(), look)
+        start("hangs").score(groups(), look)
 
 
 def test_a_reward_file_that_exits_when_it_is_imported_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from megarl.errors import ConfigError, RewardError
 from megarl.tasks import TASKS, Reward
+from megarl.tasks.reward_forms import RewardForm, form_of_task
 from tests.unit.tasks.support import make
 
 
@@ -192,6 +193,33 @@ def test_components_and_weights_that_do_not_match_are_named(tmp_path, body, weig
     with pytest.raises(RewardError) as caught:
         task.reward(task[0], "x")
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("[1.0]", "task.reward group.py:f for prompt 'arithmetic-0' returned 1 verdicts for 2 completions: [1.0]"),
+        ("1.0", "returned 1.0 (float); it was given 2 completions: return a list of 2, one verdict for each"),
+        ("np.array(2)", "returned 1 verdicts for 2 completions"),
+        ("[1.0, None]", "task.reward group.py:f returned None (NoneType) as the score for prompt 'arithmetic-0'"),
+        ("responses[2]", "task.reward group.py:f raised IndexError for prompt 'arithmetic-0'"),
+    ],
+)
+def test_a_group_without_one_verdict_for_each_names_function_prompt_and_value(tmp_path, body, part):
+    (tmp_path / "group.py").write_text(f"import numpy as np\ndef f(prompt, responses):\n    return {body}\n")
+    task = make(tmp_path, name="arithmetic", reward="group.py:f")
+    with pytest.raises(RewardError) as caught:
+        task.reward(task[0], ["x", "y"])
+    assert part in str(caught.value)
+
+
+def test_the_second_parameters_name_says_what_a_reward_is_given(tmp_path):
+    (tmp_path / "forms.py").write_text(
+        "async def a(prompt, completion, k=1): ...\ndef b(p, responses): ...\ndef c(completion, text): ...\n"
+    )
+    forms = {name: make(tmp_path, name="arithmetic", reward=f"forms.py:{name}").reward_form for name in "abc"}
+    assert forms == {"a": RewardForm("completion", True), "b": RewardForm("responses"), "c": RewardForm()}
+    assert form_of_task(make(name="arithmetic")) == RewardForm("response", False)
 
 
 def test_weights_without_a_reward_are_refused():
