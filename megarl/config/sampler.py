@@ -40,7 +40,7 @@ class SamplerConfig(Section):
     top_k: int = -1
     """Must be -1 (off), for the same reason."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Most tokens of a prompt. Longer prompts are refused when the data is read."""
+    """Most tokens of a prompt. ``task.long_prompts`` decides what becomes of longer ones."""
     max_response_tokens: int = Field(256, ge=1)
     """Most tokens of a completion. A completion that reaches it ends with ``finish_reason="length"``."""
     enforce_eager: bool | None = None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config section ``task``: the prompts and the reward to train on."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,9 @@ class TaskConfig(Section):
     """System message put before every question."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the model's chat template (``{enable_thinking: false}``)."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """Prompts longer than ``sampler.max_prompt_tokens``. ``refuse``: an error before anything starts; ``drop``: leave
+    them out. Their number is said on the screen and in ``summary.json``. Every prompt is then encoded at the start."""
     held_out: int = Field(0, ge=0, le=1_000_000)
     """Number of prompts, the task's last, that are never trained on. Completions of them are scored before the first
     step and after the last, ``sampler.samples_per_prompt`` of each."""

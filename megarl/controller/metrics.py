@@ -68,6 +68,7 @@ class Recorder:
         self.memory = MemoryWatch()
         self._lock: FolderLock | None = None
         self._writer: Any = None
+        self._dropped: int | None = None
         self._started = time.perf_counter()
 
     def hold(self) -> None:
@@ -111,6 +112,16 @@ class Recorder:
     def note(self, report: SyncReport) -> None:
         """Keep the report of a sync for the summary."""
         self.syncs.append(report)
+
+    def note_dropped(self, dropped: int, kept: int) -> None:
+        """Show how many prompts are left out for their length, and keep the number for the summary."""
+        self._dropped = dropped
+        limit = self.config.sampler.max_prompt_tokens
+        self.screen.say(
+            f"task.long_prompts=drop: {dropped} of {dropped + kept} prompts are left out; they are longer than "
+            f"sampler.max_prompt_tokens ({limit})",
+            style="bold yellow",
+        )
 
     def write_rollout(self, step: int, rollout: Rollout) -> None:
         """Start to write a step's completions, in a thread."""
@@ -247,6 +258,8 @@ class Recorder:
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
         summary |= {f"held_out_{when}": means for when, means in self._held_out().items()}
+        if self._dropped is not None:
+            summary["dropped_prompts"] = self._dropped
         with writing(self.folder / SUMMARY):
             write_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         with writing(self.folder / PLOT):

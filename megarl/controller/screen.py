@@ -129,6 +129,7 @@ ROWS = (
     ("held-out reward, before -> after", ("held_out_before/reward", "held_out_after/reward"), "{:.3f}"),
     ("held-out correct, before -> after", ("held_out_before/correct", "held_out_after/correct"), "{:.1%}"),
     ("groups without signal", ("groups_without_signal",), "{:.0%}"),
+    ("prompts left out, too long", ("dropped_prompts",), "{}"),
     ("mismatch of sampler and trainer, mean, max", ("mismatch_mean", "mismatch_max"), "{:.1e}"),
     ("tokens per second, trained, sampled", ("train_tokens_per_second", "sample_tokens_per_second"), "{:,.0f}"),
     ("sync, median s", ("sync_seconds",), "{:.2f}"),

@@ -49,7 +49,7 @@ from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
 from megarl.tasks.held_out import split
 from megarl.tasks.options import absolute_files
-from megarl.tasks.prompting import check_prompts, encode_prompt
+from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
@@ -80,6 +80,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         screen.say(f"run folder: {folder}\nsettings that differ from the defaults (all of them: {CONFIG} there):")
         screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
         recorder = Recorder(folder, config, screen)
+        if isinstance(task, ShortPrompts):
+            recorder.note_dropped(task.dropped, len(task))
         rewards = RewardProcess(
             TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
         )
@@ -170,8 +172,8 @@ def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
         raise ModelError(
             f"model.path '{config.model.path}' holds no tokenizer that transformers can load: {error}"
         ) from error
-    check_prompts(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
-    return task, tokenizer
+    lengths = check_prompts(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
+    return ShortPrompts(task, lengths.dropped) if lengths.dropped else task, tokenizer
 
 
 def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:

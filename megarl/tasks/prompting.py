@@ -5,14 +5,15 @@ The tokenizer is an argument (a ``transformers.PreTrainedTokenizerBase``), so th
 """
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megarl.config import TaskConfig
 from megarl.errors import ConfigError, DataError, ModelError, first_few, nearest
-from megarl.tasks.base import Task
+from megarl.tasks.base import Reward, Task
 from megarl.types import Prompt
 
 GENERATED_CHECKED = 256  # number of prompts to check if the task generates them
@@ -72,6 +73,19 @@ def encode_prompt(
         DataError: a prompt is empty, malformed or longer than ``max_tokens``, or the template refuses it.
         ModelError: the tokenizer has no chat template.
     """
+    ids = _rendered(tokenizer, prompt, system_prompt, template_kwargs)
+    if len(ids) > max_tokens:
+        raise DataError(
+            f"prompt '{prompt.id}' has {len(ids)} tokens, more than sampler.max_prompt_tokens ({max_tokens}); "
+            "raise that, shorten the prompt, or leave such prompts out by task.long_prompts=drop"
+        )
+    return ids
+
+
+def _rendered(
+    tokenizer: Any, prompt: Prompt, system_prompt: str | None, template_kwargs: Mapping[str, Any] | None
+) -> np.ndarray:
+    """Return the token ids of a prompt of any length."""
     if not getattr(tokenizer, "chat_template", None):
         raise ModelError(
             "the tokenizer in model.path has no chat template; use an instruction-tuned model, or put a "
@@ -87,11 +101,6 @@ def encode_prompt(
         raise DataError(f"prompt '{prompt.id}': the model's chat template refuses it: {error}") from error
     if len(ids) == 0:
         raise DataError(f"prompt '{prompt.id}' renders to no tokens; check the model's chat template")
-    if len(ids) > max_tokens:
-        raise DataError(
-            f"prompt '{prompt.id}' has {len(ids)} tokens, more than sampler.max_prompt_tokens ({max_tokens}); "
-            "raise that or shorten the prompt"
-        )
     return np.asarray(ids, dtype=np.int64)
 
 
@@ -116,10 +125,23 @@ def _messages(prompt: Prompt, system_prompt: str | None) -> list[dict[str, str]]
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: int) -> int:
+class Lengths(NamedTuple):
+    """Findings of ``check_prompts``.
+
+    Attributes:
+        longest: number of tokens of the longest prompt that is kept.
+        dropped: indices of the prompts that are too long, ascending; empty unless ``task.long_prompts`` is ``drop``.
+    """
+
+    longest: int
+    dropped: list[int]
+
+
+def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: int) -> Lengths:
     """Encode the prompts of a task before anything starts, so that no bad row ends a run half-way.
 
-    If a task reads ``task.path``, every prompt is encoded; if it generates its prompts, 256 of them, evenly spaced.
+    If a task reads ``task.path``, or ``task.long_prompts`` is ``drop``, every prompt is encoded; if it generates its
+    prompts, 256 of them, evenly spaced.
     From 2,000 prompts on, a progress bar is shown.
 
     Args:
@@ -128,28 +150,65 @@ def check_prompts(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: in
         config: the ``task`` section; its path and system prompt are used.
         max_tokens: ``sampler.max_prompt_tokens``.
 
-    Returns:
-        Number of tokens of the longest prompt.
-
     Raises:
-        DataError: some prompts are bad; the message gives their number and the first few in full.
+        DataError: some prompts are bad, or every one is too long; the message gives their number and the first few in
+            full.
         ModelError: the tokenizer has no chat template.
     """
-    step = 1 if config.path else max(1, len(task) // GENERATED_CHECKED)
+    drops = config.long_prompts == "drop"
+    step = 1 if config.path or drops else max(1, len(task) // GENERATED_CHECKED)
     indices = range(0, len(task), step)
     check_template_kwargs(tokenizer, config.chat_template_kwargs)
-    longest = 0
+    longest, limit = 0, sys.maxsize if drops else max_tokens
+    dropped: list[int] = []
     problems: list[str] = []
     for index in _with_progress(indices):
         try:
-            ids = encode_prompt(tokenizer, task[index], config.system_prompt, max_tokens, config.chat_template_kwargs)
-            longest = max(longest, len(ids))
+            ids = encode_prompt(tokenizer, task[index], config.system_prompt, limit, config.chat_template_kwargs)
+            if len(ids) > max_tokens:
+                dropped.append(index)
+            else:
+                longest = max(longest, len(ids))
         except DataError as error:
             problems.append(str(error))
     if problems:
         source = config.path or f"task '{config.name}'"
         raise DataError(f"{source}: {len(problems)} of {len(indices)} prompts are bad\n{first_few(problems)}")
-    return longest
+    if len(dropped) == len(task):
+        raise DataError(
+            f"{config.path or config.name}: task.long_prompts is 'drop', but all {len(task)} prompts are longer than "
+            f"sampler.max_prompt_tokens ({max_tokens}); raise that"
+        )
+    return Lengths(longest, dropped)
+
+
+class ShortPrompts:
+    """A task without some of its prompts; the order of the others is kept.
+
+    Attributes:
+        dropped: number of prompts left out.
+    """
+
+    def __init__(self, task: Task, dropped: Sequence[int]) -> None:
+        """
+        Args:
+            task: the whole task.
+            dropped: indices of the prompts to leave out.
+        """
+        self._task, self.dropped = task, len(dropped)
+        self._kept = np.delete(np.arange(len(task)), dropped)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(f"prompt {index} of a task with {len(self)} short enough")
+        return self._task[int(self._kept[index])]
+
+    def reward(self, prompt: Prompt, response: str) -> Reward:
+        """Score like the whole task."""
+        return self._task.reward(prompt, response)
 
 
 def _with_progress(indices: Sequence[int]) -> Iterable[int]:

@@ -216,3 +216,21 @@ def test_a_run_that_ended_early_names_its_folder_and_how_to_go_on(recorder, caps
     (checkpoint / "state.json").write_text("{}")
     recorder.say_how_to_go_on()
     assert f"go on after step 7: megarl resume {recorder.folder}\n" in capsys.readouterr().out
+
+
+class DoneTrainers:
+    """Answers what a run that ends asks of its ranks."""
+
+    @staticmethod
+    def call(method, *args):
+        return [0.0]
+
+
+def test_prompts_that_were_left_out_are_said_and_counted_in_the_summary(recorder, capsys, monkeypatch):
+    monkeypatch.setattr("megarl.controller.plot.plot_run", lambda rows, file: None)
+    recorder.screen.console.file = sys.stdout
+    recorder.note_dropped(3, 7)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "task.long_prompts=drop: 3 of 10 prompts are left out; they are longer than" in said
+    assert recorder.finish(DoneTrainers())["dropped_prompts"] == 3
+    assert json.loads((recorder.folder / "summary.json").read_text())["dropped_prompts"] == 3

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config import TaskConfig
 from megarl.errors import ConfigError, DataError, ModelError
-from megarl.tasks.prompting import check_prompts, encode_prompt
+from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
 from megarl.types import Prompt
 from tests.unit.tasks.support import make
 
@@ -116,9 +116,34 @@ def test_every_row_of_a_file_is_checked_and_every_bad_one_counted(tokenizer, tmp
 def test_the_longest_prompt_is_reported(tokenizer, tmp_path):
     config = rows(tmp_path, [10, 30, 20])
     task = make(tmp_path, **config)
-    assert check_prompts(task, tokenizer, TaskConfig(**config), 1000) == len(
+    assert check_prompts(task, tokenizer, TaskConfig(**config), 1000).longest == len(
         encode_prompt(tokenizer, task[1], None, 1000)
     )
+
+
+def test_long_prompts_are_dropped_by_index_and_the_others_keep_their_order(tokenizer, tmp_path):
+    config = rows(tmp_path, [10, 500, 20, 600, 30]) | {"long_prompts": "drop"}
+    task = make(tmp_path, **config)
+    lengths = check_prompts(task, tokenizer, TaskConfig(**config), 100)
+    assert lengths == (len(encode_prompt(tokenizer, task[4], None, 1000)), [1, 3])
+    short = ShortPrompts(task, lengths.dropped)
+    assert [short[index] for index in range(len(short))] == [task[0], task[2], task[4]]
+    assert short.dropped == 2
+    assert short.reward(short[1], "1") == task.reward(task[2], "1")
+    with pytest.raises(IndexError):
+        short[3]
+    with pytest.raises(DataError, match=r"rows\.jsonl: task\.long_prompts is 'drop', but all 5 prompts are longer"):
+        check_prompts(task, tokenizer, TaskConfig(**config), 5)
+
+
+def test_of_generated_prompts_every_one_is_looked_at_if_long_ones_are_dropped(tokenizer):
+    config = {"name": "arithmetic", "options": {"size": 1000, "max": 100_000}, "long_prompts": "drop"}
+    task = make(**config)
+    counts = [len(encode_prompt(tokenizer, task[index], None, 1000)) for index in range(1000)]
+    limit = max(counts) - 1
+    expected = [index for index, count in enumerate(counts) if count > limit]
+    assert check_prompts(task, tokenizer, TaskConfig(**config), limit) == (limit, expected)
+    assert expected
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -133,7 +158,7 @@ def test_the_last_row_of_a_long_file_is_checked_with_progress_on_a_terminal(toke
 
 def test_generated_prompts_are_checked_by_a_bounded_sample(tokenizer):
     config = TaskConfig(name="arithmetic", options={"size": 10**7})
-    assert 0 < check_prompts(make(name="arithmetic", options={"size": 10**7}), tokenizer, config, 1000) < 1000
+    assert 0 < check_prompts(make(name="arithmetic", options={"size": 10**7}), tokenizer, config, 1000).longest < 1000
 
 
 def test_template_variables_change_the_prompt_and_those_it_lacks_are_refused():
@@ -144,8 +169,8 @@ def test_template_variables_change_the_prompt_and_those_it_lacks_are_refused():
     plain = encode_prompt(tokenizer, task[0], None, 1000)
     ids = encode_prompt(tokenizer, task[0], None, 1000, config.chat_template_kwargs)
     assert tokenizer.decode(ids) == "< n o > " + tokenizer.decode(plain)
-    bare = check_prompts(task, tokenizer, TaskConfig(name="arithmetic"), 1000)
-    assert check_prompts(task, tokenizer, config, 1000) == bare + len(ids) - len(plain) > bare
+    bare = check_prompts(task, tokenizer, TaskConfig(name="arithmetic"), 1000).longest
+    assert check_prompts(task, tokenizer, config, 1000).longest == bare + len(ids) - len(plain) > bare
     for wrong, part in (
         ({"enable_thinkin": False}, "has no variable 'enable_thinkin'; did you mean 'enable_thinking'?"),
         ({"tokenize": False}, r"chat_template_kwargs\.tokenize is set, which megarl sets itself"),
