@@ -14,22 +14,24 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from multiprocessing.connection import Pipe
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import psutil
 
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
 from megarl.config.load import parse_section
 from megarl.errors import WorkerError
 from megarl.sampler.environment import resolve_device
+from megarl.sampler.serve import STOP
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.types import Completion
 
-# A child that was asked to stop is killed after this many seconds.
-CLOSE_SECONDS = 10.0
+# A child that was asked to stop is killed after this many seconds. vLLM gives its own processes 5 to 15.
+CLOSE_SECONDS = 30.0
 
 
 class SamplerProcess:
@@ -77,7 +79,7 @@ class SamplerProcess:
         check_device(self.config, resolve_device(device))
         self.name, self.receivers = f"sampler {index}", self.config.sampler.parallel.tensor
         self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
-        self._connection, theirs = Pipe()
+        self._connection, theirs = connection.Pipe()
         with open(log, "ab") if log else nullcontext(sys.stderr) as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "megarl.sampler.serve", str(theirs.fileno())],
@@ -86,9 +88,11 @@ class SamplerProcess:
                 stderr=output,
                 pass_fds=[theirs.fileno()],
                 env=_environment(gpus),
+                start_new_session=True,  # vLLM's processes stay in the child's group, which can be ended as one
             )
         theirs.close()
         self._log = log
+        self._ended = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
         self._started = self._call("start", self.config, threads, index)
 
@@ -123,13 +127,13 @@ class SamplerProcess:
 
     def close(self) -> None:
         """Stop the engine and its process; may be called twice."""
-        with suppress(OSError):
-            self._connection.close()  # the child stops the engine when its end says so
-        try:
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        # Said, because closing this end would not reach the child while `_read` waits on it.
+        with self._lock, suppress(OSError):
+            self._connection.send((0, STOP, ()))
+        self._ended.wait(CLOSE_SECONDS)
+        self._end_group()
+        self._process.wait()
+        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -152,24 +156,40 @@ class SamplerProcess:
     def _read(self) -> None:
         """Give answers to those who wait, until the child or this process closes the pipe."""
         with suppress(EOFError, OSError):
-            while True:
-                number, succeeded, value = self._connection.recv()
-                with self._lock:
-                    future = self._waiting.pop(number)
-                if succeeded:
-                    future.set_result(value)
-                else:
-                    future.set_exception(value)
+            # The pipe alone would not do: a process that vLLM forks holds the child's end too.
+            with os.fdopen(os.pidfd_open(self._process.pid)) as child:
+                while self._connection in connection.wait([self._connection, child]):
+                    self._settle(*self._connection.recv())
+        self._ended.set()
+        self._end_group()
         with self._lock:
             left, self._waiting = self._waiting, {}
         for future in left.values():
             future.set_exception(self._death())
 
+    def _settle(self, number: int, succeeded: bool, value: Any) -> None:
+        with self._lock:
+            future = self._waiting.pop(number)
+        if succeeded:
+            future.set_result(value)
+        else:
+            future.set_exception(value)
+
+    def _end_group(self) -> None:
+        """Kill what is left of the child and of vLLM's processes."""
+        if self._process.returncode is not None:
+            return  # it has been waited for: the group's number could be another's by now
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                # multiprocessing's tracker removes what the others leave, and ends by itself.
+                tracks = "resource_tracker" in " ".join(process.cmdline())
+                if os.getpgid(process.pid) == self._process.pid and not tracks:
+                    process.kill()
+
     def _death(self) -> WorkerError:
-        ended = "does not answer"
-        with suppress(subprocess.TimeoutExpired):
-            ended = f"ended with status {self._process.wait(1.0)}"  # its pipe closes a little earlier
-        return WorkerError(f"the process of {self.name} {ended}" + (f"; its log: {self._log}" if self._log else ""))
+        status = self._process.wait()  # its pipe closes a little earlier
+        log = f"; its log: {self._log}" if self._log else ""
+        return WorkerError(f"the process of {self.name} ended with status {status}{log}")
 
 
 def _environment(gpus: Sequence[int] | None) -> dict[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child of ``SamplerProcess``: answers calls of one ``VllmSampler`` until the parent closes the pipe."""
+"""The child of ``SamplerProcess``: answers calls of one ``VllmSampler`` until the parent says stop or is gone."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,9 @@ from megarl.config import EngineConfig
 from megarl.errors import MegarlError, WorkerError
 from megarl.sampler.environment import prepare_environment
 
+# The method of the last message.
+STOP = "stop"
+
 
 class _Server:
     """Runs each call as a task of its own: a sync arrives while ``generate`` runs."""
@@ -27,17 +30,20 @@ class _Server:
         self._tasks: set[asyncio.Task] = set()
 
     async def run(self) -> None:
-        """Answer calls until the pipe's other end is closed."""
+        """Answer calls until the parent says stop or its end of the pipe is closed."""
         loop = asyncio.get_running_loop()
         try:
             while True:
                 number, method, arguments = await loop.run_in_executor(None, self._connection.recv)
+                if method == STOP:
+                    break
                 task = loop.create_task(self._answer(number, method, arguments))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         except (EOFError, OSError):
-            if self._sampler is not None:
-                await self._sampler.close()
+            pass  # the parent is gone
+        if self._sampler is not None:
+            await self._sampler.close()
 
     async def _answer(self, number: int, method: str, arguments: tuple) -> None:
         reply: tuple[int, bool, Any]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the Python examples as a user runs them."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -22,6 +23,8 @@ from tests.helpers.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3
+# In the environment of a run's processes.
+MARK = "MEGARL_TEST_EXAMPLE"
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +36,20 @@ def model(tmp_path_factory):
     return folder
 
 
+def marked(out: Path) -> list[str]:
+    """Names of the processes that a run, told to write to ``out``, has left."""
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(out):
+                left.append(process.name())
+    return left
+
+
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     """Run a script on two ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), MARK: command[2]}
     return subprocess.run([*launcher, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -74,7 +87,7 @@ def test_the_loop_without_ray_samples_what_it_trains(model):
     assert [(step, version) for step, _, version in rows] == [("1", "1"), ("2", "2"), ("3", "3")]
     assert all(float(mismatch) < 1e-5 for _, mismatch, _ in rows)
     assert (out / "adapter_model.safetensors").is_file()
-    assert not [p for p in psutil.process_iter() if "megarl.sampler.serve" in " ".join(p.cmdline() or [])]
+    assert marked(out) == [], "a process outlived the run"
 
 
 def test_a_dead_sampler_process_is_an_error_at_once(model):
