@@ -157,9 +157,12 @@ class SamplerProcess:
         """Give answers to those who wait, until the child or this process closes the pipe."""
         with suppress(EOFError, OSError):
             # The pipe alone would not do: a process that vLLM forks holds the child's end too.
-            with os.fdopen(os.pidfd_open(self._process.pid)) as child:
+            child = os.pidfd_open(self._process.pid)
+            try:
                 while self._connection in connection.wait([self._connection, child]):
                     self._settle(*self._connection.recv())
+            finally:
+                os.close(child)
         self._ended.set()
         self._end_group()
         with self._lock:
