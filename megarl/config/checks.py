@@ -10,7 +10,7 @@ from megarl.config.run import RunConfig
 from megarl.config.sampler import EngineParallel
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.families import FAMILIES
+from megarl.families import FAMILIES, add_family
 from megarl.families.base import COUNTS, SIZES, MoeMap
 from megarl.files import read_json, user_path
 
@@ -25,6 +25,7 @@ def check_run(config: RunConfig) -> None:
         ConfigError: a value contradicts the model's ``config.json``, or a file is missing.
         UnsupportedError: a layout is not proven for the model.
     """
+    add_family(config.model.family)
     shape = read_model_shape(config.model.path)
     check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)

@@ -34,9 +34,15 @@ class LossConfig(Section):
     this section that returns one number per completion, or one ``[R]`` array of per-token advantages."""
     advantage_scale: Literal["std", "none"] = "std"
     """Of ``advantage: group``. ``std``: advantages are centred and divided by the group's standard deviation (GRPO);
-    ``none``: only centred. If all advantages of an update are 0 and ``kl_coef`` is 0, the gradient is exactly zero, so
-    the backward pass is skipped (``skipped_backward`` in the metrics). The update itself still takes place: AdamW
-    applies its moments and weight decay, and the learning rate and the policy version advance."""
+    ``none``: only centred."""
+    groups_without_signal: Literal["keep", "drop", "resample"] = "keep"
+    """What happens to prompts whose advantages are all 0. ``keep``: they count in the loss's denominators. ``drop``:
+    they leave the batch before training, so they do not. ``resample``: they are dropped, and more prompts are drawn
+    until ``train.prompts_per_step`` of them have signal, at most ``train.max_resample_factor`` times as many (DAPO's
+    dynamic sampling). ``dropped_groups`` in the metrics counts those that were dropped. In any case, sequences without
+    signal skip the backward pass if ``kl_coef`` is 0, because their gradient is exactly zero. If no sequence of an
+    update has signal, no backward pass takes place (``skipped_backward`` in the metrics). The update itself still takes
+    place: AdamW applies its moments and weight decay, and the learning rate and the policy version advance."""
     truncated: Literal["keep", "zero", "penalise"] = "keep"
     """Completions that reach ``sampler.max_response_tokens`` (``finish_reason`` ``length``). ``keep``: their reward
     counts as it is. ``zero``: it counts as 0. ``penalise``: every completion within ``overlong_tokens`` of the limit

@@ -9,6 +9,10 @@ from megarl.config.base import Section
 class ModelConfig(Section):
     path: str
     """A Hugging Face folder with ``config.json``, safetensors and tokenizer. Trainer and sampler both load it."""
+    family: str | None = None
+    """For a ``model_type`` that megarl does not know: ``file.py:Name`` or ``package.module:Name`` of a
+    ``megarl.families.base.Family``. The path is relative to the recipe. The file is imported in every process that
+    reads the model, so it can also register the type with transformers."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in trainer and sampler. The optimizer has fp32 copies of adapter weights."""
     backend: Literal["local", "te"] = "local"

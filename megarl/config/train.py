@@ -16,6 +16,9 @@ class TrainConfig(Section):
     """Number of steps. Each makes one policy version: one rollout, ``updates_per_step`` optimizer steps, one sync."""
     prompts_per_step: int = Field(32, ge=1, le=1_000_000)
     """Prompts per rollout. Each has ``sampler.samples_per_prompt`` completions."""
+    max_resample_factor: int = Field(3, ge=1)
+    """With ``loss.groups_without_signal: resample``: a step draws at most this many times ``prompts_per_step``
+    prompts."""
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout. With more than one, the later ones are off-policy, so old logprobs are computed."""
     learning_rate: float = Field(1e-5, gt=0.0, le=1.0)

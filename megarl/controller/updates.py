@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train on one rollout: compute reference and old logprobs if needed, then do one or more optimizer steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,38 @@ from megarl.types import Sample
 if TYPE_CHECKING:
     from megarl.model.megatron_model import MegatronModel
     from megarl.model.step.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class Update:
+    """The packed samples of one optimizer step.
+
+    Attributes:
+        trained: samples with a forward and a backward pass; None if there are none.
+        measured: samples with a forward pass only, for the metrics; None if there are none.
+    """
+
+    trained: "PackedBatch | None"
+    measured: "PackedBatch | None"
+
+    def with_logprobs(self, name: str, compute: "Callable[[PackedBatch], list[np.ndarray]]") -> "Update":
+        """Return the same update with one field of every sample computed; see ``PackedBatch.with_logprobs``."""
+        trained, measured = (
+            None if batch is None else batch.with_logprobs(name, compute(batch))
+            for batch in (self.trained, self.measured)
+        )
+        return Update(trained, measured)
+
+    def run(self, model: "MegatronModel", loss: Loss, rate: float) -> dict[str, float]:
+        """Compute metrics and gradient, and do the optimizer step; return the metrics of all samples together."""
+        passes = []
+        if self.measured is not None:
+            passes.append(model.evaluate(self.measured, loss))
+        if self.trained is not None:
+            passes.append(model.forward_backward(self.trained, loss))
+        stepped = model.optim_step(rate)
+        # Read last, because this waits for the device.
+        return {**total(passes), **stepped, "skipped_backward": float(self.trained is None)}
 
 
 def run_updates(
@@ -38,33 +72,49 @@ def run_updates(
         Metrics averaged over the updates; for names ending in ``_max``, the largest value.
     """
     parts = split_groups(samples, len(rates), config.sampler.samples_per_prompt)
-    batches = [plan(model, config, part) for part in parts]
+    updates = [plan_update(model, loss, config, part) for part in parts]
     if config.loss.kl_coef > 0:
-        adapter = reference_of(config)
-        batches = [b.with_logprobs("reference_logprobs", model.forward(b, adapter=adapter)) for b in batches]
+        reference = partial(model.forward, adapter=reference_of(config))
+        updates = [update.with_logprobs("reference_logprobs", reference) for update in updates]
     if len(rates) > 1 or model.adapter.dropout > 0:
-        batches = [batch.with_logprobs("old_logprobs", model.forward(batch)) for batch in batches]
-    collected = []
-    for batch, rate in zip(batches, rates, strict=True):
-        trains = needs_backward(loss, config, batch.samples)
-        metrics = model.forward_backward(batch, loss) if trains else model.evaluate(batch, loss)
-        update = model.optim_step(rate)
-        # Read last, because this waits for the device.
-        collected.append({**metrics, **update, "skipped_backward": float(not trains)})
-    return combine(collected)
+        updates = [update.with_logprobs("old_logprobs", model.forward) for update in updates]
+    return combine([update.run(model, loss, rate) for update, rate in zip(updates, rates, strict=True)])
 
 
-def needs_backward(loss: Loss, config: RunConfig, samples: Sequence[Sample]) -> bool:
-    """Return True if the gradient may differ from zero; see ``Loss.zero_without_advantages``."""
-    vanishes = getattr(loss, "zero_without_advantages", False) and config.loss.kl_coef == 0
-    return not vanishes or any(sample.has_signal for sample in samples)
+def plan_update(model: "MegatronModel", loss: Loss, config: RunConfig, samples: Sequence[Sample]) -> Update:
+    """Plan one update: choose the samples that need a backward pass, and pack both kinds."""
+    trained, measured = divide(samples, loss, config)
+    return Update(
+        plan(model, config, trained, measured) if trained else None,
+        plan(model, config, measured, trained) if measured else None,
+    )
 
 
-def plan(model: "MegatronModel", config: RunConfig, samples: Sequence[Sample]) -> "PackedBatch":
-    """Plan the micro-batches and token weights of one update."""
-    counts = np.array([int(sample.response_mask.sum()) for sample in samples])
+def divide(samples: Sequence[Sample], loss: Loss, config: RunConfig) -> tuple[list[Sample], list[Sample]]:
+    """Split the samples of an update into those to train on, and those whose gradient is zero.
+
+    Unless ``loss.groups_without_signal`` is ``keep``, groups whose advantages are all 0 are in neither list. If they
+    are all groups of the update, they are in the second one: nothing is trained, and the metrics are those of all.
+    """
+    if config.loss.groups_without_signal != "keep":
+        size = config.sampler.samples_per_prompt
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
+        kept = [sample for group in groups if any(s.has_signal for s in group) for sample in group]
+        if not kept:
+            return [], list(samples)
+        samples = kept
+    if config.loss.kl_coef > 0 or not getattr(loss, "zero_without_advantages", False):
+        return list(samples), []
+    return [s for s in samples if s.has_signal], [s for s in samples if not s.has_signal]
+
+
+def plan(
+    model: "MegatronModel", config: RunConfig, samples: Sequence[Sample], others: Sequence[Sample] = ()
+) -> "PackedBatch":
+    """Plan the micro-batches and token weights of samples; denominators count the update's ``others`` too."""
+    counts = np.array([int(sample.response_mask.sum()) for sample in (*samples, *others)])
     weights = sequence_weights(counts, config.loss.aggregation, config.sampler.max_response_tokens)
-    return model.pack(samples, weights)
+    return model.pack(samples, weights[: len(samples)], int(counts.sum()))
 
 
 def split_groups(samples: Sequence[Sample], parts: int, group: int) -> list[list[Sample]]:
@@ -83,5 +133,14 @@ def combine(collected: Sequence[dict[str, float]]) -> dict[str, float]:
         name: (max if name.endswith("_max") else lambda values: sum(values) / len(values))(
             [metrics[name] for metrics in collected if name in metrics]
         )
+        for name in sorted(names)
+    }
+
+
+def total(passes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Add up the metrics of an update's passes; for names ending in ``_max``, take the maximum."""
+    names = {name for metrics in passes for name in metrics}
+    return {
+        name: (max if name.endswith("_max") else sum)(metrics[name] for metrics in passes if name in metrics)
         for name in sorted(names)
     }

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of model families by ``model_type``. Each family's module holds all that megarl knows of it. No torch here.
 
-A new family is one module and one line in ``_FAMILIES``.
+A new family is one module and one line in ``_FAMILIES``, or an object outside the package that ``model.family`` names.
 """
 
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from megarl.errors import UnsupportedError, pick
+from megarl.errors import ConfigError, UnsupportedError, pick
 from megarl.families import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.families.base import Family
 from megarl.families.weight_map import WeightMap as WeightMap
+from megarl.plugins import absolute, load_object
 
 _FAMILIES = (
     deepseek.V2,
@@ -23,6 +26,8 @@ _FAMILIES = (
     qwen3.FAMILY,
     qwen3_moe.FAMILY,
 )
+# The setting that names the user's own family.
+FIELD = "model.family"
 FAMILIES: dict[str, Family] = {name: family for family in _FAMILIES for name in family.model_types}
 
 
@@ -33,3 +38,28 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         UnsupportedError: the ``model_type`` is not registered.
     """
     return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)
+
+
+def add_family(spec: str | None) -> None:
+    """Register the user's own family for this process; a second call with the same name does nothing.
+
+    Args:
+        spec: ``model.family``; None adds nothing.
+
+    Raises:
+        ConfigError: the object cannot be loaded, it is no ``Family``, or megarl has a family of its ``model_type``.
+    """
+    if spec is not None:
+        FAMILIES.update(_own_family(absolute(spec, FIELD, Path())))
+
+
+@cache
+def _own_family(spec: str) -> dict[str, Family]:
+    """Import a family once, because its file may register classes that cannot be registered twice."""
+    family = load_object(spec, FIELD)
+    if not isinstance(family, Family):
+        raise ConfigError(f"{FIELD} is '{spec}', which is {type(family).__name__}; it must be a megarl.families.Family")
+    known = sorted({name for own in _FAMILIES for name in own.model_types} & set(family.model_types))
+    if known:
+        raise ConfigError(f"{FIELD} is '{spec}' for model_type '{known[0]}', which megarl knows; set {FIELD}=null")
+    return dict.fromkeys(family.model_types, family)

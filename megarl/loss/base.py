@@ -116,8 +116,9 @@ class LossOutput(NamedTuple):
 class Loss(Protocol):
     """Per-token policy loss. Implementations hold only settings.
 
-    A loss may have an attribute ``zero_without_advantages = True`` if its gradient is zero whenever all advantages are
-    0 and ``loss.kl_coef`` is 0. The backward pass of such an update is then skipped.
+    A loss may have an attribute ``zero_without_advantages = True`` if, with a ``loss.kl_coef`` of 0, a sequence whose
+    advantages are all 0 adds nothing to the gradient and does not change what the others add. Such sequences then skip
+    the backward pass: the loss is called with them and with the others in different micro-batches.
     """
 
     def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:

@@ -15,6 +15,7 @@ import torch
 
 from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, pick
+from megarl.families import add_family
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
 from megarl.model.adapter import Attach
@@ -63,6 +64,7 @@ class MegatronModel(WeightExport):
                 ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
         self.config, self.groups, self.rank = config, groups, groups.rank
+        add_family(config.model.family)
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
         self._rope = rope_of(self.hf_config)

@@ -22,6 +22,7 @@ import xxhash
 from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import EngineConfig
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
+from megarl.families import add_family
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
@@ -41,6 +42,7 @@ class VllmSampler:
     """
 
     def __init__(self, config: EngineConfig, *, engine_index: int) -> None:
+        add_family(config.model.family)  # it may register the model's type with transformers, which vLLM asks
         self._config = config
         self._index = engine_index
         self._device = resolve_device(config.device)

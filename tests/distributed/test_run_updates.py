@@ -103,6 +103,48 @@ def without_signal(folder: str) -> None:
             assert short.version == whole.version == step + 1
 
 
+def mixed_signal(folder: str) -> None:
+    """Check that the samples without signal change nothing by skipping the backward pass, and are dropped by choice."""
+    from megarl.parallel.groups import leave_layout
+
+    for loss in ({"name": "grpo"}, {"name": "cispo", "aggregation": "constant"}, {"name": "gspo"}):
+        leave_layout()
+        model, config, _ = build(Path(folder), **loss)
+        drops = config.model_copy(update={"loss": config.loss.model_copy(update={"groups_without_signal": "drop"})})
+        draw = np.random.default_rng(2)
+        # Off policy, so that ratios and corrections differ from 1. The first group lacks signal, and one sample of the
+        # second.
+        mixed = [
+            dataclasses.replace(
+                sample,
+                advantage=0.0 if index <= GROUP else sample.advantage,
+                sampler_logprobs=sample.sampler_logprobs + draw.normal(0, 0.5, drawn).astype(np.float32),
+                old_logprobs=sample.sampler_logprobs + draw.normal(0, 0.3, drawn).astype(np.float32),
+            )
+            for index, sample in enumerate(rollout(model, config, 1))
+            for drawn in [len(sample.sampler_logprobs)]
+        ]
+        for how, all_samples in ((config, mixed), (drops, mixed[GROUP:])):
+            taken = []
+            whole = model.forward_backward(plan(model, config, all_samples), build_loss(config.loss))
+            expected = model.gradients()
+            model.optim_step(0.0)
+            model.optim_step = lambda rate: taken.append(model.gradients()) or {"grad_norm": 0.0}
+            model.pack = lambda part, *rest, real=type(model).pack: taken.append(len(part)) or real(model, part, *rest)
+            metrics = update(model, how, mixed)
+            del model.optim_step, model.pack
+            model.optim_step(0.0)
+            *sizes, gradient = taken
+            assert sizes == [GROUP - 1, len(all_samples) - GROUP + 1]
+            assert metrics["skipped_backward"] == 0
+            off = {n: (v, metrics[n]) for n, v in whole.items() if not abs(v - metrics[n]) <= 1e-6 * max(abs(v), 0.1)}
+            assert not off and set(whole) == set(metrics) - {"grad_norm", "skipped_backward"}, off
+            scale = max(float(g.abs().max()) for g in expected.values())
+            assert scale > 1e-4
+            worst = max(float((gradient[n] - g).abs().max()) for n, g in expected.items())
+            assert worst <= 1e-6 * scale, (loss, worst, scale)
+
+
 def against_the_start(folder: str) -> dict[str, Any]:
     from megarl.parallel.groups import leave_layout
 
@@ -144,6 +186,10 @@ def test_dropout_is_no_mismatch(folder):
 
 def test_a_step_without_signal_is_exact_without_a_backward_pass(folder):
     run_ranks(without_signal, 2, str(folder))
+
+
+def test_samples_without_signal_skip_the_backward_pass_or_are_dropped(folder):
+    run_ranks(mixed_signal, 2, str(folder))
 
 
 def test_the_kl_penalty_is_against_the_start_or_the_base(folder):

@@ -22,7 +22,7 @@ INTERNAL: dict[str, set[str]] = {
     "run_folder": {"config", "errors", "files"},
     "triton_support": set(),
     "torch_addons": set(),
-    "families": {"errors", "peft.names"},
+    "families": {"errors", "peft.names", "plugins"},
     "config": {"errors", "families", "files"},
     "parallel": COMMON,
     "loss": COMMON,
