@@ -2,7 +2,6 @@
 """Run a training from recipe to summary. Ends everything that it started, whatever happens."""
 
 import contextlib
-import os
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -11,9 +10,7 @@ from typing import Any
 
 import numpy as np
 import ray
-import torch
 
-from megarl.checkpoint_engine.base import load_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, check_run
 from megarl.config.changes import changed_yaml
@@ -32,23 +29,17 @@ from megarl.controller.trainer import TrainerRank
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.files import user_path
 from megarl.launch import placement
+from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.launch.resume import contents_of, resume
-from megarl.lora.section import check_section
-from megarl.loss import build_loss
-from megarl.loss.advantages import build_advantages
-from megarl.model.inspection import inspect_folder
-from megarl.model.weights.full_config import names_of
-from megarl.plugins import absolute
 from megarl.run_folder import CONFIG, run_prefix
-from megarl.sampler.settings import check_device, check_sampled
+from megarl.sampler.settings import check_device
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
 from megarl.tasks.held_out import split
-from megarl.tasks.options import absolute_files
 from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
@@ -125,40 +116,6 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             recorder.close()
     screen.summary(summary)
     return folder
-
-
-def check_names(config: RunConfig) -> None:
-    """Refuse unknown names and what the sampler cannot do, before any actor starts; an actor would fail a minute later.
-
-    Checked are the loss, the transport and the model family.
-
-    Raises:
-        ConfigError, UnsupportedError: the message names the nearest registered name, or what is supported.
-    """
-    build_loss(config.loss)
-    build_advantages(config.loss)
-    if config.checkpoint_engine.transport != "auto":
-        load_transport(config.checkpoint_engine.transport)
-    check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
-    check_sampled(config.engine)
-    # If Ray joins an existing cluster, that cluster decides the device.
-    if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):
-        check_device(config.engine, "cpu")
-
-
-def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Make every path absolute: an actor may have another working directory, and a resume another recipe or none."""
-    task = absolute_files(TaskContext(config.task, recipe_dir, config.train.seed))
-    model = config.model.model_copy(update={"path": str(user_path("model.path", config.model.path))})
-    adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
-    lora = config.lora.model_copy(update={"init_from": adapter})
-    plugins = {name: getattr(config.loss, name) for name in ("name", "advantage")}
-    absolute_plugins = {name: absolute(spec, f"loss.{name}", recipe_dir) for name, spec in plugins.items()}
-    loss = config.loss.model_copy(update=absolute_plugins)
-    transport = absolute(config.checkpoint_engine.transport, "checkpoint_engine.transport", recipe_dir)
-    engine = config.checkpoint_engine.model_copy(update={"transport": transport})
-    sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine}
-    return config.model_copy(update=sections)
 
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:

@@ -103,6 +103,17 @@ def without_signal(folder: str) -> None:
             assert short.version == whole.version == step + 1
 
 
+def observed(model: Any, config: RunConfig, samples: list[Sample]) -> tuple[list[int], dict, dict[str, float]]:
+    """Update once with a learning rate of 0: return the sizes of the batches, the gradient and the metrics."""
+    sizes, gradients = [], []
+    pack, step = model.pack, model.optim_step
+    model.pack = lambda part, *rest: sizes.append(len(part)) or pack(part, *rest)
+    model.optim_step = lambda rate: gradients.append(model.gradients()) or step(0.0)
+    metrics = update(model, config, samples)
+    del model.pack, model.optim_step
+    return sizes, gradients[0], metrics
+
+
 def mixed_signal(folder: str) -> None:
     """Check that the samples without signal change nothing by skipping the backward pass, and are dropped by choice."""
     from megarl.parallel.groups import leave_layout
@@ -125,20 +136,14 @@ def mixed_signal(folder: str) -> None:
             for drawn in [len(sample.sampler_logprobs)]
         ]
         for how, all_samples in ((config, mixed), (drops, mixed[GROUP:])):
-            taken = []
             whole = model.forward_backward(plan(model, config, all_samples), build_loss(config.loss))
             expected = model.gradients()
             model.optim_step(0.0)
-            model.optim_step = lambda rate: taken.append(model.gradients()) or {"grad_norm": 0.0}
-            model.pack = lambda part, *rest, real=type(model).pack: taken.append(len(part)) or real(model, part, *rest)
-            metrics = update(model, how, mixed)
-            del model.optim_step, model.pack
-            model.optim_step(0.0)
-            *sizes, gradient = taken
+            sizes, gradient, metrics = observed(model, how, mixed)
             assert sizes == [GROUP - 1, len(all_samples) - GROUP + 1]
             assert metrics["skipped_backward"] == 0
             off = {n: (v, metrics[n]) for n, v in whole.items() if not abs(v - metrics[n]) <= 1e-6 * max(abs(v), 0.1)}
-            assert not off and set(whole) == set(metrics) - {"grad_norm", "skipped_backward"}, off
+            assert not off and set(whole) == set(metrics) - {"grad_norm", "learning_rate", "skipped_backward"}, off
             scale = max(float(g.abs().max()) for g in expected.values())
             assert scale > 1e-4
             worst = max(float((gradient[n] - g).abs().max()) for n, g in expected.items())

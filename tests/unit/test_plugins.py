@@ -10,7 +10,7 @@ import torch
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.config import LossConfig, parse_config
 from megarl.errors import ConfigError
-from megarl.launch.run import with_absolute_paths
+from megarl.launch.names import with_absolute_paths
 from megarl.loss import LOSSES, TokenBatch, build_loss
 from megarl.plugins import load_object, pick_or_load
 from megarl.tasks import TaskContext, build_task

@@ -20,8 +20,9 @@ from megarl.controller.resumption import find_resumption
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
 from megarl.errors import MegarlError
+from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.resume import contents_of, resume
-from megarl.launch.run import check_names, make_stream, prepare_task, with_absolute_paths
+from megarl.launch.run import make_stream, prepare_task
 from megarl.lora import attach
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device

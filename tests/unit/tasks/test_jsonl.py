@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.errors import ConfigError, DataError
-from megarl.launch.run import with_absolute_paths
+from megarl.launch.names import with_absolute_paths
 from tests.unit.tasks.support import make
 
 ROWS = [{"question": "1 + 1?", "answer": "2", "level": "easy"}, {"question": "3, or 4?", "answer": "4", "level": ""}]
