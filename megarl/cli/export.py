@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 from megarl.errors import CheckpointError, ConfigError
+from megarl.families import add_family
 from megarl.run_folder import ADAPTER, checkpoints, saved_config
 
 
@@ -31,6 +32,7 @@ def export_run(run: Path, form: str, out: Path) -> None:
         from megarl.model.checkpoint import check_base
         from megarl.model.checkpoint_digests import read_state
 
+        add_family(config.model.family)
         base = Path(config.model.path).expanduser()
         for last in checkpoints(run)[-1:]:
             check_base(last, read_state(last), base)
@@ -43,6 +45,7 @@ def export_run(run: Path, form: str, out: Path) -> None:
         from megarl.model.weights.full_config import names_of
         from megarl.model.weights.hf_folder import read_config
 
+        add_family(config.model.family)
         names = names_of(read_config(Path(config.model.path).expanduser()))
         convert(adapter, out, names, config.lora.save_experts)
         return

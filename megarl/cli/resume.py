@@ -25,7 +25,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     run = _named(overrides)
     fresh = run in ("", "null", AUTO)
     config = load_config(recipe, overrides) if fresh else saved_config(run, "train.resume", overrides)
-    check_run(config)
+    check_run(config, recipe.parent)
     return config
 
 

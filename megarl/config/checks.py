@@ -2,6 +2,7 @@
 """Check a config against the files that it names. Every message names the field, its value and a fix."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megarl.config.model import ModelConfig
@@ -18,15 +19,24 @@ from megarl.files import read_json, user_path
 OPTIONAL = set(SIZES[SIZES.index("num_key_value_heads") :]) | set(COUNTS)
 
 
-def check_run(config: RunConfig) -> None:
+def check_run(config: RunConfig, folder: Path | None = None) -> None:
     """Check a run's config against the files that it names.
+
+    Args:
+        config: the config.
+        folder: folder of the recipe, to which the path of ``model.family`` refers; None: the current folder.
 
     Raises:
         ConfigError: a value contradicts the model's ``config.json``, or a file is missing.
         UnsupportedError: a layout is not proven for the model.
     """
-    add_family(config.model.family)
+    own = add_family(config.model.family, folder)
     shape = read_model_shape(config.model.path)
+    if own and shape.get("model_type") not in own.model_types:
+        raise ConfigError(
+            f"model.family is '{config.model.family}' for model_type '{own.model_types[0]}', but the model's "
+            f"config.json has '{shape.get('model_type')}'; set model.family=null"
+        )
     check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens

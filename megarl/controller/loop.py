@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
 from megarl.controller.data import EncodedPrompt, PromptStream
+from megarl.controller.dynamic_sampling import draw_until_signal, dropped_groups
 from megarl.controller.length_penalty import trained_scores
 from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
@@ -141,11 +143,19 @@ def step(state: RunState) -> None:
 
 
 def collect(state: RunState) -> Rollout:
-    """Sample completions of the next prompts from the current policy, and score them; the trainers are idle."""
+    """Sample completions of the step's prompts from the current policy, and score them; the trainers are idle."""
     train = state.config.train
+    if state.config.loss.groups_without_signal == "resample":
+        return draw_until_signal(partial(draw, state), train.prompts_per_step, train.max_resample_factor)
+    return draw(state, train.prompts_per_step)
+
+
+def draw(state: RunState, count: int) -> Rollout:
+    """Sample and score completions of the next ``count`` prompts of the stream."""
     with timed(state, "sample"):
-        prompts = state.stream.next(train.prompts_per_step)
-        state.stream.prepare(train.prompts_per_step)  # encodes the next step's prompts while the samplers work
+        prompts = state.stream.next(count)
+        # Encodes prompts that come next, most often the next step's, while the samplers work.
+        state.stream.prepare(state.config.train.prompts_per_step)
         completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
     with timed(state, "reward"):
         return scored(state, prompts, completions)
@@ -184,13 +194,15 @@ def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None
     """Write the step's metrics, after its completions have been written."""
     with timed(state, "record"):
         written = state.recorder.rollout_written()
-    samples = rollout.samples()
-    trained = sum(len(sample.tokens) - 1 for sample in samples)
+    dropped = dropped_groups(rollout, state.config)
+    trained = sum(len(sample.tokens) - 1 for sample in rollout.samples() if sample.group not in dropped)
     measured = rollout.metrics()
     row = {
         "step": state.step,
         "version": state.updates,
         **measured,
+        "drawn_prompts": float(len(rollout.prompts)),
+        "dropped_groups": float(len(dropped)),
         **metrics,
         **{f"seconds/{name}": value for name, value in state.seconds.items()},
         "seconds": sum(state.seconds.values()),

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,11 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Rollout:
-    """The scored completions of one step. Each list has one entry per prompt, with the G completions of that prompt."""
+    """The scored completions of one step. Each list has one entry per prompt, with the G completions of that prompt.
+
+    Attributes:
+        trained: indices of the prompts to train on, ascending; None for all.
+    """
 
     prompts: list[EncodedPrompt]
     completions: list[list[Completion]]
@@ -29,13 +33,24 @@ class Rollout:
     rewards: list[list[Reward]]
     advantages: list[Advantages]
     scores: list[np.ndarray]
+    trained: list[int] | None = None
+
+    @property
+    def signals(self) -> list[bool]:
+        """For each prompt, whether any token's advantage is not 0."""
+        return [any(map(np.any, group)) for group in self.advantages]
+
+    def with_more(self, other: "Rollout") -> "Rollout":
+        """Return the prompts of both, this rollout's first."""
+        lists = [field.name for field in fields(self) if field.name != "trained"]
+        return Rollout(**{name: getattr(self, name) + getattr(other, name) for name in lists})
 
     def samples(self) -> list[Sample]:
         """Return the training sequences; the completions of a prompt are next to each other."""
         return [
             to_sample(completion, advantage, index)
-            for index, (group, advantages) in enumerate(zip(self.completions, self.advantages, strict=True))
-            for completion, advantage in zip(group, advantages, strict=True)
+            for index in (range(len(self.prompts)) if self.trained is None else self.trained)
+            for completion, advantage in zip(self.completions[index], self.advantages[index], strict=True)
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -48,7 +63,7 @@ class Rollout:
             "reward": float(np.mean(np.concatenate(scores))),
             "trained_reward": float(np.mean(np.concatenate(self.scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
-            "groups_without_signal": float(np.mean([not any(map(np.any, group)) for group in self.advantages])),
+            "groups_without_signal": float(np.mean(np.logical_not(self.signals))),
             "response_tokens": float(lengths.mean()),
             "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "sampled_tokens": float(lengths.sum()),

@@ -40,26 +40,30 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)
 
 
-def add_family(spec: str | None) -> None:
-    """Register the user's own family for this process; a second call with the same name does nothing.
+def add_family(spec: str | None, folder: Path | None = None) -> Family | None:
+    """Register the user's own family for this process, and return it; its file is imported once.
 
     Args:
         spec: ``model.family``; None adds nothing.
+        folder: folder of the recipe, to which a relative path refers; None: the current folder.
 
     Raises:
         ConfigError: the object cannot be loaded, it is no ``Family``, or megarl has a family of its ``model_type``.
     """
-    if spec is not None:
-        FAMILIES.update(_own_family(absolute(spec, FIELD, Path())))
+    if spec is None:
+        return None
+    family = _own_family(absolute(spec, FIELD, folder or Path()))
+    FAMILIES.update(dict.fromkeys(family.model_types, family))
+    return family
 
 
 @cache
-def _own_family(spec: str) -> dict[str, Family]:
+def _own_family(spec: str) -> Family:
     """Import a family once, because its file may register classes that cannot be registered twice."""
     family = load_object(spec, FIELD)
     if not isinstance(family, Family):
-        raise ConfigError(f"{FIELD} is '{spec}', which is {type(family).__name__}; it must be a megarl.families.Family")
+        raise ConfigError(f"{FIELD} is '{spec}', which is {type(family).__name__}; it must be a Family")
     known = sorted({name for own in _FAMILIES for name in own.model_types} & set(family.model_types))
     if known:
         raise ConfigError(f"{FIELD} is '{spec}' for model_type '{known[0]}', which megarl knows; set {FIELD}=null")
-    return dict.fromkeys(family.model_types, family)
+    return family

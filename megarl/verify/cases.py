@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RunConfig
+from megarl.families import add_family
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.types import Sample
@@ -49,7 +50,8 @@ class Case:
 
     @property
     def model(self) -> Path:
-        """The model's Hugging Face folder."""
+        """The model's Hugging Face folder. Adds ``model.family``: every process asks for the folder before it reads."""
+        add_family(self.config.model.family)
         return Path(self.config.model.path).expanduser()
 
     @property

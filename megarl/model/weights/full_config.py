@@ -90,11 +90,16 @@ def complete(raw: Mapping[str, Any], family: Family) -> FullConfig:
         family: family of its ``model_type``.
 
     Raises:
-        ModelError: transformers rejects a value, or a size is not a possible size.
+        ModelError: transformers rejects a value or does not know the ``model_type``, or a size is not a possible size.
         UnsupportedError: megarl reads a key nowhere, and its value is not transformers' default.
     """
     if isinstance(raw, FullConfig):
         return raw
+    if raw["model_type"] not in CONFIG_MAPPING:
+        raise ModelError(
+            f"config.json: transformers has no config class for model_type '{raw['model_type']}'; call "
+            "AutoConfig.register for it in the file that model.family names"
+        )
     config_class = CONFIG_MAPPING[raw["model_type"]]
     aliases: dict[str, str] = config_class.attribute_map
     read = {key: copy.deepcopy(value) for key, value in raw.items() if key in family.reads and key != "model_type"}
