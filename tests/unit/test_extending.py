@@ -18,8 +18,10 @@ from megarl.checkpoint_engine.base import Link, load_transport
 from megarl.checkpoint_engine.stream import Inbox, send_tensors
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
 from megarl.controller.rewards import RewardProcess
+from megarl.families import FAMILIES, add_family
 from megarl.loss import build_loss
 from megarl.loss.advantages import build_advantages
+from megarl.model.weights.full_config import names_of
 from megarl.tasks import TaskContext, build_task
 from megarl.types import DecodedCompletion
 from tests.unit.loss.cases import make_case
@@ -125,10 +127,24 @@ def run_transport(settings: dict[str, Any], folder: Path) -> None:
     sender.close()
 
 
+def run_family(settings: dict[str, Any], folder: Path) -> None:
+    """Read a config.json whose model_type only this family knows, and map its weights' names."""
+    family = add_family(settings["family"])
+    assert family is not None
+    try:
+        sizes = {"vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2}
+        names = names_of({"model_type": family.model_types[0], "intermediate_size": 48} | sizes)
+        assert len(names.linear_names()) == 2 * 7 and "model.layers.1.mlp.up_proj" in names.linear_names()
+    finally:
+        for name in family.model_types:
+            del FAMILIES[name]
+
+
 RUN: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "task": run_task,
     "loss": run_loss,
     "checkpoint_engine": run_transport,
+    "model": run_family,
 }
 
 

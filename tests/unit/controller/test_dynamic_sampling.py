@@ -48,8 +48,8 @@ def make_state(every, choice="resample"):
         response = (np.array([5, 6]), np.zeros(2, np.float32), np.full(2, version), "stop")
         return [[Completion(ids, *response) for _ in range(2)] for ids in prompts]
 
-    def score(pairs, check):
-        return [Reward(float(i % 2 and int(prompt.id) % every == 0)) for i, (prompt, _) in enumerate(pairs)]
+    def score(groups, check):
+        return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, group in groups for i in range(len(group))]
 
     return loop.RunState(
         config=make_config(groups_without_signal=choice),
