@@ -30,13 +30,8 @@ def check_run(config: RunConfig, folder: Path | None = None) -> None:
         ConfigError: a value contradicts the model's ``config.json``, or a file is missing.
         UnsupportedError: a layout is not proven for the model.
     """
-    own = add_family(config.model.family, folder)
+    add_own_family(config.model, folder)
     shape = read_model_shape(config.model.path)
-    if own and shape.get("model_type") not in own.model_types:
-        raise ConfigError(
-            f"model.family is '{config.model.family}' for model_type '{own.model_types[0]}', but the model's "
-            f"config.json has '{shape.get('model_type')}'; set model.family=null"
-        )
     check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)
     length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
@@ -50,6 +45,27 @@ def check_run(config: RunConfig, folder: Path | None = None) -> None:
     adapter = config.lora.init_from
     if adapter and not (user_path("lora.init_from", adapter) / "adapter_config.json").is_file():
         raise ConfigError(f"lora.init_from is '{adapter}', which holds no adapter_config.json; give a PEFT folder")
+
+
+def add_own_family(model: ModelConfig, folder: Path | None = None) -> None:
+    """Register ``model.family``, if it is set, for this process.
+
+    Args:
+        model: the section.
+        folder: see ``check_run``.
+
+    Raises:
+        ConfigError: it cannot be loaded, or it is not for this model.
+    """
+    family = add_family(model.family, folder)
+    if family is None:
+        return
+    model_type = read_model_shape(model.path).get("model_type")
+    if model_type not in family.model_types:
+        raise ConfigError(
+            f"model.family is '{model.family}' for model_type '{family.model_types[0]}', but the model's config.json "
+            f"has '{model_type}'; set model.family=null"
+        )
 
 
 def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, pick
-from megarl.families import add_family
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
 from megarl.model.adapter import Attach
@@ -59,12 +58,13 @@ class MegatronModel(WeightExport):
             attach: function that puts the adapters on (from ``megarl.lora``).
 
         Raises:
+            ConfigError: ``model.family`` cannot be loaded, or it is not for this model.
             ModelError: the folder is incomplete or does not match its config.
             UnsupportedError: the family or a setting is not supported; or several adapters are trained together with
                 ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
         self.config, self.groups, self.rank = config, groups, groups.rank
-        add_family(config.model.family)
+        checks.add_own_family(config.model)
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
         self._rope = rope_of(self.hf_config)

@@ -8,8 +8,8 @@ from pathlib import Path
 from peft import LoraConfig
 
 from megarl.config import RunConfig
+from megarl.config.checks import add_own_family
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
-from megarl.families import add_family
 from megarl.lora import load_peft_config
 from megarl.lora.section import check_section
 from megarl.model.inspection import inspect_folder
@@ -88,7 +88,7 @@ def _check(config: RunConfig) -> None:
     Raises:
         ConfigError: the model's family, its files or the adapter are wrong.
     """
-    add_family(config.model.family)
+    add_own_family(config.model)
     try:
         names = names_of(inspect_folder(config.model.path, config.parallel))
         check_section(config.lora, names)
