@@ -36,10 +36,11 @@ OVERRIDES = "values that replace the recipe's; `--section.key=value` means the s
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit status."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = parse(parser(), sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int | None] = arguments.run
+    if run not in (_train, _resume, _config):  # these may download the model and the data that a recipe names
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Imported late, so that --help imports nothing slow.
     from megarl.launch.processes import stop_on_sigterm
 

@@ -8,6 +8,7 @@ from megarl.config import RunConfig, check_run, load_config
 from megarl.config.train import AUTO
 from megarl.errors import ConfigError
 from megarl.files import user_path
+from megarl.hub import local_model
 from megarl.run_folder import saved_config
 
 KEY = "train.resume="
@@ -25,7 +26,7 @@ def load_run_config(recipe: Path, overrides: Sequence[str]) -> RunConfig:
     run = _named(overrides)
     fresh = run in ("", "null", AUTO)
     config = load_config(recipe, overrides) if fresh else saved_config(run, "train.resume", overrides)
-    check_run(config, recipe.parent)
+    _check(config, recipe.parent)
     return config
 
 
@@ -40,8 +41,14 @@ def load_resumed_config(run: str, overrides: Sequence[str]) -> RunConfig:
         raise ConfigError(f"override '{KEY}{other}': `megarl resume {run}` says already what is resumed; remove it")
     folder = user_path("RUN", run)
     config = saved_config(str(folder), "RUN", overrides)
-    check_run(config)
+    _check(config)
     return config.model_copy(update={"train": config.train.model_copy(update={"resume": str(folder)})})
+
+
+def _check(config: RunConfig, folder: Path | None = None) -> None:
+    """Check the config; of a model on the hub, only ``config.json`` is downloaded for it."""
+    path = local_model(config.model.path, config_only=True)
+    check_run(config.model_copy(update={"model": config.model.model_copy(update={"path": path})}), folder)
 
 
 def _named(overrides: Sequence[str]) -> str:

@@ -8,7 +8,10 @@ from megarl.config.base import Section
 
 class ModelConfig(Section):
     path: str
-    """A Hugging Face folder with ``config.json``, safetensors and tokenizer. Trainer and sampler both load it."""
+    """A Hugging Face folder with ``config.json``, safetensors and tokenizer, or the id of such a model on the Hugging
+    Face hub (``Qwen/Qwen3-0.6B``). A model of the hub is downloaded once, before anything starts, into the hub's cache
+    (``HF_HOME``); with ``HF_HUB_OFFLINE=1`` it must be there. The run's config names the snapshot's folder. Trainer and
+    sampler both load it."""
     family: str | None = None
     """For a ``model_type`` that megarl does not know: ``file.py:Name`` or ``package.module:Name`` of a
     ``megarl.families.base.Family``. The path is relative to the recipe. The file is imported in every process that

@@ -9,6 +9,7 @@ import torch
 from megarl.checkpoint_engine.base import load_transport
 from megarl.config import RunConfig
 from megarl.files import user_path
+from megarl.hub import local_model
 from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.loss.advantages import build_advantages
@@ -40,11 +41,13 @@ def check_names(config: RunConfig) -> None:
 
 
 def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
-    """Make every path absolute: an actor may have another working directory, and a resume another recipe or none."""
+    """Make every path absolute: an actor may have another working directory, and a resume another recipe or none.
+
+    A model of the hub is downloaded here, once, and its snapshot is the path from now on.
+    """
     task = absolute_files(TaskContext(config.task, recipe_dir, config.train.seed))
     family = config.model.family and absolute(config.model.family, "model.family", recipe_dir)
-    path = str(user_path("model.path", config.model.path))
-    model = config.model.model_copy(update={"path": path, "family": family})
+    model = config.model.model_copy(update={"path": local_model(config.model.path), "family": family})
     adapter = config.lora.init_from and str(user_path("lora.init_from", config.lora.init_from))
     lora = config.lora.model_copy(update={"init_from": adapter})
     plugins = {name: getattr(config.loss, name) for name in ("name", "advantage")}

@@ -63,6 +63,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     check_run(config)
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
+    # The recipe's model and data are on this host now; no process that follows may ask a hub for others.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     training, held_out = split(task, config.task.held_out)
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}

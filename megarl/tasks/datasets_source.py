@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the package ``datasets``: a folder that ``save_to_disk`` wrote, or a data set on the Hugging Face hub."""
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError, nearest
-
-# ``owner/name``, as the hub spells it.
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-
-
-def is_hub_id(text: str) -> bool:
-    """Whether a text has the form ``owner/name`` and does not end as a data file does."""
-    return HUB_ID.fullmatch(text) is not None and not text.endswith((".jsonl", ".parquet", ".csv", ".json"))
 
 
 def read_dataset(folder: Path | None, source: str, split: str, subset: str | None) -> Iterator[dict[str, Any]]:

@@ -11,9 +11,9 @@ from megarl.config.base import Section
 from megarl.config.explain import explain
 from megarl.errors import ConfigError
 from megarl.files import find_file, user_path
+from megarl.hub import is_hub_id
 from megarl.plugins import absolute
 from megarl.tasks.base import TaskContext
-from megarl.tasks.datasets_source import is_hub_id
 
 Options = TypeVar("Options", bound=Section)
 

