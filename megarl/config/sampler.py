@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Config section ``sampler``: vLLM engines and their sampling settings."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -43,6 +43,10 @@ class SamplerConfig(Section):
     """Most tokens of a prompt. ``task.long_prompts`` decides what becomes of longer ones."""
     max_response_tokens: int = Field(256, ge=1)
     """Most tokens of a completion. A completion that reaches it ends with ``finish_reason="length"``."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Texts that end a completion (``["</answer>"]``), beside the model's ``eos_token_id``. The completion keeps every
+    token up to the one that completes such a text, and ends with ``finish_reason="stop"``. Special tokens are no part
+    of the text."""
     enforce_eager: bool | None = None
     """Disable CUDA graphs and compilation in vLLM. Default: True on CPU, False on CUDA."""
     kv_cache_gib: float = Field(1.0, gt=0.0)

@@ -62,7 +62,7 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "tensor_parallel_size": sampler.parallel.tensor,
         # With dummy weights, an engine whose base never arrives samples noise, and no version check lets it through.
         "load_format": "dummy" if config.checkpoint_engine.base_weights == "send" else "auto",
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not sampler.stop,  # only stop strings need text
         "generation_config": "vllm",  # keeps the model's own top_p, top_k and penalties out
         "seed": sampler.seed + engine_index,
         "max_model_len": length,
@@ -118,12 +118,13 @@ def sampling_arguments(config: EngineConfig, stop: tuple[int, ...], seed: int) -
         "bad_words": None,
         "min_tokens": 0,
         "max_tokens": sampler.max_response_tokens,
-        "stop": None,
+        "stop": list(sampler.stop) or None,
         "stop_token_ids": list(stop),
-        "ignore_eos": False,
+        # The tokenizer's EOS, which vLLM knows if it loads one for the stop strings. It may be no stop token.
+        "ignore_eos": True,
         "logprobs": 0,  # of the drawn token only
         "seed": seed,
-        "detokenize": False,
+        "detokenize": bool(sampler.stop),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import peft
+import tokenizers
 import torch
 import transformers
 
@@ -49,6 +50,16 @@ def make_model(family: str, folder: Path, seed: int = 0) -> None:
     model.save_pretrained(folder)
     leaky = {"top_p": 0.1, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.9, "do_sample": True}
     transformers.GenerationConfig(**leaky, eos_token_id=[3, 7]).save_pretrained(folder)
+
+
+def make_tokenizer(folder: Path, eos: int) -> None:
+    """Save a tokenizer of the tokens ``t0`` to ``t319``, which knows another end of sequence than the model."""
+    vocabulary = {f"t{index}": index for index in range(VOCABULARY)}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="t0", eos_token=f"t{eos}").save_pretrained(
+        folder
+    )
 
 
 def run_config(folder: Path, **sections: dict) -> RunConfig:
@@ -116,6 +127,15 @@ class PeftTrainer(CheckpointEngineMixin):
         ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+def likely_token(trainer: PeftTrainer, without: list[int]) -> int:
+    """Return the token that follows random prompts most often, other than those of ``without``."""
+    with torch.no_grad():
+        logits = [trainer.model(input_ids=torch.from_numpy(prompt)[None]).logits[0, -1] for prompt in prompts(20)]
+    mean = torch.stack(logits).softmax(-1).mean(0)
+    mean[without] = 0
+    return int(mean.argmax())
 
 
 class Rig:

@@ -17,14 +17,26 @@ prepare_environment(1)
 import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
 
 from megarl.checkpoint_engine.base import TRANSPORTS  # noqa: E402
 from megarl.config import CheckpointEngineConfig  # noqa: E402
 from tests.e2e.sampler_faults import FIRST  # noqa: E402
-from tests.e2e.sampler_rig import PeftTrainer, Rig, make_model, prompts, raised, run_config  # noqa: E402
+from tests.e2e.sampler_rig import (  # noqa: E402
+    PeftTrainer,
+    Rig,
+    likely_token,
+    make_model,
+    make_tokenizer,
+    prompts,
+    raised,
+    run_config,
+)
 from tests.helpers.processes import find_engine  # noqa: E402
 
 LORA = {"r": 8, "lora_alpha": 24, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# Completed by a token's name, which begins with t, after one that ends with 7; a tokenizer may join them by a space.
+STOPS = ("7t", "7 t")
 PATTERNS = {
     "r": 4,
     "lora_alpha": 6,
@@ -93,17 +105,44 @@ def qwen3(folder: Path) -> dict[str, Any]:
 
 
 def qwen2(folder: Path) -> dict[str, Any]:
-    """Qwen2 (attention bias): the base is sent by the weight path, in many small buckets; death."""
+    """Qwen2 (attention bias): the base is sent by the weight path, in many small buckets; stop strings; death."""
     make_model("qwen2", folder)
     trainer = PeftTrainer(folder, LORA)
-    rig = Rig(run_config(folder), trainer)
+    trainer.randomise(1)
+    eos = likely_token(trainer, [3, 7])
+    make_tokenizer(folder, eos)
+    rig = Rig(run_config(folder, sampler={"stop": [*STOPS, "no such text"]}), trainer)
     try:
         rig.manager.sync(0, "base")
-        trainer.randomise(1)
         rig.manager.sync(1, "adapter")
-        return {"error": rig.error(rig.generate(prompts(4), 1)), "death_in_sync": death_in_sync(rig)}
+        results = {"error": rig.error(rig.generate(prompts(4), 1)), "stop": stops(rig, eos)}
+        return results | {"death_in_sync": death_in_sync(rig)}
     finally:
         rig.call(rig.sampler.close())
+
+
+def stops(rig: Rig, eos: int) -> dict[str, int]:
+    """Count how completions end that a stop string may end; ``eos`` is the end of sequence of the tokenizer only."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(rig.config.model.path)
+    ones = [one for group in rig.generate(prompts(60), 1) for one in group]
+
+    def holds_stop(ids: np.ndarray) -> bool:
+        return any(stop in tokenizer.decode(ids, skip_special_tokens=True) for stop in STOPS)
+
+    by_text = [one.finish_reason == "stop" and holds_stop(one.response_ids) for one in ones]
+    by_id = [one.finish_reason == "stop" and int(one.response_ids[-1]) in (3, 7) for one in ones]
+    return {
+        "by_text": sum(by_text),
+        "by_id": sum(by_id),
+        "by_neither": sum(
+            one.finish_reason == "stop" and not text and not token
+            for one, text, token in zip(ones, by_text, by_id, strict=True)
+        ),
+        "too_late": sum(holds_stop(one.response_ids[:-1]) for one in ones),
+        "overlooked": sum(one.finish_reason == "length" and holds_stop(one.response_ids) for one in ones),
+        "tokenizers_eos_inside": sum(int((one.response_ids[:-1] == eos).sum()) for one in ones),
+        "model_eos_inside": sum(int(np.isin(one.response_ids[:-1], [3, 7]).sum()) for one in ones),
+    }
 
 
 def versions(rig: Rig) -> dict[str, Any]:

@@ -195,6 +195,15 @@ def test_gloo_and_shm_bring_bitwise_the_same_adapter(qwen3: dict) -> None:
     assert qwen3["shm_error"] < 1e-4
 
 
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(scenarios: Scenarios) -> None:
+    stop = scenarios["qwen2"]["stop"]
+    assert stop["by_text"] > 40
+    assert stop["by_id"] > 0
+    # Nothing else ends one, not even the end of sequence that only the tokenizer knows.
+    assert stop["tokenizers_eos_inside"] > 10
+    assert stop["by_neither"] == stop["too_late"] == stop["overlooked"] == stop["model_eos_inside"] == 0
+
+
 def test_attention_biases_arrive(scenarios: Scenarios) -> None:
     assert scenarios["qwen2"]["error"] < 1e-4
 

@@ -209,7 +209,7 @@ DECIDE = """
     loss.advantage loss.groups_without_signal
     loss.importance_mode model.family
     sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args
-    sampler.max_prompt_tokens sampler.max_response_tokens sampler.seed
+    sampler.max_prompt_tokens sampler.max_response_tokens sampler.stop sampler.seed
     train.prompts_per_step train.max_resample_factor train.updates_per_step train.learning_rate train.schedule
     train.warmup_steps train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_eps train.max_grad_norm
 """

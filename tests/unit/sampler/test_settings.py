@@ -129,6 +129,17 @@ def test_every_sampling_parameter_of_vllm_that_shapes_the_distribution_is_explic
     assert shaping <= given
 
 
+def test_vllm_reads_text_only_for_stop_strings_and_never_ends_at_its_tokenizers_eos(tmp_path: Path) -> None:
+    plain, stopped = config(tmp_path), config(tmp_path, sampler={"stop": ["</answer>", "\n\n"]})
+    for run, stop, reads_text in ((plain, None, False), (stopped, ["</answer>", "\n\n"], True)):
+        assert settings.engine_arguments(run, 0, "cpu")["skip_tokenizer_init"] is not reads_text
+        given = settings.sampling_arguments(run, (2, 5), 7)
+        assert (given["stop"], given["detokenize"]) == (stop, reads_text)
+        assert (given["stop_token_ids"], given["ignore_eos"]) == ([2, 5], True)
+    with pytest.raises(ConfigError, match=r"sampler\.stop\.0"):
+        config(tmp_path, sampler={"stop": [""]})
+
+
 def test_the_ranks_are_vllms(tmp_path: Path) -> None:
     source = vllm_source("config/lora.py")
     [line] = [line for line in source.splitlines() if line.startswith("MaxLoRARanks = ")]
