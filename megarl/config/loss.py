@@ -43,11 +43,13 @@ class LossConfig(Section):
     signal skip the backward pass if ``kl_coef`` is 0, because their gradient is exactly zero. If no sequence of an
     update has signal, no backward pass takes place (``skipped_backward`` in the metrics). The update itself still takes
     place: AdamW applies its moments and weight decay, and the learning rate and the policy version advance."""
-    truncated: Literal["keep", "zero", "penalise"] = "keep"
+    truncated: Literal["keep", "zero", "penalise", "mask"] = "keep"
     """Completions that reach ``sampler.max_response_tokens`` (``finish_reason`` ``length``). ``keep``: their reward
     counts as it is. ``zero``: it counts as 0. ``penalise``: every completion within ``overlong_tokens`` of the limit
     loses up to ``overlong_penalty`` (DAPO's soft overlong punishment). Advantages are computed from these scores;
-    ``reward`` in the metrics stays the task's own, beside ``trained_reward``."""
+    ``reward`` in the metrics stays the task's own, beside ``trained_reward``. ``mask``: their reward counts in their
+    group's advantages, but none of their tokens is trained on or counted by ``token_mean`` (DAPO's overlong
+    filtering); ``sequence_mean`` and ``constant`` still count them as sequences."""
     overlong_tokens: int = Field(128, ge=1)
     """With ``truncated: penalise``: the penalty grows linearly over the last so many tokens before the limit (DAPO's
     L_cache)."""

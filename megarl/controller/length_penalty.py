@@ -25,9 +25,9 @@ def trained_scores(
         max_tokens: ``sampler.max_response_tokens``.
 
     Returns:
-        ``[G]``; ``scores`` itself with ``keep``.
+        ``[G]``; ``scores`` itself with ``keep`` and ``mask``.
     """
-    if config.truncated == "keep":
+    if config.truncated in ("keep", "mask"):
         return scores
     if config.truncated == "zero":
         return np.where([one.finish_reason == "length" for one in completions], 0.0, scores)

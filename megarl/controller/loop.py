@@ -174,6 +174,7 @@ def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Seque
         scores_of=lambda scores, answers: trained_scores(
             scores, answers, state.config.loss, state.config.sampler.max_response_tokens
         ),
+        mask_truncated=state.config.loss.truncated == "mask",
     )
 
 
@@ -183,7 +184,8 @@ def check_mismatch(metrics: dict[str, float], limit: float | None) -> None:
     Raises:
         MegarlError: the step's mean |sampler - trainer| logprob difference exceeds ``train.max_mismatch``.
     """
-    if limit is not None and not metrics["mismatch_mean"] <= limit:
+    # Absent from a step whose completions are all masked: nothing was trained on.
+    if limit is not None and "mismatch_mean" in metrics and not metrics["mismatch_mean"] <= limit:
         raise MegarlError(
             f"mean |sampler - trainer| logprob difference is {metrics['mismatch_mean']:.3g}, above train.max_mismatch "
             f"({limit}): sampler and trainer do not compute the same policy"

@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ class Rollout:
     """The scored completions of one step. Each list has one entry per prompt, with the G completions of that prompt.
 
     Attributes:
+        mask_truncated: True if no token of a truncated completion is trained on (``loss.truncated: mask``).
         trained: indices of the prompts to train on, ascending; None for all.
     """
 
@@ -33,24 +34,34 @@ class Rollout:
     rewards: list[list[Reward]]
     advantages: list[Advantages]
     scores: list[np.ndarray]
+    mask_truncated: bool = False
     trained: list[int] | None = None
 
     @property
     def signals(self) -> list[bool]:
-        """For each prompt, whether any token's advantage is not 0."""
-        return [any(map(np.any, group)) for group in self.advantages]
+        """For each prompt, True if any token that is trained on has an advantage other than 0."""
+        return [any(sample.has_signal for sample in self.group(index)) for index in range(len(self.prompts))]
 
     def with_more(self, other: "Rollout") -> "Rollout":
-        """Return the prompts of both, this rollout's first."""
-        lists = [field.name for field in fields(self) if field.name != "trained"]
-        return Rollout(**{name: getattr(self, name) + getattr(other, name) for name in lists})
+        """Return the prompts of both, this rollout's first, all of them to train on."""
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and name != "trained"}
+        return replace(self, trained=None, **{name: value + getattr(other, name) for name, value in lists.items()})
+
+    def group(self, index: int) -> list[Sample]:
+        """Return the training sequences of one prompt's completions."""
+        return [
+            masked_sample(completion, index)
+            if self.mask_truncated and completion.finish_reason == "length"
+            else to_sample(completion, advantage, index)
+            for completion, advantage in zip(self.completions[index], self.advantages[index], strict=True)
+        ]
 
     def samples(self) -> list[Sample]:
         """Return the training sequences; the completions of a prompt are next to each other."""
         return [
-            to_sample(completion, advantage, index)
+            sample
             for index in (range(len(self.prompts)) if self.trained is None else self.trained)
-            for completion, advantage in zip(self.completions[index], self.advantages[index], strict=True)
+            for sample in self.group(index)
         ]
 
     def metrics(self) -> dict[str, float]:
@@ -115,6 +126,7 @@ def score(
     group: int,
     version: int,
     scores_of: Callable[[np.ndarray, Sequence[Completion]], np.ndarray] = lambda scores, _: scores,
+    mask_truncated: bool = False,
 ) -> Rollout:
     """Check and score what the samplers returned.
 
@@ -128,6 +140,7 @@ def score(
         group: number of completions expected per prompt.
         version: the policy version that must have sampled every token.
         scores_of: function: rewards ``[G]`` and the completions -> the scores that advantages are made of ``[G]``.
+        mask_truncated: see ``Rollout``.
 
     Raises:
         DataError: a wrong number of completions, prompt tokens other than those sent, an empty response, or a token
@@ -149,7 +162,8 @@ def score(
         for group_rewards, answers in zip(rewards, completions, strict=True)
     ]
     advantages = [advantages_of(group_scores) for group_scores in scores]
-    return Rollout(list(prompts), [list(answers) for answers in completions], texts, rewards, advantages, scores)
+    groups = [list(answers) for answers in completions]
+    return Rollout(list(prompts), groups, texts, rewards, advantages, scores, mask_truncated)
 
 
 def decoded(text: str, completion: Completion) -> DecodedCompletion:
@@ -182,5 +196,20 @@ def to_sample(completion: Completion, advantage: float | np.ndarray, group: int)
         response_mask=mask,
         advantage=advantage,
         sampler_logprobs=completion.logprobs,
+        group=group,
+    )
+
+
+def masked_sample(completion: Completion, group: int) -> Sample:
+    """Build the sample of a completion that is not trained on: a sequence without response tokens.
+
+    It adds nothing to the loss, and counts where ``loss.aggregation`` counts sequences. Two tokens stand for all of it,
+    so that nothing is computed for tokens without a loss.
+    """
+    tokens = np.concatenate([completion.prompt_ids, completion.response_ids])[:2]
+    return Sample(
+        tokens=tokens,
+        response_mask=np.zeros(len(tokens), dtype=bool),
+        sampler_logprobs=completion.logprobs[:0],
         group=group,
     )

@@ -39,6 +39,6 @@ class StallWatch:
             )
         return (
             f"{since}the gradient is 0 though rewards differ. Nothing reaches the adapter: check that "
-            "lora.target_modules names layers that the loss depends on, and that loss.clip_low, loss.clip_high and "
-            "loss.importance_cap leave tokens to train on"
+            "lora.target_modules names layers that the loss depends on, and that loss.clip_low, loss.clip_high, "
+            "loss.importance_cap and loss.truncated leave tokens to train on"
         )

@@ -19,6 +19,7 @@ from megarl.controller.scoring import Scorer
 from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError
 from megarl.loss.advantages import group_advantages
+from megarl.loss.aggregation import sequence_weights
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Prompt
 
@@ -124,6 +125,26 @@ def test_advantages_are_of_the_trained_scores_and_the_reward_stays_the_tasks():
     assert [sample.advantage for sample in rollout.samples()] == [-0.5, 0.5]
     measured = rollout.metrics()
     assert (measured["reward"], measured["trained_reward"]) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
+def test_masked_completions_count_in_the_advantages_and_no_token_of_theirs_in_the_loss(aggregation):
+    answers = [completion([0, 9], [4, 5, 6], finish="length"), completion([0, 9], [7, 8])]
+    masked, trained = run_score([answers], mask_truncated=True).samples()
+    _, kept = run_score([answers]).samples()
+    assert trained.advantage == kept.advantage == -0.5  # of the rewards 3 and 2
+    assert (masked.response_mask.sum(), masked.has_signal, masked.group) == (0, False, 0)
+    counts = np.array([int(sample.response_mask.sum()) for sample in (masked, trained)])
+    # TRL's mask_truncated_completions multiplies the completion mask: the same denominators.
+    mask = np.array([[0, 0, 0], [1, 1, 0]])
+    expected = {
+        "token_mean": mask / mask.sum(),
+        "sequence_mean": mask / np.maximum(mask.sum(1, keepdims=True), 1) / len(mask),
+        "constant": mask / (len(mask) * 3),
+    }[aggregation]
+    weights = sequence_weights(counts, aggregation, 3)
+    assert (weights * counts).tolist() == pytest.approx(expected.sum(1).tolist())
+    assert not any(sample.has_signal for sample in run_score([[answers[0]] * 2], mask_truncated=True).samples())
 
 
 @pytest.mark.parametrize(
