@@ -101,6 +101,37 @@ def without_signal(folder: str) -> None:
             actual, wanted = everything(short), everything(whole)
             assert not [name for name in wanted if not torch.equal(actual[name], wanted[name])]
             assert short.version == whole.version == step + 1
+        check_masked(whole, short, config)
+
+
+def check_masked(whole: Any, short: Any, config: RunConfig) -> None:
+    """Check that two tokens without a loss stand for any number, and that a step may hold no others.
+
+    Args:
+        whole, short: models with the same weights and moments.
+        config: of both.
+    """
+    samples = rollout(whole, config, 9)
+    hidden = [
+        dataclasses.replace(
+            sample,
+            advantage=0.0,
+            response_mask=np.zeros_like(sample.response_mask),
+            sampler_logprobs=sample.sampler_logprobs[:0],
+        )
+        for sample in samples
+    ]
+    ends = [dataclasses.replace(one, tokens=one.tokens[:2], response_mask=one.response_mask[:2]) for one in hidden]
+    mixed = [[*samples[:3], *stand_ins[3:]] for stand_ins in (hidden, ends)]
+    expected, metrics = update(whole, config, mixed[0]), update(short, config, mixed[1])
+    assert metrics.keys() == expected.keys()
+    for name in ("loss", "entropy", "grad_norm"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert metrics["grad_norm"] > 0
+    metrics = update(short, config, ends)
+    assert metrics["skipped_backward"] == 1 and "mismatch_mean" not in metrics
+    short.forward_backward(plan(short, config, ends), build_loss(config.loss))
+    assert short.optim_step(1e-3)["grad_norm"] == 0
 
 
 def observed(model: Any, config: RunConfig, samples: list[Sample]) -> tuple[list[int], dict, dict[str, float]]:
