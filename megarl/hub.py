@@ -3,6 +3,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from megarl.errors import ConfigError
 from megarl.files import user_path
@@ -17,13 +19,25 @@ OTHER_FILES = ("*/*", "consolidated*")
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a text has the form ``owner/name`` and does not end as a data file does."""
+    """Return True if a text has the form ``owner/name`` and does not end as a data file does."""
     return HUB_ID.fullmatch(text) is not None and not text.endswith((".jsonl", ".parquet", ".csv", ".json"))
 
 
 def is_offline() -> bool:
-    """Whether ``HF_HUB_OFFLINE`` asks for no network, by the rule of ``huggingface_hub``."""
+    """Return True if ``HF_HUB_OFFLINE`` forbids the network, by the rule of ``huggingface_hub``."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+@contextmanager
+def offline_children() -> Iterator[None]:
+    """Keep processes started in this block off the hub; what they need is on this host by then."""
+    given = os.environ.get("HF_HUB_OFFLINE")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop("HF_HUB_OFFLINE", None)
 
 
 def local_model(path: str, *, config_only: bool = False) -> str:

@@ -130,5 +130,5 @@ class Sample:
 
     @property
     def has_signal(self) -> bool:
-        """Whether any token's advantage is not 0."""
+        """True if any token's advantage is not 0."""
         return bool(np.any(self.advantage))

@@ -28,6 +28,7 @@ from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.files import user_path
+from megarl.hub import offline_children
 from megarl.launch import placement
 from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.plan import Plan
@@ -63,13 +64,11 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     check_run(config)
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
-    # The recipe's model and data are on this host now; no process that follows may ask a hub for others.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     training, held_out = split(task, config.task.held_out)
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
-    with Screen(config.train.steps) as screen, reaper() as scratch:
+    with offline_children(), Screen(config.train.steps) as screen, reaper() as scratch:
         screen.say(f"run folder: {folder}\nsettings that differ from the defaults (all of them: {CONFIG} there):")
         screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
         recorder = Recorder(folder, config, screen)
