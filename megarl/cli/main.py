@@ -120,8 +120,11 @@ def _config(arguments: argparse.Namespace) -> None:
     from megarl.cli.resume import load_resumed_config, load_run_config
     from megarl.config.changes import annotate, changed_yaml
 
-    load = load_resumed_config if Path(arguments.source).is_dir() else load_run_config
-    config = load(arguments.source, arguments.overrides)
+    source = Path(arguments.source)
+    if source.is_dir():
+        config = load_resumed_config(arguments.source, arguments.overrides)
+    else:
+        config = load_run_config(source, arguments.overrides)
     print((changed_yaml if arguments.changed else annotate)(config), end="")
 
 

@@ -41,18 +41,18 @@ def make_config(**loss):
     )
 
 
-def make_state(every, choice="resample"):
+def make_state(every, choice="resample", finish_reason="stop", truncated="keep"):
     """Return a loop in which the two completions of every ``every``-th prompt have different rewards."""
 
     def generate(prompts, version):
-        response = (np.array([5, 6]), np.zeros(2, np.float32), np.full(2, version), "stop")
+        response = (np.array([5, 6]), np.zeros(2, np.float32), np.full(2, version), finish_reason)
         return [[Completion(ids, *response) for _ in range(2)] for ids in prompts]
 
     def score(groups, check):
         return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, group in groups for i in range(len(group))]
 
     return loop.RunState(
-        config=make_config(groups_without_signal=choice),
+        config=make_config(groups_without_signal=choice, truncated=truncated),
         trainers=SimpleNamespace(watch=SimpleNamespace(check=None)),
         samplers=SimpleNamespace(generate=generate),
         manager=None,
@@ -90,6 +90,14 @@ def test_at_the_limit_the_step_is_filled_up_with_groups_that_the_update_drops():
     assert len(rollout.trained) == WANTED and set(with_signal) < set(rollout.trained)
     trained, measured = divide(rollout.samples(), build_loss(state.config.loss), state.config)
     assert sorted({sample.group for sample in trained}) == with_signal and not measured
+
+
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_a_masked_completion_gives_its_group_no_signal(finish_reason):
+    rollout = loop.collect(make_state(every=1, choice="drop", finish_reason=finish_reason, truncated="mask"))
+    assert rollout.signals == [finish_reason == "stop"] * WANTED
+    # Half of the completions are above their group's mean.
+    assert [np.sign(advantage).tolist() for advantage in rollout.advantages] == [[-1, 1]] * WANTED
 
 
 @pytest.mark.parametrize("choice", ["keep", "drop"])
