@@ -21,6 +21,7 @@ from megarl.tasks.base import Reward, TaskContext
 from megarl.tasks.expression import OPERATORS, evaluate
 from megarl.tasks.options import parse_options, require_path
 from megarl.tasks.rows import Row, read_rows
+from megarl.tasks.rows_task import RowsTask
 from megarl.types import Prompt
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
@@ -114,34 +115,20 @@ class CountdownTask:
         return score(prompt, response, self._options.format_score)
 
 
-class CountdownRows:
-    """Puzzles of a file, in its order; whether they can be solved is not looked at."""
+class CountdownRows(RowsTask[CountdownRow, CountdownOptions]):
+    """Puzzles of a file, in its order; they are not solved to see if that is possible."""
 
-    def __init__(self, rows: list[CountdownRow], options: CountdownOptions, name: str) -> None:
-        """
-        Args:
-            rows: validated rows.
-            options: of which ``format_score`` is used.
-            name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
-        """
-        self._rows, self._options, self._name = rows, options, name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        if not 0 <= index < len(self):
-            raise IndexError(f"prompt {index} of a countdown task with {len(self)}")
-        row = self._rows[index]
-        return puzzle_prompt(f"{self._name}-{index + 1}", row.numbers, row.target)
+    def prompt(self, name: str, row: CountdownRow) -> Prompt:
+        """Return the puzzle's question; see ``puzzle_prompt``."""
+        return puzzle_prompt(name, row.numbers, row.target)
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """See ``score``."""
-        return score(prompt, response, self._options.format_score)
+        return score(prompt, response, self.options.format_score)
 
 
 def puzzle_prompt(name: str, numbers: list[int], target: int) -> Prompt:
-    """The question, and what its reward needs."""
+    """Return the question, with what its reward needs as ``data``."""
     return Prompt(
         id=name,
         messages=({"role": "user", "content": QUESTION.format(numbers=numbers, target=target)},),

@@ -17,6 +17,7 @@ from megarl.tasks.base import Reward, TaskContext
 from megarl.tasks.latex_number import tidy
 from megarl.tasks.options import parse_options, require_path
 from megarl.tasks.rows import Row, Text, read_rows
+from megarl.tasks.rows_task import RowsTask
 from megarl.types import Prompt
 
 MARK = "####"
@@ -57,34 +58,14 @@ class Gsm8kOptions(Section):
     """Score of a wrong answer in ``\\boxed{}``."""
 
 
-class Gsm8kTask:
+class Gsm8kTask(RowsTask[Gsm8kRow, Gsm8kOptions]):
     """One prompt per row, in file order."""
 
-    def __init__(self, rows: list[Gsm8kRow], options: Gsm8kOptions, name: str) -> None:
-        """
-        Args:
-            rows: the validated rows.
-            options: instruction and scores.
-            name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
-        """
-        self._rows = rows
-        self._options = options
-        self._name = name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        if not 0 <= index < len(self):
-            raise IndexError(f"prompt {index} of a gsm8k task with {len(self)}")
-        row = self._rows[index]
-        question = f"{row.question.strip()}\n\n{self._options.instruction}".strip()
+    def prompt(self, name: str, row: Gsm8kRow) -> Prompt:
+        """Return the question with the instruction; the reference is the number after ``####``."""
+        question = f"{row.question.strip()}\n\n{self.options.instruction}".strip()
         reference = row.answer.rpartition(MARK)[2].strip().replace(",", "").replace("$", "")
-        return Prompt(
-            id=f"{self._name}-{index + 1}",
-            messages=({"role": "user", "content": question},),
-            data={"answer": reference},
-        )
+        return Prompt(id=name, messages=({"role": "user", "content": question},), data={"answer": reference})
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """Score 1 if math-verify finds the final answer equal to the reference, else ``format_score`` if it is boxed.
@@ -96,12 +77,12 @@ class Gsm8kTask:
         """
         boxed = last_boxed(response)
         answer = boxed
-        if boxed is None and not self._options.require_boxed:
+        if boxed is None and not self.options.require_boxed:
             numbers = NUMBER_IN_TEXT.findall(response)
             answer = numbers[-1].replace("$", "") if numbers else None
         correct = answer is not None and is_equal(prompt.data["answer"], answer)
         formatted = bool(boxed and boxed.strip())
-        score = 1.0 if correct else self._options.format_score if formatted else 0.0
+        score = 1.0 if correct else self.options.format_score if formatted else 0.0
         return Reward(score, {"correct": float(correct), "format": float(formatted)})
 
 
@@ -155,7 +136,7 @@ def build(context: TaskContext) -> Gsm8kTask:
     Raises:
         ConfigError: wrong options, no ``task.path``, no such file.
         DataError: some rows are bad; one message reports all of them.
-        UnsupportedError: the file is neither JSONL nor parquet.
+        UnsupportedError: the file is not JSONL, parquet or CSV.
     """
     options = parse_options(context, Gsm8kOptions)
     file: Path = require_path(context)

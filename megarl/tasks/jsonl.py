@@ -16,6 +16,7 @@ from megarl.tasks.base import Reward, TaskContext
 from megarl.tasks.datasets_source import read_dataset
 from megarl.tasks.options import parse_options, require_rows
 from megarl.tasks.rows import Row, read_rows, rows_of
+from megarl.tasks.rows_task import RowsTask
 from megarl.types import Prompt
 
 Message = Mapping[str, Any]
@@ -34,7 +35,7 @@ class JsonlOptions(Section):
 
 
 def _messages(value: Any) -> tuple[Message, ...]:
-    """The prompt as chat messages."""
+    """Return the prompt as chat messages."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError("it is empty")
@@ -62,7 +63,7 @@ def _answer(value: Any) -> Any:
 
 
 def row_model(options: JsonlOptions) -> type[Row]:
-    """The fields that a row must have; other columns are kept as they are."""
+    """Build the model of a row: the fields that it must have; other columns are kept as they are."""
     fields: dict[str, Any] = {"prompt_": (Annotated[Any, AfterValidator(_messages)], Field(alias=options.prompt))}
     if options.answer is not None:
         fields["answer_"] = (Annotated[Any, AfterValidator(_answer)], Field(alias=options.answer))
@@ -73,34 +74,21 @@ def row_model(options: JsonlOptions) -> type[Row]:
     return create_model("JsonlRow", __base__=AnyRow, **fields)
 
 
-class JsonlTask:
-    """One prompt per row, in the order of the rows."""
+class JsonlTask(RowsTask[Row, JsonlOptions]):
+    """One prompt per row, in the order of the rows, which are of ``row_model(options)``."""
 
-    def __init__(self, rows: list[Row], options: JsonlOptions, name: str) -> None:
-        """
-        Args:
-            rows: validated, of ``row_model(options)``.
-            options: which columns.
-            name: prefix of the prompt ids (``"train"`` gives ``"train-17"`` for row 17, counted from 1).
-        """
-        self._rows, self._options, self._name = rows, options, name
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        if not 0 <= index < len(self):
-            raise IndexError(f"prompt {index} of a jsonl task with {len(self)}")
-        row = self._rows[index].model_dump(by_alias=True)
-        messages = row.pop(self._options.prompt)
-        return Prompt(id=f"{self._name}-{index + 1}", messages=tuple(messages), data=row)
+    def prompt(self, name: str, row: Row) -> Prompt:
+        """Return the messages of the prompt's column; the other columns are its ``data``."""
+        columns = row.model_dump(by_alias=True)
+        messages = columns.pop(self.options.prompt)
+        return Prompt(id=name, messages=tuple(messages), data=columns)
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """Score 1 for a response that equals the answer, else 0; white space around both is ignored.
 
         Metrics: ``correct``.
         """
-        correct = float(response.strip() == str(prompt.data[str(self._options.answer)]).strip())
+        correct = float(response.strip() == str(prompt.data[str(self.options.answer)]).strip())
         return Reward(correct, {"correct": correct})
 
 

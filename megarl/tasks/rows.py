@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read data files: JSONL or parquet in, validated rows out, every bad row counted.
+"""Read data files: JSONL, parquet or CSV in, validated rows out, every bad row counted.
 
 A task that reads rows declares a ``Row`` with the fields that it needs, and calls ``read_rows``.
 """
@@ -89,7 +89,7 @@ def rows_of(raw_rows: Iterable[Any], model: type[RowModel], source: str) -> list
 
 
 def _columns(model: type[Row]) -> list[str]:
-    """Columns that a row must have."""
+    """List the columns that a row must have."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
@@ -170,7 +170,7 @@ def _read_csv(file: Path, model: type[Row]) -> Iterator[Any]:
 
 
 def _from_cell(cell: str) -> Any:
-    """The value of a cell of a field that is no string; the cell itself where it is not JSON."""
+    """Return the value of a cell of a field that is no string; the cell itself if it is not JSON."""
     try:
         return json.loads(cell)
     except (ValueError, RecursionError):
