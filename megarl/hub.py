@@ -3,9 +3,13 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from megarl.config.load import parse_section
+from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.files import user_path
 
@@ -83,3 +87,17 @@ def _refused(path: str, offline: bool) -> str:
         f"model.path is '{path}', which is not a folder and cannot be loaded from the Hugging Face hub; check the id, "
         "the network and your access to the model (HF_TOKEN), or give a local Hugging Face folder"
     )
+
+
+def local_section(model: str | Path | ModelConfig | Mapping[str, Any]) -> ModelConfig:
+    """Return section ``model`` with its model on this host.
+
+    Args:
+        model: a folder, a hub id, or section ``model``.
+
+    Raises:
+        ConfigError: see ``parse_section`` and ``local_model``.
+    """
+    tree = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
+    section = parse_section(ModelConfig, "model", tree)
+    return section.model_copy(update={"path": local_model(section.path)})

@@ -12,6 +12,7 @@ from peft import LoraConfig as PeftConfig
 from megarl.config import LoraConfig, ModelConfig, ParallelConfig, TrainConfig, TrainerConfig
 from megarl.config.cross_sections import check_layout, check_switches
 from megarl.config.load import parse_section
+from megarl.hub import local_section
 from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
 from megarl.lora.files.peft_folder import load_peft_config
@@ -49,7 +50,7 @@ def build_model(
     A collective over the ranks that torchrun started. Without torchrun, the process is a group of one.
 
     Args:
-        model: a Hugging Face folder, or the ``model`` section.
+        model: a Hugging Face folder, the id of a model on the hub, or the ``model`` section.
         lora: the ``lora`` section. With ``init_from`` the adapter's weights are loaded too.
         parallel: the ``parallel`` section; default: one rank.
         train: the ``train`` section, of which ``device``, ``seed``, ``micro_batch_tokens`` and the optimizer's settings
@@ -60,9 +61,8 @@ def build_model(
         ConfigError: a setting is wrong, or the number of processes is not the layout's.
         AdapterError, ModelError, UnsupportedError: see ``MegatronModel`` and ``apply_lora``.
     """
-    folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
     config = TrainerConfig(
-        model=parse_section(ModelConfig, "model", folder),
+        model=local_section(model),
         parallel=parse_section(ParallelConfig, "parallel", parallel),
         lora=parse_section(LoraConfig, "lora", lora),
         train=parse_section(TrainConfig, "train", train),

@@ -25,6 +25,7 @@ from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
 from megarl.config.load import parse_section
 from megarl.errors import WorkerError
+from megarl.hub import local_section
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.serve import STOP
 from megarl.sampler.settings import check_device, check_sampled
@@ -40,7 +41,7 @@ class SamplerProcess:
     Use it as a context manager, or call ``close``: the child ends with its parent in any case.
 
     Args:
-        model: a Hugging Face folder, or the ``model`` section.
+        model: a Hugging Face folder, the id of a model on the hub, or the ``model`` section.
         lora: the ``lora`` section, as the trainer's.
         sampler: the ``sampler`` section; ``engines`` does not count, this is one.
         checkpoint_engine: the ``checkpoint_engine`` section, as the one given to ``WeightSync``.
@@ -67,9 +68,8 @@ class SamplerProcess:
         log: str | Path | None = None,
         index: int = 0,
     ) -> None:
-        folder = model if isinstance(model, ModelConfig | Mapping) else {"path": str(model)}
         self.config = EngineConfig(
-            model=parse_section(ModelConfig, "model", folder),
+            model=local_section(model),
             lora=parse_section(LoraConfig, "lora", lora),
             sampler=parse_section(SamplerConfig, "sampler", sampler),
             checkpoint_engine=parse_section(CheckpointEngineConfig, "checkpoint_engine", checkpoint_engine),

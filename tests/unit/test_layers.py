@@ -17,7 +17,7 @@ INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
     "errors": set(),
     "files": {"errors"},
-    "hub": {"errors", "files"},
+    "hub": {"config", "errors", "files"},
     "network": set(),
     "plugins": {"errors", "files"},
     "run_folder": {"config", "errors", "files"},
