@@ -14,6 +14,7 @@ from megarl.config.checks import read_model_shape
 from megarl.config.explain import explain
 from megarl.errors import ConfigError, UnsupportedError, nearest
 from megarl.families import family_of
+from megarl.hub import local_model
 
 Contender = Literal["te", "local", "full", "peft"]
 
@@ -60,7 +61,7 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
     """Parse the settings for a named shape or a folder.
 
     Args:
-        model: a key of ``SHAPES``, or a folder with a config.json.
+        model: a key of ``SHAPES``, or a folder with a config.json, or a hub id.
         overrides: ``"key=value"`` strings, the value in YAML.
 
     Raises:
@@ -92,7 +93,7 @@ def _checked(override: str) -> str:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return the model's config.json, of a named shape or from its folder.
+    """Return the model's config.json, of a named shape, from its folder or from the hub.
 
     Raises:
         ConfigError: the model is neither a named shape nor a Hugging Face folder.
@@ -100,7 +101,7 @@ def model_config(model: str) -> dict[str, Any]:
     if model in SHAPES:
         return SHAPES[model].config()
     try:
-        return read_model_shape(model)
+        return read_model_shape(local_model(model, config_only=True))
     except ConfigError as error:
         known = ", ".join(SHAPES)
         raise ConfigError(f"{error} or a named shape{nearest(model, SHAPES)} (known: {known})") from None

@@ -13,11 +13,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser("bench", help="measure speed and memory beside Hugging Face + PEFT")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="a training step on one device")
-    train.add_argument("model", metavar="MODEL_OR_SHAPE", help="Hugging Face folder, qwen3-0.6b, qwen3-8b or tiny")
+    train.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="sequences, length, r, steps, contenders, ...")
     train.add_argument("--profile", action="store_true", help="write a table of the top kernels of each contender")
     train.add_argument("--out", default="runs/bench", help="folder for logs, results and profiles")
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, online=True)
 
 
 def _train(arguments: argparse.Namespace) -> None:

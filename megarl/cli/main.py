@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = parse(parser(), sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int | None] = arguments.run
-    if run not in (_train, _resume, _config):  # these may download the model and the data that a recipe names
+    if not arguments.online:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # Imported late, so that --help imports nothing slow.
     from megarl.launch.processes import stop_on_sigterm
@@ -63,20 +63,22 @@ def parser() -> Parser:
         epilog=EXAMPLES,
     )
     top.add_argument("--version", action="version", version=f"megarl {megarl.__version__}")
+    # Commands that are online may download the model and the data that the user names.
+    top.set_defaults(online=False)
     commands = top.add_subparsers(required=True, metavar="COMMAND", title="commands")
     train = commands.add_parser("train", help="train a recipe", description="Train a recipe; prints the run folder.")
     train.add_argument("recipe", metavar="RECIPE", help="YAML recipe")
     train.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, online=True)
     resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, with its own settings")
     resume.add_argument("source", metavar="RUN", help="run folder")
     resume.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that replace the run's")
-    resume.set_defaults(run=_resume)
+    resume.set_defaults(run=_resume, online=True)
     show = commands.add_parser("config", help="show a recipe's settings, and which differ from the defaults")
     show.add_argument("source", metavar="RECIPE_OR_RUN", help="YAML recipe or run folder")
     show.add_argument("overrides", nargs="*", metavar="section.key=value", help=OVERRIDES)
     show.add_argument("--changed", action="store_true", help="only the settings that differ")
-    show.set_defaults(run=_config)
+    show.set_defaults(run=_config, online=True)
     export = commands.add_parser("export", help="write a run's adapter or merged model")
     export.add_argument("source", metavar="RUN", help="run folder")
     export.add_argument(

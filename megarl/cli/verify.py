@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "+ PEFT. Without --full: two AdamW updates on 4 samples (in bfloat16 80) instead of three on 10; every row "
         "stays.",
     )
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder")
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder or hub id")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="of parallel, lora, model and train, as in a recipe"
     )
@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--full", action="store_true", help="three updates on more samples; --matrix does it always")
     parser.add_argument("--ranks", type=int, help=f"with --matrix: layouts of at most so many ranks (default {RANKS})")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as Markdown")
-    parser.set_defaults(run=_verify)
+    parser.set_defaults(run=_verify, online=True)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -43,12 +43,14 @@ def _verify(arguments: argparse.Namespace) -> int:
     _check(arguments)
     from rich.console import Console
 
+    from megarl.hub import local_model
     from megarl.verify import report as output
     from megarl.verify.inputs.settings import verify_config
 
     full = arguments.full or arguments.matrix
     try:
-        config = verify_config(arguments.model, arguments.overrides, full=full)
+        model = local_model(arguments.model, config_only=arguments.matrix)
+        config = verify_config(model, arguments.overrides, full=full)
     except UnsupportedError as error:
         raise ConfigError(str(error)) from error
     with progress("importing torch, Megatron-Core and transformers") as report:

@@ -145,6 +145,21 @@ def test_weights_configs_and_tokenizer_are_downloaded_and_nothing_else(tmp_path:
     assert Path(again.stdout.strip()) == folder, again.stderr
 
 
+def test_python_and_the_other_commands_take_an_id_too(home: Path) -> None:
+    code = (
+        "from megarl.bench.settings import parse_settings\n"
+        "from megarl.hub import local_section\n"
+        "print(local_section('tiny/llama').path)\n"
+        "print(local_section({'path': 'tiny/llama', 'dtype': 'float32'}).dtype)\n"
+        "print(parse_settings('tiny/llama').model)\n"
+    )
+    said = ask("-c", code, HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    folder = home / "hub" / "models--tiny--llama" / "snapshots" / COMMIT
+    assert said.stdout.split() == [str(folder), "float32", "tiny/llama"], said.stderr
+    refused = ask("-m", "megarl.cli.main", "verify", "tiny/lama", "--matrix", HF_HOME=str(home), HF_HUB_OFFLINE="1")
+    assert refused.returncode == 2 and "HF_HUB_OFFLINE=1 forbids to download it" in refused.stderr
+
+
 def test_a_folder_is_a_folder_even_if_its_name_could_be_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
