@@ -7,6 +7,11 @@ from megarl.bench.settings import BenchSettings
 from megarl.types import Sample
 
 
+def loss_weights(settings: BenchSettings) -> np.ndarray:
+    """Return the loss weight of each sequence ``[S]``: the mean over all response tokens."""
+    return np.full(settings.sequences, 1.0 / settings.response_tokens)
+
+
 def make_samples(settings: BenchSettings, vocab: int) -> list[Sample]:
     """Make random sequences of equal length. A sequence feeds all its tokens but the last."""
     rng = np.random.default_rng(settings.seed)

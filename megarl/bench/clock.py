@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megarl.loss.base import Loss, LossOutput, TokenBatch
+
 GIB = 2**30
 
 
@@ -69,3 +71,15 @@ class Clock:
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+class MarkedLoss:
+    """A loss that marks the end of phase ``logprobs`` when it receives them."""
+
+    def __init__(self, loss: Loss, clock: Clock) -> None:
+        self._loss, self._clock = loss, clock
+
+    def __call__(self, logprobs_T: torch.Tensor, tokens: TokenBatch) -> LossOutput:
+        """Return the loss's own result."""
+        self._clock.mark("logprobs")
+        return self._loss(logprobs_T, tokens)

@@ -37,11 +37,13 @@ def build(name: Contender, settings: BenchSettings) -> Step:
         from megarl.bench.peft_step import PeftStep
 
         return PeftStep(settings)
+    if name == "full":
+        from megarl.bench.full_step import FullStep
+
+        return FullStep(settings, "te" if has_te() else "local")
     from megarl.bench.megarl_step import MegarlStep
 
-    if name != "full":
-        return MegarlStep(settings, name, full=False)
-    return MegarlStep(settings, "te" if has_te() else "local", full=True)
+    return MegarlStep(settings, name)
 
 
 def has_te() -> bool:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the same step in Hugging Face + PEFT, as its users write it: SDPA, full logits, torch's AdamW."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,8 +65,7 @@ class PeftStep:
 def _build(settings: BenchSettings, device: torch.device) -> Any:
     dtype = getattr(torch, settings.dtype)
     if settings.model not in SHAPES:
-        folder = Path(settings.model).expanduser()
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device)
+        return AutoModelForCausalLM.from_pretrained(settings.model, dtype=dtype, attn_implementation="sdpa").to(device)
     plain = model_config(settings.model)
     config = AutoConfig.for_model(plain.pop("model_type"), **plain)
     with device:

@@ -2,6 +2,7 @@
 """Settings of `megarl bench train`. Imports neither torch nor transformers, so that a typo is reported at once."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from omegaconf import OmegaConf
@@ -68,7 +69,7 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
         ConfigError: a shape, key or value is unknown.
         UnsupportedError: the model is a mixture of experts.
     """
-    tree: dict[str, Any] = {"model": model}
+    tree: dict[str, Any] = {"model": model if model in SHAPES else local_model(model)}
     if model in SHAPES:
         tree |= {"sequences": SHAPES[model].sequences, "length": SHAPES[model].length}
     try:
@@ -93,7 +94,7 @@ def _checked(override: str) -> str:
 
 
 def model_config(model: str) -> dict[str, Any]:
-    """Return the model's config.json, of a named shape, from its folder or from the hub.
+    """Return the model's config.json, of a named shape or from its folder.
 
     Raises:
         ConfigError: the model is neither a named shape nor a Hugging Face folder.
@@ -101,7 +102,7 @@ def model_config(model: str) -> dict[str, Any]:
     if model in SHAPES:
         return SHAPES[model].config()
     try:
-        return read_model_shape(local_model(model, config_only=True))
+        return read_model_shape(model)
     except ConfigError as error:
         known = ", ".join(SHAPES)
-        raise ConfigError(f"{error} or a named shape{nearest(model, SHAPES)} (known: {known})") from None
+        raise ConfigError(f"{error} or a named shape{nearest(Path(model).name, SHAPES)} (known: {known})") from None

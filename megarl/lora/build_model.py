@@ -2,7 +2,7 @@
 """Build a model with an adapter in one call."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from megarl.lora.apply import apply_lora
 from megarl.lora.files.peft_folder import load_peft_config
 from megarl.model.adapter import Attach
 from megarl.model.megatron_model import MegatronModel
+from megarl.model.weights.base_tensors import load_base
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, init_groups
 from megarl.parallel.rendezvous import ALONE
@@ -44,6 +45,7 @@ def build_model(
     parallel: ParallelConfig | Mapping[str, Any] | None = None,
     train: TrainConfig | Mapping[str, Any] | None = None,
     temperature: float = 1.0,
+    fill_base: Callable[..., None] = load_base,
 ) -> MegatronModel:
     """Build a frozen base model with a trainable adapter on this rank.
 
@@ -56,6 +58,7 @@ def build_model(
         train: the ``train`` section, of which ``device``, ``seed``, ``micro_batch_tokens`` and the optimizer's settings
             are used.
         temperature: the policy is ``softmax(logits / temperature)``.
+        fill_base: see ``MegatronModel``.
 
     Raises:
         ConfigError: a setting is wrong, or the number of processes is not the layout's.
@@ -79,7 +82,7 @@ def build_model(
         if start
         else PeftConfig(task_type="CAUSAL_LM", base_model_name_or_path=config.model.path, **config.lora.peft_settings())
     )
-    built = MegatronModel(config, groups, attach(peft_config, seed=config.train.seed))
+    built = MegatronModel(config, groups, attach(peft_config, seed=config.train.seed), fill_base)
     if start:
         built.load_adapter(start)
     return built

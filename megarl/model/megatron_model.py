@@ -6,7 +6,7 @@ the same result.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megarl.config import TrainerConfig, checks
-from megarl.errors import MegarlError, pick
+from megarl.errors import MegarlError, UnsupportedError, pick
 from megarl.loss.base import Loss
 from megarl.model import checkpoint
 from megarl.model.adapter import Attach
@@ -49,13 +49,18 @@ class MegatronModel(WeightExport):
         groups: this rank's process groups.
     """
 
-    def __init__(self, config: TrainerConfig, groups: Groups, attach: Attach) -> None:
+    def __init__(
+        self, config: TrainerConfig, groups: Groups, attach: Attach, fill_base: Callable[..., None] = load_base
+    ) -> None:
         """Build the model, load this rank's slices of the base weights, attach the adapters, make their optimizers.
 
         Args:
             config: the trainer's settings; ``RunConfig.trainer`` has those of a run.
             groups: process groups, from ``init_groups``.
             attach: function that puts the adapters on (from ``megarl.lora``).
+            fill_base: function that fills the base weights, with the arguments of ``load_base``. Another one than that
+                needs only a ``config.json`` in ``model.path``; such a model has no checkpoints, since they name
+                the base weights.
 
         Raises:
             ConfigError: ``model.family`` cannot be loaded, or it is not for this model.
@@ -71,7 +76,7 @@ class MegatronModel(WeightExport):
         if config.longest is not None:
             self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
         self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
-        load_base(self.chunks, config.model.path, self.hf_config, groups)
+        fill_base(self.chunks, config.model.path, self.hf_config, groups)
         attached = attach(self.chunks, self.hf_config, groups)
         several = list(attached) if isinstance(attached, Sequence) else [attached]
         self.adapters = {adapter.name: adapter for adapter in several}
@@ -90,7 +95,8 @@ class MegatronModel(WeightExport):
         self._work = sequence_work(self.hf_config)
         self._writer = BackgroundWriter()
         # Identified now, because the folder may be gone when the first checkpoint is saved. Only rank 0 stores it.
-        self._identity = identify(config.model.path) if groups.rank == 0 else {}
+        self._has_checkpoints = fill_base is load_base
+        self._identity = identify(config.model.path) if groups.rank == 0 and self._has_checkpoints else {}
         self._versions = dict.fromkeys(self.adapters, 0)
         self._pending: str | None = None
         for optimizer in self._optimizers.values():
@@ -234,7 +240,12 @@ class MegatronModel(WeightExport):
         Returns once the state is copied to rank 0's host memory; a thread writes it. The checkpoint appears under its
         name when it is complete. A failure is raised by the next call of ``save_checkpoint``, ``load_checkpoint`` or
         ``finish_checkpoint``.
+
+        Raises:
+            UnsupportedError: the base weights are not those of ``model.path``.
         """
+        if not self._has_checkpoints:
+            raise UnsupportedError("a model built with fill_base has no checkpoints; save_adapter writes its adapter")
         self._finish_param_gather()
         checkpoint.save(
             path,

@@ -27,7 +27,7 @@ def main() -> None:
     )
     settings = parse_settings("tiny", ["sequences=3", "length=200"])
     for backend in ("local", "te"):
-        step = MegarlStep(settings, backend, full=False)
+        step = MegarlStep(settings, backend)
         clock = Clock(step.device)
         for _ in range(2):
             clock.time(lambda step=step, clock=clock: step.step(clock))

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one training step of all weights: what LoRA is compared with.
+
+megarl trains adapters only, so this is put together from the parts of ``MegatronModel``.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.bench.batch import loss_weights, make_samples
+from megarl.bench.clock import Clock, MarkedLoss
+from megarl.bench.random_weights import fill_randomly
+from megarl.bench.settings import BenchSettings, model_config
+from megarl.bench.shapes import SHAPES
+from megarl.config import LossConfig, ModelConfig, ParallelConfig, TrainConfig
+from megarl.loss import build_loss
+from megarl.model.layers.build import build_chunks
+from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
+from megarl.model.optimizer.ddp import wrap_ddp
+from megarl.model.step.graphs import graphed
+from megarl.model.step.packing import MicroBatch, pack
+from megarl.model.step.schedule import Stepper, run_chunk, set_training
+from megarl.model.weights.base_tensors import load_base
+from megarl.parallel.device import pick_device
+from megarl.parallel.groups import init_groups
+from megarl.parallel.rendezvous import ALONE
+
+# Bytes per trained parameter: bf16 weight, fp32 gradient, main weight and two moments.
+TRAINED_BYTES = 18
+
+
+class FullStep:
+    """A model whose weights are all trained, ready to step. Has the interface of ``MegarlStep``."""
+
+    def __init__(self, settings: BenchSettings, backend: str) -> None:
+        self.device = pick_device(settings.device)
+        os.environ.update(ALONE)
+        groups = init_groups(ParallelConfig(), self.device, seed=settings.seed)
+        hf_config = model_config(settings.model)
+        choice = ModelConfig(path=settings.model, dtype=settings.dtype, backend=backend)  # type: ignore[arg-type]
+        train = TrainConfig(seed=settings.seed)
+        self._chunks = build_chunks(hf_config, choice, ParallelConfig(), groups, train)
+        if settings.model in SHAPES:
+            fill_randomly(self._chunks, settings.seed)
+        else:
+            load_base(self._chunks, Path(settings.model), hf_config, groups)
+        for chunk in self._chunks:
+            chunk.requires_grad_(True)
+        parameters = list(self._chunks[0].named_parameters())
+        trained = sum(parameter.numel() for _, parameter in parameters)
+        self._wrapped = wrap_ddp(self._chunks, train)
+        # If the optimizer's state cannot fit, the step ends with the gradients.
+        steps = _fits(trained, self.device)
+        self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
+        self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
+        self._stepper = Stepper(
+            self._wrapped,
+            groups,
+            vocab_size=hf_config["vocab_size"],
+            temperature=1.0,
+            keep_logits_gib=train.keep_logits_gib,
+        )
+        samples = make_samples(settings, hf_config["vocab_size"])
+        self._batch = pack(samples, loss_weights(settings), max_tokens=settings.tokens)
+        self._lr = train.learning_rate
+        self._loss = build_loss(LossConfig(importance_cap=None))
+        self.info: dict[str, Any] = {"backend": backend, "trained_parameters": trained, "optimizer": steps}
+        self._zero()
+
+    def step(self, clock: Clock) -> None:
+        """Run forward, logprobs and backward, and the optimizer if there is one."""
+        set_training(self._chunks, True)
+
+        def run(chunk: Any, item: MicroBatch) -> torch.Tensor:
+            hidden = self._run(chunk, item)
+            clock.mark("forward")
+            return hidden
+
+        self._stepper.run = run
+        metrics = self._stepper.forward_backward(self._batch, MarkedLoss(self._loss, clock))
+        clock.mark("backward")
+        if self._optimizer is None:
+            self._zero()
+        else:
+            self._optimizer.step(self._lr)
+            clock.mark("optimizer")
+        self.info["entropy"] = metrics["entropy"]  # waits for the device
+
+    def logprobs(self) -> None:
+        """Run a pass without gradient, and store the mean logprob."""
+        set_training(self._chunks, False)
+        self._stepper.run = self._run
+        self.info["logprob"] = float(np.concatenate(self._stepper.logprobs(self._batch)).mean())
+
+    def _zero(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+            return
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+
+
+def _fits(trained: int, device: torch.device) -> bool:
+    """Return True if weights, gradients and optimizer state leave half of the GPU for activations."""
+    if device.type == "cpu":
+        return True
+    return trained * TRAINED_BYTES < torch.cuda.get_device_properties(device).total_memory / 2
