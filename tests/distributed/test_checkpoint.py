@@ -253,3 +253,21 @@ def test_bad_adapters_are_refused_by_name_and_change_nothing(tmp_path):
     for name, message in expected.items():
         assert failures[name][0] == ("UnsupportedError" if name == "dora" else "AdapterError"), (name, failures[name])
         assert message in failures[name][1], (name, failures[name])
+
+
+def refused_checkpoint(folder: str) -> str:
+    """Return the error of saving a model whose base weights are not those of its folder."""
+    from megarl.lora import build_model
+
+    model = build_model(folder, fill_base=lambda chunks, path, hf_config, groups: None)
+    with pytest.raises(UnsupportedError) as refused:
+        model.save_checkpoint(Path(folder) / "checkpoint")
+    return str(refused.value)
+
+
+def test_a_checkpoint_needs_the_folder_of_the_base_weights(tmp_path):
+    make_model(tmp_path, "qwen3", tied=False)
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    [message] = run_ranks(refused_checkpoint, 1, str(tmp_path))
+    assert "save_adapter writes its adapter" in message
