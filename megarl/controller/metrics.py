@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.config import RunConfig, dump_config
 from megarl.controller.actor_handles import TrainerGroup
 from megarl.controller.background import Background
+from megarl.controller.checkpoint_keeper import CheckpointKeeper
 from megarl.controller.memory import MemoryWatch
 from megarl.controller.resumption import Resumption
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
 from megarl.controller.stall import StallWatch
-from megarl.files import FolderLock, append_line, discard, write_text, writing
+from megarl.controller.summary import summarise
+from megarl.files import FolderLock, append_line, write_text, writing
 from megarl.run_folder import (
     ADAPTER,
     CHECKPOINTS,
@@ -31,14 +31,8 @@ from megarl.run_folder import (
     SUMMARY,
     TENSORBOARD,
     checkpoints,
-    is_complete,
     step_of,
 )
-
-# Number of steps that reward_first and reward_last average over.
-ENDS = 3
-# Shorter than the 30 s within which a failed or interrupted run must end.
-RESCUE_SECONDS = 15.0
 
 
 class Recorder:
@@ -60,8 +54,7 @@ class Recorder:
         self.folder, self.config, self.screen = folder, config, screen
         self.rows: list[dict[str, Any]] = []
         self.syncs: list[SyncReport] = []
-        self._stops: list[float] = []
-        self._saving: Path | None = None
+        self._checkpoints = CheckpointKeeper(folder, config.train.keep_checkpoints)
         self._rollouts = Background("rollouts")
         self._example: tuple[str, str, float] | None = None
         self._stall = StallWatch()
@@ -209,44 +202,23 @@ class Recorder:
                 old.unlink(missing_ok=True)
 
     def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
-        """Start to save a checkpoint, after the one before is complete, and delete those that are not to be kept."""
+        """Start to save a checkpoint; see ``CheckpointKeeper.save``."""
         self.phase("checkpoint")
         self.check_folder()
-        target = self.folder / CHECKPOINTS / STEP.format(step)
-        if target.exists():  # from a session whose later steps were discarded
-            discard(target)
-        start = time.perf_counter()
-        self._saving = target
-        trainers.call("save_checkpoint", str(target), state)
-        self._stops.append(time.perf_counter() - start)
-        self._prune()
-
-    def _prune(self) -> None:
-        for old in checkpoints(self.folder)[: -self.config.train.keep_checkpoints]:
-            discard(old)
+        self._checkpoints.save(trainers, step, state)
 
     def rescue(self, trainers: TrainerGroup) -> None:
         """Wait until the checkpoint that is being written is complete, before the trainers are killed."""
-        target, self._saving = self._saving, None
-        if target is None or is_complete(target):
-            return
-        self.phase("finishing the checkpoint")
-        # Rank 0 answers at once unless it is busy or hangs; so the folder is checked too.
-        answer = trainers.start_on_rank_zero("finish_checkpoint")
-        deadline = time.monotonic() + RESCUE_SECONDS
-        while not is_complete(target) and not answer.done() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if not is_complete(target):
-            cause = answer.exception() if answer.done() else f"no answer within {RESCUE_SECONDS:.0f} s"
-            self.screen.say(f"checkpoint '{target}' is not complete: {cause or 'its save was interrupted'}")
+        if self._checkpoints.is_saving:
+            self.phase("finishing the checkpoint")
+            if problem := self._checkpoints.rescue(trainers):
+                self.screen.say(problem)
 
     def finish(self, trainers: TrainerGroup) -> dict[str, Any]:
         """Write the adapter, the summary and the plot; return the summary."""
         from megarl.controller.plot import plot_run
 
-        trainers.call("finish_checkpoint")
-        self._saving = None
-        self._prune()
+        self._checkpoints.finish(trainers)
         self.check_folder()
         trainers.call("save_adapter", str(self.folder / ADAPTER))
         device = sum(trainers.call("peak_device_gib"))
@@ -254,7 +226,7 @@ class Recorder:
             "seconds": time.perf_counter() - self._started,
             "peak_memory_gib": self.memory.stop(),
             "peak_device_memory_gib": device,
-            "checkpoint_stop_seconds": float(np.median(self._stops)) if self._stops else 0.0,
+            "checkpoint_stop_seconds": self._checkpoints.stop_seconds,
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
         summary |= {f"held_out_{when}": means for when, means in self._held_out().items()}
@@ -278,28 +250,3 @@ class Recorder:
         self._writer = None
         if self._lock:
             self._lock.release()
-
-
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Compute the run's headline numbers over all its steps."""
-    if not rows:
-        return {"steps": 0}
-
-    def series(name: str) -> np.ndarray:
-        return np.array([row[name] for row in rows if name in row], dtype=float)
-
-    mismatch = {}
-    if series("mismatch_mean").size:  # no step has it if every completion was masked (loss.truncated)
-        mismatch["mismatch_mean"] = float(series("mismatch_mean").mean())
-        mismatch["mismatch_max"] = float(series("mismatch_max").max())
-    return {
-        "steps": len(rows),
-        "reward_first": float(series("reward")[:ENDS].mean()),
-        "reward_last": float(series("reward")[-ENDS:].mean()),
-        "reward_max": float(series("reward").max()),
-        "groups_without_signal": float(series("groups_without_signal").mean()),
-        **mismatch,
-        "train_tokens_per_second": float(series("trained_tokens").sum() / series("seconds/train").sum()),
-        "sample_tokens_per_second": float(series("sampled_tokens").sum() / series("seconds/sample").sum()),
-        "sync_seconds": float(np.median(series("seconds/sync"))),
-    }

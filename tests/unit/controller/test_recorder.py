@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config, parse_config
-from megarl.controller.metrics import Recorder, summarise
+from megarl.controller.metrics import Recorder
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
+from megarl.controller.summary import summarise
 from megarl.errors import CheckpointError
 from megarl.run_folder import last_checkpoint
 from tests.helpers.models import make_model
