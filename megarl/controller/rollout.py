@@ -65,17 +65,23 @@ class Rollout:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Compute means over the step: reward, its spread, the task's own metrics, lengths, shares."""
+        """Compute means over the step: reward, its spread, the task's own metrics, lengths, shares.
+
+        ``reward_std`` is the mean of the groups' standard deviations. The extremes are those of single completions, and
+        advantages are those of all drawn groups, by completion or by token as ``loss.advantage`` gives them.
+        """
         flat = [reward for group in self.rewards for reward in group]
         completions = [completion for group in self.completions for completion in group]
         lengths = np.array([len(completion.response_ids) for completion in completions])
         scores = [np.array([reward.score for reward in group]) for group in self.rewards]
+        advantages = np.concatenate([np.ravel(advantage) for group in self.advantages for advantage in group])
         metrics = {
-            "reward": float(np.mean(np.concatenate(scores))),
+            **statistics("reward", np.concatenate(scores)),
             "trained_reward": float(np.mean(np.concatenate(self.scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
+            **statistics("advantage", advantages),
             "groups_without_signal": float(np.mean(np.logical_not(self.signals))),
-            "response_tokens": float(lengths.mean()),
+            **statistics("response_tokens", lengths),
             "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
             "sampled_tokens": float(lengths.sum()),
             "prompt_tokens": float(np.mean([len(prompt.ids) for prompt in self.prompts])),
@@ -114,6 +120,16 @@ class Rollout:
                         "logprobs": [float(value) for value in completion.logprobs],
                     }
                     handle.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def statistics(name: str, values: np.ndarray) -> dict[str, float]:
+    """Return mean (as ``name``), standard deviation, least and greatest of values ``[N]``, N > 0."""
+    return {
+        name: float(values.mean()),
+        f"{name}_std": float(values.std()),
+        f"{name}_min": float(values.min()),
+        f"{name}_max": float(values.max()),
+    }
 
 
 def score(

@@ -131,6 +131,10 @@ class TrainerRank:
         """See ``CheckpointEngineMixin``."""
         self.model.finish_sync()
 
+    def without_gradient(self) -> list[str]:
+        """See ``AdapterOptimizer.without_gradient``; not a collective."""
+        return self.model.optimizer.without_gradient()
+
     def peak_device_gib(self) -> float:
         """Return the most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""
         import torch

@@ -203,15 +203,19 @@ class MegatronModel(WeightExport):
         Args:
             lr: learning rate of this update.
 
+        Returns:
+            ``learning_rate``, and what ``AdapterOptimizer.step`` measured of the gradient: ``grad_norm``,
+            ``grad_tensors`` and ``adapter_tensors``.
+
         Raises:
             GradientError: the gradient norm is not finite. Nothing was updated.
             MegarlError: the accumulated gradient belongs to another adapter.
         """
         self._check_pending()
-        norm = self.optimizer.step(lr)
+        measured = self.optimizer.step(lr)
         self._pending = None
         self.version += 1
-        return {"grad_norm": norm, "learning_rate": lr}
+        return measured | {"learning_rate": lr}
 
     def forward(self, batch: PackedBatch, *, adapter: bool | str = True) -> list[np.ndarray]:
         """Compute the logprobs of the response tokens, without gradient and without dropout.

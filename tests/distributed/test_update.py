@@ -72,11 +72,54 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert not [key for key in actual if not torch.equal(actual[key], expected[key])], case
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(tmp_path):
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
     for dtype in ("float32", "bfloat16"):
-        make_model(tmp_path / dtype, "qwen3", tied=True, dtype=dtype)
-    make_model(tmp_path / "experts", "mixtral", tied=False, dtype="bfloat16", num_hidden_layers=2)
-    run_ranks(break_one_step, 2, str(tmp_path))
+        make_model(folder / dtype, "qwen3", tied=True, dtype=dtype)
+    make_model(folder / "experts", "mixtral", tied=False, dtype="bfloat16", num_hidden_layers=2)
+    return folder
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(models):
+    run_ranks(break_one_step, 2, str(models))
+
+
+def count(folder: str) -> None:
+    """On each rank, compare the count of matrices with a gradient with the whole gradient, at several layouts."""
+    from megarl.parallel.groups import leave_layout
+
+    layouts: list[tuple[str, dict[str, Any]]] = [
+        *(
+            (name, DATA | {"train": {"distributed_optimizer": d}})
+            for name in ("float32", "bfloat16")
+            for d in (False, True)
+        ),
+        ("float32", {"tensor": 2}),
+        ("bfloat16", {"pipeline": 2}),
+        ("experts", DATA | {"expert": 2, "train": {"distributed_optimizer": True}}),
+        ("experts", DATA | {"expert": 2}),
+    ]
+    for name, layout in layouts:
+        leave_layout()
+        model = build(Path(folder), layout, "float32" if name == "float32" else "bfloat16", name, lora_dropout=0.0)
+        shares = []
+        for step in range(3):
+            gradient(model, step)
+            nonzero = {key: bool((tensor != 0).any()) for key, tensor in model.gradients().items()}
+            measured = model.optim_step(LR)
+            assert (measured["grad_tensors"], measured["adapter_tensors"]) == (sum(nonzero.values()), len(nonzero))
+            idle = model.optimizer.without_gradient()
+            assert idle == sorted(key for key, found in nonzero.items() if not found)
+            shares.append(measured["grad_tensors"] / len(nonzero))
+        assert shares[0] <= 0.5  # B is 0 before the first update, so A has no gradient
+        assert name == "experts" or shares[1:] == [1.0, 1.0]
+        assert model.optim_step(LR)["grad_tensors"] == 0
+        assert model.optimizer.without_gradient() == idle, "a step without a gradient says nothing of the others"
+
+
+def test_matrices_with_a_gradient_are_counted_at_every_layout(models):
+    run_ranks(count, 2, str(models))
 
 
 def clip(folder: str) -> list[torch.Tensor]:

@@ -12,8 +12,9 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megarl.config import TrainConfig
 from megarl.errors import MegarlError, UnsupportedError
 from megarl.model.optimizer import optimizer_shards
+from megarl.model.optimizer.coverage import GradientMeter
 from megarl.model.optimizer.ddp import start_reductions
-from megarl.model.optimizer.fused_adamw import global_norm, update, use_fused_adamw
+from megarl.model.optimizer.fused_adamw import update, use_fused_adamw
 from megarl.parallel.device import cuda_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -104,6 +105,8 @@ class AdapterOptimizer:
         self._parts = optimizer_shards.parts_of(self.optimizer)
         use_fused_adamw(self._parts)
         self._shards = optimizer_shards.shards_of(self.optimizer)
+        self._meter = GradientMeter(self._parts, self.parameters, self._shards)
+        self._marks: torch.Tensor | None = None
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
@@ -120,16 +123,17 @@ class AdapterOptimizer:
             finalize_model_grads(self.chunks, None)
             self.reduced = True
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float) -> dict[str, float]:
         """Reduce the gradients over ranks, clip them, update the weights, clear the buffers.
 
-        The host waits for the device once, for the norm, after everything is launched.
+        The host waits for the device once, for the measurements, after everything is launched.
 
         Args:
             lr: learning rate of this update.
 
         Returns:
-            The gradient's global norm before clipping.
+            ``grad_norm``: the gradient's global norm before clipping; ``grad_tensors``: number of the adapter's
+            matrices, on all ranks, with a gradient other than 0; ``adapter_tensors``: number of all its matrices.
 
         Raises:
             GradientError: the norm is not finite. Nothing was updated, and the gradient is cleared.
@@ -137,15 +141,22 @@ class AdapterOptimizer:
         self.reduce_gradients()
         with cuda_names(), torch.no_grad():
             self.optimizer.prepare_grads()
-            norm = global_norm(self._parts, next(self.chunks[0].parameters()).device)
+            measured = self._meter.measure(next(self.chunks[0].parameters()).device)
             for part in self._parts:
-                update(part, norm, lr, self.max_norm)
+                update(part, measured[0], lr, self.max_norm)
         self.zero_grad()
-        value = float(norm)
-        if not math.isfinite(value):
-            raise GradientError(f"the gradient norm is {value}; the adapter was not updated")
+        norm, count = torch.stack([measured[0], measured[1:].count_nonzero()]).tolist()
+        if not math.isfinite(norm):
+            raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
         self._steps += 1
-        return value
+        if norm:
+            self._marks = measured[1:]
+        return {"grad_norm": norm, "grad_tensors": count, "adapter_tensors": float(len(self._meter.names))}
+
+    def without_gradient(self) -> list[str]:
+        """Return PEFT's names of the matrices, on all ranks, whose gradient was 0 in the last update that had one."""
+        marks = [] if self._marks is None else self._marks.tolist()
+        return [name for name, mark in zip(self._meter.names, marks, strict=False) if not mark]
 
     def finish_param_gather(self) -> None:
         """Wait until the model holds the last update. Collective.

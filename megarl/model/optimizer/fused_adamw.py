@@ -9,10 +9,7 @@ two values from device memory: the clipping factor, and a flag that skips the up
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-from megarl.parallel.mcore import gradients_for_norm
 
 # mcore's epsilon: keeps a zero gradient finite when it is clipped.
 CLIP_EPS = 1e-6
@@ -37,32 +34,12 @@ def use_fused_adamw(parts: list[Any]) -> None:
         part.optimizer.param_groups = groups
 
 
-def global_norm(parts: list[Any], device: torch.device) -> torch.Tensor:
-    """Return the gradient's norm over all ranks (as mcore's ``get_grad_norm``), float32 on the device. Collective.
-
-    Args:
-        parts: mcore's optimizers, with prepared gradients.
-        device: device of the model; needed where this rank trains nothing.
-    """
-    by_group: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for part in parts:
-        by_group.setdefault(part.get_grad_stats_parallel_group(), []).extend(gradients_for_norm(part))
-    total = torch.zeros((), device=device)
-    for group, gradients in by_group.items():
-        squares = torch.zeros((), device=device)
-        if gradients:
-            squares = torch.stack(torch._foreach_norm(gradients)).square().sum()
-        dist.all_reduce(squares, group=group)
-        total += squares
-    return total.sqrt()
-
-
 def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
     """Clip and update. Leaves weights, moments and step counters as they are if the norm is not finite.
 
     Args:
         part: one of mcore's optimizers, with prepared gradients.
-        norm: from ``global_norm``.
+        norm: from ``GradientMeter.measure``.
         lr: learning rate.
         max_norm: ``train.max_grad_norm``; 0 for no clipping.
     """

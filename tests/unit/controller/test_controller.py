@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the controller's pure parts: prompt order, schedule, scoring, splitting a rollout into updates."""
 
+import dataclasses
 import json
 import threading
 import time
@@ -115,6 +116,18 @@ def test_samples_are_exactly_the_samplers_tokens():
     assert [s.advantage for s in rollout.samples()] == [1.0, -1.0]
     assert rollout.metrics()["reward"] == 2.0
     assert rollout.metrics()["task/long"] == 0.5
+
+
+def test_rewards_advantages_and_lengths_have_their_spread_in_the_metrics():
+    answers = [completion([0, 9], ids) for ids in ([4, 5, 6], [7])]
+    rollout = run_score([answers])
+    measured = dataclasses.replace(rollout, advantages=[[np.array([2.0, 1.0, 0.0]), -1.0]]).metrics()
+    expected = {
+        "reward_min": 1.0, "reward_max": 3.0, "reward_std": 1.0,
+        "advantage": 0.5, "advantage_min": -1.0, "advantage_max": 2.0, "advantage_std": np.std([2.0, 1.0, 0.0, -1.0]),
+        "response_tokens": 2.0, "response_tokens_std": 1.0, "response_tokens_min": 1.0, "response_tokens_max": 3.0,
+    }  # fmt: skip
+    assert {name: measured[name] for name in expected} == pytest.approx(expected)
 
 
 def test_advantages_are_of_the_trained_scores_and_the_reward_stays_the_tasks():
