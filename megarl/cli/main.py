@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.cli import bench, completion, verify
+from megarl.cli import bench, completion, report, verify
 from megarl.cli.arguments import Parser, parse
 from megarl.errors import ConfigError, MegarlError
 
@@ -26,6 +26,7 @@ examples:
   megarl resume runs/RUN                                      go on from the last checkpoint
   megarl export runs/RUN --format peft --out adapter          the adapter, for PEFT and vLLM
   megarl export runs/RUN --format merged --out model          the model with the adapter merged
+  megarl report runs/RUN runs/OTHER --out page.html           curves and completions, as one page
   megarl verify MODEL parallel.tensor=2                       a layout against Hugging Face + PEFT
   megarl bench train qwen3-0.6b                               the speed of a training step
   eval "$(megarl completion bash)"                            complete commands and settings
@@ -86,6 +87,7 @@ def parser() -> Parser:
     )
     export.add_argument("--out", required=True, help="folder to write; must not exist")
     export.set_defaults(run=_export)
+    report.add_parser(commands)
     bench.add_parser(commands)
     verify.add_parser(commands)
     completion.add_parser(commands, parser)

@@ -6,14 +6,7 @@ from typing import Any
 
 import numpy as np
 
-# Panel title -> (metrics with their labels, axis label). The panels of reward and time are drawn separately.
-LINES = {
-    "loss": ({"loss": "loss"}, "loss"),
-    "gradient norm": ({"grad_norm": "before clipping"}, "norm"),
-    "entropy": ({"entropy": "of the policy"}, "nats per token"),
-    "length": ({"response_tokens": "mean of completions"}, "tokens"),
-    "mismatch": ({"mismatch_mean": "mean", "mismatch_max": "max"}, "|sampler - trainer| logprob (nats)"),
-}
+from megarl.report.panels import LINES, SHARES, names_with
 
 
 def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
@@ -32,12 +25,12 @@ def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
 
     figure, axes = plt.subplots(4, 2, figsize=(12, 13), sharex=True, layout="constrained")
     reward, *panels, phases, signal = axes.flat
-    tasks = {name: name.removeprefix("task/") for name in sorted(_names(rows, "task/"))}
+    tasks = {name: name.removeprefix("task/") for name in names_with(rows, "task/")}
     _draw(reward, rows, {"reward": "reward"} | tasks, "reward", "mean over the step")
     for panel, (title, (lines, unit)) in zip(panels, LINES.items(), strict=True):
         _draw(panel, rows, lines, title, unit)
     panels[-1].set_yscale("log")
-    _draw(signal, rows, {"groups_without_signal": "all rewards alike", "truncated": "truncated"}, "shares", "share")
+    _draw(signal, rows, SHARES, "shares", "share")
     signal.set_ylim(-0.05, 1.05)
     _stack(phases, rows)
     for axis in axes[-1]:
@@ -45,10 +38,6 @@ def plot_run(rows: list[dict[str, Any]], file: Path) -> None:
     figure.suptitle(file.parent.name)
     figure.savefig(file, dpi=100)
     plt.close(figure)
-
-
-def _names(rows: list[dict[str, Any]], prefix: str) -> set[str]:
-    return {name for row in rows for name in row if name.startswith(prefix)}
 
 
 def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: str, unit: str) -> None:
@@ -64,7 +53,7 @@ def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: s
 def _stack(axis: Any, rows: list[dict[str, Any]]) -> None:
     """Draw the seconds of each phase as stacked bars."""
     bottom = np.zeros(len(rows))
-    for name in sorted(_names(rows, "seconds/")):
+    for name in names_with(rows, "seconds/"):
         values = np.array([row.get(name, 0.0) for row in rows])
         axis.bar([row["step"] for row in rows], values, bottom=bottom, label=name.removeprefix("seconds/"))
         bottom += values

@@ -10,6 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megarl.report.panels import cells
+
 # Column title -> (metric, format, width).
 COLUMNS = {
     "step": ("step", "{:.0f}", 5),
@@ -122,36 +124,12 @@ def shorten(text: str, most: int) -> str:
     return line if len(line) <= most else f"{line[:kept]}...{line[-kept:]}"
 
 
-# Row title -> the keys in the summary, one for each value, and their format.
-ROWS = (
-    ("reward, first steps -> last steps", ("reward_first", "reward_last"), "{:.3f}"),
-    ("reward, best step", ("reward_max",), "{:.3f}"),
-    ("held-out reward, before -> after", ("held_out_before/reward", "held_out_after/reward"), "{:.3f}"),
-    ("held-out correct, before -> after", ("held_out_before/correct", "held_out_after/correct"), "{:.1%}"),
-    ("groups without signal", ("groups_without_signal",), "{:.0%}"),
-    ("prompts left out, too long", ("dropped_prompts",), "{}"),
-    ("mismatch of sampler and trainer, mean, max", ("mismatch_mean", "mismatch_max"), "{:.1e}"),
-    ("tokens per second, trained, sampled", ("train_tokens_per_second", "sample_tokens_per_second"), "{:,.0f}"),
-    ("sync, median s", ("sync_seconds",), "{:.2f}"),
-    ("training stopped for a checkpoint, median s", ("checkpoint_stop_seconds",), "{:.2f}"),
-    ("peak memory, of devices, GiB", ("peak_memory_gib", "peak_device_memory_gib"), "{:.1f}"),
-    ("seconds in all", ("seconds",), "{:.0f}"),
-)
-
-
 def summary_table(summary: Mapping[str, Any]) -> Table:
     """Build a table of the main numbers of ``summary.json``, one row each. A missing number has no row."""
     table = Table(title=f"{summary['steps']} steps", title_justify="left", show_header=False, pad_edge=False, box=None)
     table.add_column()
     table.add_column(justify="right")
     table.add_column(justify="right")
-    flat = dict(summary) | {
-        f"{outer}/{name}": value
-        for outer, inner in summary.items()
-        if isinstance(inner, Mapping)
-        for name, value in inner.items()
-    }
-    for title, names, form in ROWS:
-        if cells := [form.format(flat[name]) for name in names if isinstance(flat.get(name), int | float)]:
-            table.add_row(title, *cells)
+    for title, values in cells(summary).items():
+        table.add_row(title, *values)
     return table

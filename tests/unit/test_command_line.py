@@ -58,7 +58,7 @@ def test_help_names_every_command_and_the_version_is_the_packages(capsys):
         main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    for command in ("train", "resume", "config", "export", "bench", "verify", "completion"):
+    for command in ("train", "resume", "config", "report", "export", "bench", "verify", "completion"):
         assert re.search(rf"\n    {command}\s+\w", text)  # with its line of help
         assert f"megarl {command} " in text  # in an example
     with pytest.raises(SystemExit):

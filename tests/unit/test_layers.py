@@ -40,13 +40,14 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.receiver*"},
-    "controller": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
+    "report": COMMON,
+    "controller": COMMON | {"report", "parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
     "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
     "bench": COMMON | {"parallel", "loss", "model", "lora"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
-    | {"bench", "verify"},
+    | {"bench", "verify", "report"},
 }
 
 # Package -> the only parts that may import it (a trailing * stands for any ending).
@@ -70,6 +71,7 @@ NEVER: dict[str, set[str]] = {
         "torch_addons",
         "config",
         "tasks",
+        "report",
     )
 }
 
