@@ -80,6 +80,11 @@ class TrainConfig(Section):
     """Limit of all updates of one step, seconds."""
     save_seconds: float = Field(1800.0, gt=0.0)
     """Limit of saving or loading a checkpoint or the adapter, seconds."""
+    trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    """Trackers that the run's config, metrics and summary are sent to: ``tensorboard``, ``wandb``, ``mlflow``,
+    ``swanlab``, ``trackio``, each through its own library; or ``file.py:Name`` for a tracker of your own."""
+    tracker_project: str = Field("megarl", min_length=1)
+    """Project (MLflow: experiment) of the run in trackers that have projects."""
     max_mismatch: float | None = Field(None, gt=0.0)
     """The run stops if a step's mean |sampler - trainer| logprob difference exceeds this."""
     resume: str | None = None

@@ -4,11 +4,13 @@
 import json
 import shlex
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.config import RunConfig, dump_config
+from megarl.config.resume import settings_of
 from megarl.controller.actor_handles import TrainerGroup
 from megarl.controller.background import Background
 from megarl.controller.checkpoint_keeper import CheckpointKeeper
@@ -17,7 +19,10 @@ from megarl.controller.resumption import Resumption
 from megarl.controller.rollout import Rollout
 from megarl.controller.screen import Screen
 from megarl.controller.stall import StallWatch
-from megarl.controller.summary import summarise
+from megarl.controller.summary import coverage, summarise
+from megarl.controller.trackers.base import TrackedRun
+from megarl.controller.trackers.feeds import Feeds
+from megarl.errors import first_few
 from megarl.files import FolderLock, append_line, write_text, writing
 from megarl.run_folder import (
     ADAPTER,
@@ -29,14 +34,13 @@ from megarl.run_folder import (
     ROLLOUTS,
     STEP,
     SUMMARY,
-    TENSORBOARD,
     checkpoints,
     step_of,
 )
 
 
 class Recorder:
-    """Writes the run folder and the TensorBoard events, and shows progress on the screen.
+    """Writes the run folder, feeds the trackers, and shows progress on the screen.
 
     Attributes:
         folder: the run folder.
@@ -60,7 +64,8 @@ class Recorder:
         self._stall = StallWatch()
         self.memory = MemoryWatch()
         self._lock: FolderLock | None = None
-        self._writer: Any = None
+        self._begun = False
+        self._feeds = Feeds(config.train.trackers, partial(screen.say, style="bold yellow"))
         self._dropped: int | None = None
         self._started = time.perf_counter()
 
@@ -83,9 +88,8 @@ class Recorder:
 
         Raises:
             CheckpointError: the folder cannot be written.
+            ConfigError: a tracker of a new run cannot be opened.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
         with writing(self.folder):
             if resumption:
                 resumption.apply()
@@ -95,8 +99,12 @@ class Recorder:
             # Without the settings of this resume, so that the saved config is the run's after any number of resumes.
             train = self.config.train.model_copy(update={"resume": None, "resume_step": None, "resume_changes": []})
             write_text(self.folder / CONFIG, dump_config(self.config.model_copy(update={"train": train})))
-            after = resumption.step + 1 if resumption else None
-            self._writer = SummaryWriter(str(self.folder / TENSORBOARD), purge_step=after)
+        self._begun = True
+        step = resumption.step if resumption else 0
+        run = TrackedRun(
+            self.folder, self.folder.name, self.config.train.tracker_project, settings_of(self.config), step
+        )
+        self._feeds.open(run)
 
     def phase(self, name: str) -> None:
         """Show the current phase."""
@@ -139,18 +147,16 @@ class Recorder:
         return seconds
 
     def step(self, row: dict[str, Any]) -> None:
-        """Write one step's metrics to all files and show them.
+        """Write one step's metrics, send them to the trackers and show them.
 
         Raises:
-            CheckpointError: the disk is full, or the folder was deleted. The files then end with the step before.
+            CheckpointError: the disk is full, or the folder was deleted. The file then ends with the step before.
         """
         self.check_folder()
         with writing(self.folder / METRICS):
             append_line(self.folder / METRICS, json.dumps(row))
         self.rows.append(row)
-        with writing(self.folder / TENSORBOARD):
-            for name, value in row.items():
-                self._writer.add_scalar(name, value, row["step"])
+        self._feeds.log(row)
         self.screen.step(row)
         if self._example:
             self.screen.completion(*self._example)
@@ -159,7 +165,7 @@ class Recorder:
 
     def say_how_to_go_on(self) -> None:
         """Show the folder of a run that ended early, and the command that continues it."""
-        if self._writer is None:  # the folder holds nothing of this run
+        if not self._begun:  # the folder holds nothing of this run
             return
         saved = checkpoints(self.folder)
         advice = "it holds no checkpoint yet: start it again"
@@ -222,6 +228,7 @@ class Recorder:
         self.check_folder()
         trainers.call("save_adapter", str(self.folder / ADAPTER))
         device = sum(trainers.call("peak_device_gib"))
+        self._say_coverage(trainers)
         summary = summarise(self.rows) | {
             "seconds": time.perf_counter() - self._started,
             "peak_memory_gib": self.memory.stop(),
@@ -236,17 +243,25 @@ class Recorder:
             write_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         with writing(self.folder / PLOT):
             plot_run(self.rows, self.folder / PLOT)
+        self.phase("trackers")
+        self._feeds.finish(summary)
         self.close()
         return summary
 
+    def _say_coverage(self, trainers: TrainerGroup) -> None:
+        """Say if matrices of the adapter had no gradient in the last step that had one, and name the first of them."""
+        counts = coverage(self.rows)
+        if counts and counts["grad_tensors"] < counts["adapter_tensors"]:
+            names = trainers.call("without_gradient")[0]
+            self.screen.say(
+                f"{counts['adapter_tensors'] - counts['grad_tensors']:.0f} of the adapter's "
+                f"{counts['adapter_tensors']:.0f} matrices had no gradient in the last step:\n{first_few(names)}",
+                style="bold yellow",
+            )
+
     def close(self) -> None:
-        """Close the files, stop the threads and unlock the folder. Safe to call twice."""
+        """Close the trackers, stop the threads and unlock the folder. Safe to call twice."""
         self.memory.stop()
-        try:
-            if self._writer:
-                self._writer.close()
-        except OSError as error:  # a full disk: the error before says so too, and this one must not hide it
-            self.screen.say(f"'{self.folder / TENSORBOARD}' is incomplete: {error}")
-        self._writer = None
+        self._feeds.finish(None)
         if self._lock:
             self._lock.release()

@@ -31,4 +31,13 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "train_tokens_per_second": float(series("trained_tokens").sum() / series("seconds/train").sum()),
         "sample_tokens_per_second": float(series("sampled_tokens").sum() / series("seconds/sample").sum()),
         "sync_seconds": float(np.median(series("seconds/sync"))),
+        **coverage(rows),
     }
+
+
+def coverage(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return ``grad_tensors`` and ``adapter_tensors`` of the last step with a gradient; nothing if no step had one."""
+    for row in reversed(rows):
+        if row.get("grad_norm") and not row.get("skipped_backward"):
+            return {name: row[name] for name in ("grad_tensors", "adapter_tensors") if name in row}
+    return {}

@@ -8,6 +8,7 @@ import torch
 
 from megarl.checkpoint_engine.base import load_transport
 from megarl.config import RunConfig
+from megarl.controller.trackers import check_trackers
 from megarl.files import user_path
 from megarl.hub import local_model
 from megarl.lora.section import check_section
@@ -24,13 +25,14 @@ from megarl.tasks.options import absolute_files
 def check_names(config: RunConfig) -> None:
     """Refuse unknown names and what the sampler cannot do, before any actor starts; an actor would fail a minute later.
 
-    Checked are the loss, the transport and the model family.
+    Checked are the loss, the transport, the trackers and the model family.
 
     Raises:
         ConfigError, UnsupportedError: the message names the nearest registered name, or what is supported.
     """
     build_loss(config.loss)
     build_advantages(config.loss)
+    check_trackers(config.train.trackers)
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
     check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
@@ -55,5 +57,7 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     loss = config.loss.model_copy(update=absolute_plugins)
     transport = absolute(config.checkpoint_engine.transport, "checkpoint_engine.transport", recipe_dir)
     engine = config.checkpoint_engine.model_copy(update={"transport": transport})
-    sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine}
+    trackers = [absolute(spec, "train.trackers", recipe_dir) for spec in config.train.trackers]
+    train = config.train.model_copy(update={"trackers": trackers})
+    sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine, "train": train}
     return config.model_copy(update=sections)

