@@ -21,7 +21,7 @@ class MlflowTracker:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        self._client = MlflowClient()
+        self._client, self._step = MlflowClient(), run.step
         if run.id:
             self.id = run.id
             self._client.update_run(self.id, status="RUNNING")
@@ -37,21 +37,19 @@ class MlflowTracker:
 
     def log(self, row: Mapping[str, float]) -> None:
         """Send a row."""
-        self._send(row, int(row["step"]))
         self._step = int(row["step"])
-
-    _step = 0
+        self._send(row)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Send the summary as metrics, and end the run."""
-        self._send({f"summary/{name}": value for name, value in numbers(summary or {}).items()}, self._step)
+        self._send({f"summary/{name}": value for name, value in numbers(summary or {}).items()})
         self._client.set_terminated(self.id, "FINISHED" if summary is not None else "FAILED")
 
-    def _send(self, values: Mapping[str, float], step: int) -> None:
+    def _send(self, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         # Names of a task's own metrics may hold characters that MLflow refuses.
-        metrics = [Metric(re.sub(r"[^\w\-. /]", "_", name), float(v), now, step) for name, v in values.items()]
+        metrics = [Metric(re.sub(r"[^\w\-. /]", "_", name), float(v), now, self._step) for name, v in values.items()]
         if metrics:
             self._client.log_batch(self.id, metrics=metrics)

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.controller.trackers.base import TrackedRun
+from megarl.report.panels import numbers
 
 
 class TrackioTracker:
-    """A run of trackio, which knows it by its name."""
+    """A run of trackio, which knows a resumed run by its name."""
 
     def __init__(self, run: TrackedRun) -> None:
         import trackio
@@ -18,13 +19,18 @@ class TrackioTracker:
             project=os.environ.get("TRACKIO_PROJECT", run.project),
             name=run.name,
             config={**run.config, "folder": str(run.folder)},
-            resume="allow",
+            resume="allow" if run.id else "never",
         )
+        self.id = run.name
+        self._step = run.step
 
     def log(self, row: Mapping[str, float]) -> None:
         """Send a row."""
-        self._run.log({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
+        self._step = int(row["step"])
+        self._run.log({name: value for name, value in row.items() if name != "step"}, step=self._step)
 
     def finish(self, summary: Mapping[str, Any] | None) -> None:
         """Send the summary, and wait until everything is sent."""
+        if summary is not None:
+            self._run.log({f"summary/{name}": value for name, value in numbers(summary).items()}, step=self._step)
         self._run.finish()

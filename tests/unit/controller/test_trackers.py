@@ -5,6 +5,7 @@ The libraries are optional; a test of one that is not installed is skipped. Each
 """
 
 import json
+import re
 import signal
 import sqlite3
 import struct
@@ -233,11 +234,11 @@ def test_trackio_in_its_local_data_base(tmp_path, said, monkeypatch):
     two_sessions("trackio", tmp_path, said)
     [file] = (tmp_path / "trackio").glob("megarl*.db")
     with sqlite3.connect(file) as base:
-        rows = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
+        found = base.execute("select run_name, step, metrics from metrics order by step").fetchall()
         [(config,)] = base.execute("select config from configs").fetchall()
-    assert [
-        (name, step, json.loads(text).get("reward")) for name, step, text in rows if "reward" in json.loads(text)
-    ] == [("run", n, n / 4) for n in (1, 2, 3, 4)]
+    rows = [(name, step, json.loads(text)) for name, step, text in found]
+    assert [(*place, row["reward"]) for *place, row in rows[:4]] == [("run", n, n / 4) for n in (1, 2, 3, 4)]
+    assert rows[4][:2] == ("run", 4) and rows[4][2]["summary/reward_last"] == 0.75 and len(rows) == 5
     assert json.loads(config)["lora.r"] == 8
 
 
@@ -247,3 +248,10 @@ def test_swanlab_offline(tmp_path, said, monkeypatch):
     handler = signal.getsignal(signal.SIGINT)
     first, second = two_sessions("swanlab", tmp_path, said)
     assert first == second and signal.getsignal(signal.SIGINT) is handler
+    files = [path.read_bytes() for path in sorted((tmp_path / "swanlog").glob(f"run-*-{first}/*.swanlab"))]
+    # A scalar's record: its key, step, type, time, and the value as a double.
+    scalars = re.findall(rb'\n\x06reward\x10(.)\x18\x01".{9,14}?\*\t\t(.{8})', b"".join(files), re.DOTALL)
+    assert [(step[0], *struct.unpack("<d", value)) for step, value in scalars] == [(n, n / 4) for n in (1, 2, 3, 4)]
+    assert len(files) == 2 and b"summary/reward_last" in files[1]
+    configs = [path.read_text() for path in (tmp_path / "swanlog").glob(f"run-*-{first}/files/config.yaml")]
+    assert all("lora.r:" in config and f"value: {tmp_path}\n" in config for config in configs)
