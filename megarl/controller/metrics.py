@@ -104,6 +104,7 @@ class Recorder:
         run = TrackedRun(
             self.folder, self.folder.name, self.config.train.tracker_project, settings_of(self.config), step
         )
+        self.phase("trackers")  # some take seconds to import
         self._feeds.open(run)
 
     def phase(self, name: str) -> None:
