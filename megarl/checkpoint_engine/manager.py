@@ -68,7 +68,7 @@ class SyncReport:
 
     Attributes:
         version: policy version.
-        kind: ``"adapter"`` or ``"base"``.
+        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
         nbytes: bytes of all tensors, counted once (not per receiver).
         count: number of tensors.
         checksum: checksum of the transfer.
@@ -100,8 +100,8 @@ class CheckpointEngineManager:
 
         Args:
             version: policy version.
-            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk) and after the base
-                changed; ``"adapter"`` after every update.
+            kind: ``"base"`` once before the first version (unless vLLM read the base from disk) and after the base
+                changed; ``checkpoint_engine.content`` then, and after every update.
 
         Raises:
             WeightSyncError: the sync failed; the message names the participant, the phase and the cause. No sampler

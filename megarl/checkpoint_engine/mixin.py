@@ -30,6 +30,14 @@ class CheckpointEngineMixin:
         """Yield full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective."""
         raise NotImplementedError(f"{type(self).__name__} must define export_weights")
 
+    def export_merged(self, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield full tensors, base plus adapter, under Hugging Face's names, on every rank. Collective.
+
+        Args:
+            changed_only: True leaves out the blocks that the adapter does not change.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define export_merged")
+
     def export_adapter_config(self) -> dict[str, Any]:
         """Return the adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
         raise NotImplementedError(f"{type(self).__name__} must define export_adapter_config")
@@ -43,7 +51,7 @@ class CheckpointEngineMixin:
 
         Args:
             version: policy version of the weights.
-            kind: ``"adapter"`` or ``"base"``.
+            kind: ``"adapter"``, ``"base"`` or ``"merged"``.
             config: transport, bucket size, time limit.
             receivers: number of vLLM workers over all engines.
 
@@ -79,7 +87,10 @@ class CheckpointEngineMixin:
             raise WeightSyncError("send_weights was called without prepare_sync")
         (version, kind, config), self._sync = self._sync, None
         self._check_version(version)
-        weights = self.export_weights(adapter_only=kind == "adapter")
+        if kind == "merged":
+            weights = self.export_merged(changed_only=True)
+        else:
+            weights = self.export_weights(adapter_only=kind == "adapter")
         if self._sender is None:
             _run_to_end(weights)
             return None

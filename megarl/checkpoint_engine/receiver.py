@@ -12,13 +12,13 @@ from typing import Any
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 
-from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe, receiver_router
+from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe, receiver_plain, receiver_router
 from megarl.checkpoint_engine.base import open_receiver
-from megarl.checkpoint_engine.receiver_base import load_base
+from megarl.checkpoint_engine.receiver_base import load_weights
 from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
 from megarl.checkpoint_engine.receiver_moe import check_engine
 from megarl.checkpoint_engine.stream import Inbox
-from megarl.checkpoint_engine.wire import Receipt
+from megarl.checkpoint_engine.wire import Receipt, check_sync
 from megarl.errors import MegarlError, WeightSyncError
 
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
@@ -37,23 +37,29 @@ class ReceiverExtension:
     rank: int
     _megarl_staged: dict[int, StagedAdapter]
 
-    def megarl_start(self) -> int:
+    def megarl_start(self, merged: bool) -> int:
         """Make vLLM read adapters from the staged ones instead of from disk. Returns this worker's rank.
 
+        Args:
+            merged: True if merged weights will come, which need an engine without LoRA.
+
         Raises:
-            WeightSyncError: the engine was started without LoRA.
+            WeightSyncError: the engine was started without LoRA, or, for merged weights, with it.
             UnsupportedError: the engine holds experts in a layout that is not tested.
         """
-        manager = getattr(self.model_runner, "lora_manager", None)
-        if manager is None:
-            raise WeightSyncError("the engine was started without enable_lora")
-        check_engine(manager._adapter_manager)
         self._megarl_staged = {}
+        manager = getattr(self.model_runner, "lora_manager", None)
+        if merged != (manager is None):
+            raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
+        if manager is None:
+            receiver_plain.check_engine(self.model_runner.get_model())
+            return self.rank
+        check_engine(manager._adapter_manager)
         manager._load_adapter = self._megarl_load_adapter
         return self.rank
 
     def megarl_receive(self, endpoint: bytes, first: int) -> bytes:
-        """Receive one transfer. An adapter is staged, a base is loaded.
+        """Receive one transfer. An adapter is staged, a base or merged weights are loaded.
 
         Args:
             endpoint: the sender's endpoint as JSON.
@@ -70,8 +76,12 @@ class ReceiverExtension:
         announced = json.loads(endpoint)
         receiver = open_receiver(announced, index)
         try:
+            check_sync(announced["version"], announced["kind"])
             inbox = Inbox(receiver, index)
-            receipt = self._megarl_take_base(inbox) if announced["kind"] == "base" else self._megarl_take_adapter(inbox)
+            if announced["kind"] == "adapter":
+                receipt = self._megarl_take_adapter(inbox)
+            else:
+                receipt = self._megarl_load(inbox, whole=announced["kind"] == "base")
             for asked in ("version", "kind"):
                 if getattr(receipt, asked) != announced[asked]:
                     raise WeightSyncError(
@@ -99,7 +109,8 @@ class ReceiverExtension:
 
     def megarl_resident(self) -> tuple[list[int], list[int]]:
         """Return the LoRA ids that are staged, and those that vLLM holds."""
-        return sorted(self._megarl_staged), sorted(self.model_runner.lora_manager.list_adapters())
+        manager = getattr(self.model_runner, "lora_manager", None)
+        return sorted(self._megarl_staged), sorted(manager.list_adapters()) if manager else []
 
     def _megarl_take_adapter(self, inbox: Inbox) -> Receipt:
         """Stage an adapter. Its tensors are cloned, because a view would keep the transport's bucket alive."""
@@ -109,10 +120,10 @@ class ReceiverExtension:
         self._megarl_staged[manifest.version + 1] = stage_adapter(manager, tensors, manifest.adapter_config or {})
         return receipt
 
-    def _megarl_take_base(self, inbox: Inbox) -> Receipt:
-        """Load base weights as they arrive."""
+    def _megarl_load(self, inbox: Inbox, whole: bool) -> Receipt:
+        """Load weights as they arrive: those of the whole model, or of the blocks that came."""
         self._megarl_staged.clear()
-        load_base(self.model_runner, self.vllm_config, inbox)
+        load_weights(self.model_runner, self.vllm_config, inbox, whole=whole)
         return inbox.finish()[1]
 
     def _megarl_load_adapter(self, request: LoRARequest) -> Any:

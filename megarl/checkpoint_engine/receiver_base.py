@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load base weights into a running vLLM model, tensor by tensor, and check that every parameter was covered.
+"""Load base or merged weights into a running vLLM model, tensor by tensor, and check that all are covered.
 
 vLLM keeps parameters in the kernels' own layout (prepacked on CPU). Weights therefore go through its layerwise reload,
 which restores the checkpoint's layout, and loads and processes one layer at a time into the same storage. vLLM's reload
 silently keeps the old value of a parameter that no tensor reaches; here that raises.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -16,8 +18,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megarl.checkpoint_engine import receiver_moe
-from megarl.checkpoint_engine.receiver_lora import rename_mapper
+from megarl.checkpoint_engine import receiver_moe, receiver_plain
+from megarl.checkpoint_engine.receiver_lora import output_sizes, rename_mapper
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
@@ -25,39 +27,62 @@ from megarl.errors import WeightSyncError
 Named = tuple[str, torch.Tensor]
 
 
-def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
-    """Replace every base parameter. All adapters are dropped.
+class Target(NamedTuple):
+    """Where a tensor goes: the name by which ``model.load_weights`` takes it, and the module that holds it."""
+
+    load: str
+    layer: str
+
+
+class Layout(NamedTuple):
+    """How a model takes weights.
+
+    Attributes:
+        targets: each tensor's Hugging Face name, as vLLM renames it -> its target.
+        shapes: shapes of linears' and experts' weights by the same names. vLLM pads or cuts some others silently.
+        loading: context in which the model loads.
+    """
+
+    targets: dict[str, Target]
+    shapes: dict[str, tuple[int, int]]
+    loading: AbstractContextManager
+
+
+def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, whole: bool) -> None:
+    """Replace parameters of the model. All adapters are dropped.
 
     Args:
         runner: vLLM's model runner.
         vllm_config: the worker's config.
         weights: (Hugging Face name, full tensor) pairs, read one by one.
+        whole: True requires every tensor of the model; False the tensors of whole layers of vLLM, where q, k and v are
+            one layer, gate and up, and all experts of a block. The other layers keep their values.
 
     Raises:
         WeightSyncError: the model lacks a tensor, a tensor is not finite or has a wrong shape, or no tensor reached a
             parameter. The model is then partly replaced and must not be used.
         UnsupportedError: the experts are in a layout that a reload would not restore.
     """
-    model, inner = runner.get_model(), runner.lora_manager._adapter_manager
-    names = load_names(model, inner)
-    expert_shapes = receiver_moe.base_shapes(inner)
+    model = runner.get_model()
+    targets, shapes, loading = layout_of(model, getattr(runner, "lora_manager", None))
     mapper = rename_mapper(model)
-    pending = set(names)
+    pending = set(targets)
 
     def checked() -> Iterator[Named]:
-        """Yield the tensors under the names by which vLLM loads them. Raises as ``load_base`` does."""
+        """Yield the tensors under the names by which vLLM loads them. Raises as ``load_weights`` does."""
         for name, tensor in weights:
             mapped = mapper._map_name(name) if mapper is not None else name
             if mapped not in pending:
                 raise WeightSyncError(f"tensor '{name}' came twice or is no parameter of the model")
             if not is_finite(tensor):
                 raise WeightSyncError(f"tensor '{name}' holds a value that is not finite")
-            if (shape := tuple(tensor.shape)) != expert_shapes.get(mapped, shape):
-                raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {expert_shapes[mapped]}")
+            if (shape := tuple(tensor.shape)) != shapes.get(mapped, shape):
+                raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {shapes[mapped]}")
             pending.discard(mapped)
-            yield (name if mapped == names[mapped] else names[mapped]), tensor
+            load = targets[mapped].load
+            yield (name if mapped == load else load), tensor
 
-    with set_current_vllm_config(vllm_config), torch.device(runner.device), receiver_moe.loading_base(inner):
+    with set_current_vllm_config(vllm_config), torch.device(runner.device), loading, _quiet(not whole):
         owners = _owners(model)
         initialize_layerwise_reload(model)
         try:
@@ -65,10 +90,12 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
         except (AssertionError, ValueError, RuntimeError) as error:
             if isinstance(error, WeightSyncError):
                 raise
-            raise WeightSyncError(f"vLLM refused a base tensor (wrong shape?): {error!r}") from error
-        untouched = [name for name, layer in owners.items() if _is_untouched(layer)]
+            raise WeightSyncError(f"vLLM refused a tensor (wrong shape?): {error!r}") from error
+        came = owners if whole else {targets[name].layer for name in targets.keys() - pending}
+        untouched = [name for name, layer in owners.items() if name in came and _is_untouched(layer)]
         finalize_layerwise_reload(model, vllm_config.model_config)
         _repack_tied(model, owners)
+    pending = {name for name in pending if whole or targets[name].layer in came}
     if pending:
         raise WeightSyncError(f"parameters that no tensor reached: {listed(pending)}")
     if untouched:
@@ -76,33 +103,67 @@ def load_base(runner: Any, vllm_config: Any, weights: Iterable[Named]) -> None:
     _drop_adapters(runner)
 
 
-def load_names(model: Any, inner: Any) -> dict[str, str]:
-    """Map each unfused parameter's name to the name by which ``model.load_weights`` takes it.
+def layout_of(model: Any, manager: Any) -> Layout:
+    """Return how a model takes weights, with or without LoRA.
 
     vLLM 0.26 has no ``load_weights`` on its LoRA wrappers and needs ``.base_layer.`` in the names of wrapped modules.
 
     Args:
         model: vLLM's model.
-        inner: vLLM's LoRA model manager.
+        manager: vLLM's worker LoRA manager; None in an engine without LoRA.
     """
     plain = hasattr(BaseLayerWithLoRA, "load_weights")
-    packed = getattr(model, "packed_modules_mapping", {})
-    names: dict[str, str] = {}
-    stacked: set[str] = set()
-    for experts, _, parts in receiver_moe.experts_of(inner):
-        names |= receiver_moe.base_names(experts, parts, plain)
-        stacked |= {f"{experts}.base_layer.routed_experts.{weight}" for weight in receiver_moe.BASE_WEIGHTS}
+    layout = _experts_layout(model, manager, plain)
+    stacked = {f"{target.layer}.{weight}" for target in layout.targets.values() for weight in receiver_moe.BASE_WEIGHTS}
     for parameter, _ in model.named_parameters():
         if parameter in stacked:
             continue
-        name = parameter.replace(".base_layer.", ".")
-        module, _, leaf = name.rpartition(".")
-        parent, _, last = module.rpartition(".")
-        for part in packed.get(last, [last]):
-            unfused = f"{parent}.{part}" if parent else part
-            wrapped = parameter != name and not plain
-            names[f"{unfused}.{leaf}"] = f"{unfused}.base_layer.{leaf}" if wrapped else f"{unfused}.{leaf}"
-    return names
+        layer, _, leaf = parameter.rpartition(".")
+        below = ".base_layer" if ".base_layer." in parameter and not plain else ""
+        for name, shape in _unfused(model, layer):
+            layout.targets[f"{name}.{leaf}"] = Target(f"{name}{below}.{leaf}", layer)
+            if leaf == "weight" and shape:
+                layout.shapes[f"{name}.{leaf}"] = shape
+    return layout
+
+
+def _experts_layout(model: Any, manager: Any, plain: bool) -> Layout:
+    """Return the experts' part of a layout. ``plain`` as in ``layout_of``: LoRA wrappers take plain names."""
+    targets: dict[str, Target] = {}
+    if manager is None:
+        shapes: dict[str, tuple[int, int]] = {}
+        for layer, _, parts in receiver_plain.experts_of(model):
+            targets |= {part: Target(part, layer) for part in parts}
+            shapes |= parts
+        return Layout(targets, shapes, receiver_plain.loading(model))
+    inner = manager._adapter_manager
+    for name, _, names in receiver_moe.experts_of(inner):
+        layer = f"{name}.base_layer{receiver_plain.SUFFIX}"
+        targets |= {part: Target(load, layer) for part, load in receiver_moe.base_names(name, names, plain).items()}
+    return Layout(targets, receiver_moe.base_shapes(inner), receiver_moe.loading_base(inner))
+
+
+def _unfused(model: Any, layer: str) -> list[tuple[str, tuple[int, int] | None]]:
+    """Return the Hugging Face name of each part of a layer, with the whole weight's shape if it is a linear."""
+    module = model.get_submodule(layer)
+    parent, dot, last = f"{layer}.".replace(".base_layer.", ".")[:-1].rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
+    shapes: list[tuple[int, int] | None] = [None] * len(parts)
+    if hasattr(module, "input_size"):
+        shapes = [(size, module.input_size) for size in output_sizes(module, len(parts))]
+    return [(f"{parent}{dot}{part}", shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@contextmanager
+def _quiet(quiet: bool) -> Iterator[None]:
+    """Keep vLLM from warning of each layer that gets no weights."""
+    logger = logging.getLogger(initialize_layerwise_reload.__module__)
+    before = logger.level
+    logger.setLevel(logging.ERROR if quiet else before)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _owners(model: Any) -> dict[str, Any]:
@@ -137,6 +198,8 @@ def _repack_tied(model: Any, owners: dict[str, Any]) -> None:
 
 def _drop_adapters(runner: Any) -> None:
     """Drop all adapters. vLLM 0.32 requires it (its LoRA state refers to the old base); 0.26 must behave alike."""
+    if getattr(runner, "lora_manager", None) is None:
+        return
     if hasattr(runner, "reset_lora_state"):
         runner.reset_lora_state()
     else:

@@ -141,7 +141,7 @@ def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
         if receiver_moe.is_experts(module):
             shapes |= receiver_moe.shapes(module, parts)
         else:
-            outputs = _output_sizes(module.base_layer, len(parts))
+            outputs = output_sizes(module.base_layer, len(parts))
             shapes |= {part: (module.base_layer.input_size, size) for part, size in zip(parts, outputs, strict=True)}
     return shapes
 
@@ -208,7 +208,7 @@ def _buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Ten
     ]
 
 
-def _output_sizes(layer: Any, slices: int) -> list[int]:
+def output_sizes(layer: Any, slices: int) -> list[int]:
     """Return the unsharded output size of each slice of a (fused) vLLM linear layer."""
     if hasattr(layer, "total_num_kv_heads"):
         # output_sizes of a QKV layer counts replicated KV heads once per rank.

@@ -41,7 +41,7 @@ def send_tensors(
         sender: open sender.
         tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket.
         version: policy version.
-        kind: ``"adapter"`` or ``"base"``.
+        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
         adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
         bucket_bytes: limit of one bucket in bytes.
 

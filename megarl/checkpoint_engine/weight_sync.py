@@ -51,18 +51,18 @@ class WeightSync:
         config = parse_section(CheckpointEngineConfig, "checkpoint_engine", config)
         if config.transport == "auto":
             config = config.model_copy(update={"transport": "shm"})
-        self._model, self._timeout = model, config.timeout_seconds
+        self._model, self._timeout, self._content = model, config.timeout_seconds, config.content
         self._board = _Board(config.timeout_seconds)
         self._manager: CheckpointEngineManager | None = None
         if dist.get_rank() == 0:
             self._manager = CheckpointEngineManager(_AllRanks(model, self._board, self._timeout), engines, config)
 
-    def sync(self, kind: Kind = "adapter") -> SyncReport:
+    def sync(self, kind: Kind | None = None) -> SyncReport:
         """Bring the weights of the model's present version to every engine and make them current.
 
         Args:
-            kind: ``"base"`` once before the first adapter (unless vLLM read the base from disk); ``"adapter"`` then,
-                and after every update.
+            kind: ``"base"`` once before the first version (unless vLLM read the base from disk);
+                ``checkpoint_engine.content``, the default, then, and after every update.
 
         Returns:
             The sync's report, on every rank.
@@ -75,7 +75,7 @@ class WeightSync:
             return self._serve()
         outcome: Any = WeightSyncError("rank 0 left the sync")
         try:
-            outcome = self._manager.sync(self._model.policy_version(), kind)
+            outcome = self._manager.sync(self._model.policy_version(), kind or self._content)
             return outcome
         except MegarlError as error:
             outcome = error

@@ -17,7 +17,8 @@ import xxhash
 
 from megarl.errors import WeightSyncError
 
-Kind = Literal["adapter", "base"]
+# merged: base plus adapter of the blocks that the adapter changes, for an engine without LoRA.
+Kind = Literal["adapter", "base", "merged"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 # Characters of a tensor's digest.
@@ -30,7 +31,7 @@ class Place(NamedTuple):
     """Location and properties of one tensor; the same at every sync of a run.
 
     Attributes:
-        name: PEFT's on-disk name (adapter) or the Hugging Face name (base).
+        name: PEFT's on-disk name (adapter) or the Hugging Face name (base, merged).
         dtype: torch's name of the dtype, without the module (``"bfloat16"``).
         shape: full, unsharded shape.
         bucket: index of the bucket that holds it.
@@ -102,7 +103,7 @@ class Manifest:
 
     Attributes:
         version: policy version.
-        kind: ``"adapter"`` or ``"base"``.
+        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
         tensors: all tensors; names are unique.
         adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
     """
@@ -160,7 +161,7 @@ class Receipt:
 
     Attributes:
         version: policy version.
-        kind: ``"adapter"`` or ``"base"``.
+        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
         receiver: index of the receiver, 0 .. receivers - 1 over all engines.
         count: number of tensors.
         nbytes: bytes of all tensors.

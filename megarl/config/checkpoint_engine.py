@@ -9,6 +9,11 @@ from megarl.config.base import Section
 
 
 class CheckpointEngineConfig(Section):
+    content: Literal["adapter", "merged"] = "adapter"
+    """Weights that a sync sends. ``adapter``: A and B, which vLLM applies beside the base. ``merged``: base plus
+    adapter, added in float32 and rounded once to ``model.dtype``, into a vLLM without LoRA, which decodes faster; only
+    the attention and MLP blocks that the adapter changes are sent. Where the dtype is bfloat16, the rounding adds to
+    the mismatch between sampler and trainer."""
     transport: str = "auto"
     """A registered transport, or ``file.py:Name`` for an object with ``open_sender`` and ``open_receiver`` (see
     ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, if the samplers are

@@ -117,10 +117,11 @@ def saved_if_interrupted(state: RunState) -> Iterator[None]:
 
 
 def first_sync(state: RunState) -> None:
-    """Sync the base weights, then the adapter, also at version 0. Nothing is sampled before both are verified."""
-    if state.config.checkpoint_engine.base_weights == "send":
+    """Sync the base weights, then the policy, also at version 0. Nothing is sampled before both are verified."""
+    section = state.config.checkpoint_engine
+    if section.base_weights == "send":
         state.recorder.note(state.manager.sync(state.updates, "base"))
-    state.recorder.note(state.manager.sync(state.updates, "adapter"))
+    state.recorder.note(state.manager.sync(state.updates, section.content))
 
 
 def step(state: RunState) -> None:
@@ -137,7 +138,7 @@ def step(state: RunState) -> None:
     check_mismatch(metrics, train.max_mismatch)
     state.updates += len(rates)
     with timed(state, "sync"):
-        report = state.manager.sync(state.updates, "adapter")
+        report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
     state.step += 1
     record(state, rollout, metrics | {"sync_bytes": float(report.nbytes)})
 

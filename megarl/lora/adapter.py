@@ -206,6 +206,10 @@ class LoraAdapter:
         updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.adapter is not None}
         return [_with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
 
+    def adapted(self) -> set[str]:
+        """Return the names of the stage's modules that ``merged`` changes, on this rank or another."""
+        return {slot.part.name for slot in self.slots}
+
     @property
     def unties(self) -> bool:
         """True if ``merged`` needs a separate tensor for lm_head although the model ties it to the embedding."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,14 +46,21 @@ class WeightExport(CheckpointEngineMixin):
         """The active adapter's policy version."""
         return self.version
 
-    def export_merged(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_merged(self, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream base plus adapter under Hugging Face's names, merged out of place in fp32 and rounded once.
 
         Where the adapter changes only one of two tied embeddings, both are streamed: the merged model no longer ties
         them.
+
+        Args:
+            changed_only: True streams only the blocks (``block_of``) in which the adapter changes a tensor. The base
+                has every other tensor of the merged model.
         """
         self._finish_param_gather()
         tensors = self._base_tensors(untied=self.adapter.unties)
+        if changed_only:
+            changed = {block_of(name) for name in self.adapter.adapted()}
+            tensors = [tensor for tensor in tensors if block_of(tensor.name) in changed]
         return stream_full(self.adapter.merged(tensors), self.groups)
 
     def _finish_param_gather(self) -> None:
@@ -62,3 +70,13 @@ class WeightExport(CheckpointEngineMixin):
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
         return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
+
+
+def block_of(name: str) -> str:
+    """Return the part of a layer that a tensor or module belongs to: ``model.layers.3.mlp``.
+
+    What vLLM fuses or stacks (q, k and v; gate and up; experts) lies in one block, so that it can load whole blocks.
+    A name outside the layers is a block of its own.
+    """
+    layer = re.match(r"(.*?\.\d+\.[^.]+)(\.|$)", name)
+    return layer[1] if layer else name.removesuffix(".weight")

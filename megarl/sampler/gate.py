@@ -23,10 +23,14 @@ class VersionGate:
     """State of one engine: whether the base is present, the resident version, the requests in flight.
 
     A refusal is final. What a failed sync left in the engine is unknown, so only a new engine may sample again.
+
+    Args:
+        base_ready: True if vLLM read the base from disk.
+        content: ``checkpoint_engine.content`` of the engine.
     """
 
-    def __init__(self, base_ready: bool) -> None:
-        self._base_ready = base_ready
+    def __init__(self, base_ready: bool, content: Kind = "adapter") -> None:
+        self._base_ready, self._content = base_ready, content
         self._resident: int | None = None
         self._staged: Staged | None = None
         self._refused: str | None = None
@@ -76,33 +80,41 @@ class VersionGate:
         if self._staged.kind == "adapter":
             self._loaded.add(self._staged.version)
 
-    def base_arrives(self) -> None:
-        """Mark all versions as not resident, before base weights are replaced.
+    def check_kind(self, kind: Kind) -> None:
+        """Raise ``WeightSyncError`` unless the engine was started for such weights."""
+        if kind not in ("base", self._content):
+            raise WeightSyncError(
+                f"{kind} weights came, but the engine was started with checkpoint_engine.content={self._content}; give "
+                "trainer and sampler the same value"
+            )
+
+    def overwrite(self, kind: Kind) -> None:
+        """Mark all versions as not resident, before weights that requests compute with are replaced in place.
 
         Raises:
-            WeightSyncError: requests are running; their tokens would mix two bases.
+            WeightSyncError: requests are running; their tokens would mix two policies.
         """
         if self.in_flight:
-            raise WeightSyncError(f"base weights came while {self.in_flight} requests run; wait for them first")
-        self._base_ready, self._resident = False, None
+            raise WeightSyncError(f"{kind} weights came while {self.in_flight} requests run; wait for them first")
+        self._base_ready, self._resident = self._base_ready and kind != "base", None
 
     def check_flip(self, version: int, kind: Kind, checksum: str) -> None:
-        """Raise ``WeightSyncError`` unless exactly these weights are staged, and for an adapter the base is present."""
+        """Raise ``WeightSyncError`` unless exactly these weights are staged, and for a policy the base is present."""
         self.check_usable()
         asked = Staged(version, kind, checksum)
         if self._staged != asked:
             raise WeightSyncError(f"asked to make {asked} current, but staged is {self._staged}")
-        if kind == "adapter" and not self._base_ready:
-            raise WeightSyncError(f"adapter version {version} came before the base weights; sync kind 'base' first")
+        if kind != "base" and not self._base_ready:
+            raise WeightSyncError(f"{kind} version {version} came before the base weights; sync kind 'base' first")
 
     def flip(self) -> None:
         """Switch to the staged weights."""
         assert self._staged is not None
-        if self._staged.kind == "adapter":
-            self._resident = self._staged.version
-        else:
+        if self._staged.kind == "base":
             self._base_ready = True
             self._loaded.clear()
+        else:
+            self._resident = self._staged.version
         self._staged = None
 
     def check_room(self, version: int, slots: int) -> None:

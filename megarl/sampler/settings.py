@@ -37,6 +37,7 @@ SETTINGS = {
     "enforce_eager": "sampler.enforce_eager",
     "kv_cache_memory_bytes": "sampler.kv_cache_gib",
     "gpu_memory_utilization": "sampler.gpu_memory_utilization",
+    "enable_lora": "checkpoint_engine.content",
     "max_lora_rank": "lora.r",
     "data_parallel_size": "sampler.engines",
 }
@@ -73,13 +74,16 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "kv_cache_memory_bytes": int(sampler.kv_cache_gib * 2**30),
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
-        "enable_lora": True,
-        "max_lora_rank": max_lora_rank(config),
-        "max_loras": LIVE_VERSIONS,
-        "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter in use would kill the engine
+        "enable_lora": config.checkpoint_engine.content == "adapter",
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
+    if arguments["enable_lora"]:
+        arguments |= {
+            "max_lora_rank": max_lora_rank(config),
+            "max_loras": LIVE_VERSIONS,
+            "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter in use would kill the engine
+        }
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
     check_engine_args(sampler.engine_args, arguments)
@@ -160,10 +164,11 @@ def check_sampled(config: EngineConfig) -> None:
             targeted = targets != "all-linear" and re.fullmatch(targets, module) is not None
         else:
             targeted = any(f".{module}".endswith(f".{target}") for target in targets or ())
-        if targeted:
+        merged_in = config.checkpoint_engine.content == "merged" and shape.get("tie_word_embeddings") is False
+        if targeted and not merged_in:
             raise UnsupportedError(
                 f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
-                "MLPs, experts and routers"
+                "MLPs, experts and routers, and with checkpoint_engine.content=merged untied embeddings"
             )
 
 

@@ -34,7 +34,9 @@ class VllmSampler:
     """One engine on vLLM's ``AsyncLLM``. Its methods are ``generate`` and those of ``checkpoint_engine.manager.Sink``.
 
     Policy version v has LoRA id v + 1 (ids start at 1) and the name ``policy-v<v>``. Names are unique per version,
-    because the prefix cache keys on them. Other methods may be called while ``generate`` runs.
+    because the prefix cache keys on them. With ``checkpoint_engine.content`` merged there is no LoRA: a version is
+    written over the last one while nothing is sampled, and the prefix cache is emptied before it is sampled from. Other
+    methods may be called while ``generate`` runs.
 
     Args:
         config: the engine's config; a run's is ``RunConfig.engine``.
@@ -47,7 +49,9 @@ class VllmSampler:
         self._index = engine_index
         self._device = resolve_device(config.device)
         self._stop = stop_tokens(config.model.path)
-        self._gate = VersionGate(base_ready=config.checkpoint_engine.base_weights == "disk")
+        content = config.checkpoint_engine.content
+        self._gate = VersionGate(config.checkpoint_engine.base_weights == "disk", content)
+        self._merged = content == "merged"
         self._engine: Any = None
         self._request = 0
         self._calls: dict[int, int] = {}
@@ -81,7 +85,7 @@ class VllmSampler:
             arguments = AsyncEngineArgs(**given)
             self._engine = AsyncLLM.from_engine_args(arguments)
             self._vocabulary = self._engine.model_config.get_vocab_size()
-            await self._rpc("megarl_start")
+            await self._rpc("megarl_start", self._merged)
         except MegarlError:
             raise
         except Exception as error:
@@ -137,8 +141,9 @@ class VllmSampler:
         with self._refusing_on_error():
             self._gate.check_usable()
             announced = json.loads(endpoint)
-            if announced["kind"] == "base":
-                self._gate.base_arrives()
+            self._gate.check_kind(announced["kind"])
+            if announced["kind"] != "adapter":
+                self._gate.overwrite(announced["kind"])
             else:
                 await self._drop_idle(self._gate.resident)
                 self._gate.check_room(announced["version"], LIVE_VERSIONS)
@@ -156,9 +161,10 @@ class VllmSampler:
         """
         with self._refusing_on_error():
             self._gate.check_flip(version, kind, checksum)
-            if kind == "base":
+            if kind != "adapter":
+                # Its keys and values are those of the weights before.
                 if not await self._call(self._engine.reset_prefix_cache()):
-                    raise WeightSyncError("vLLM could not reset its prefix cache after the base weights changed")
+                    raise WeightSyncError(f"vLLM could not reset its prefix cache after the {kind} weights changed")
             else:
                 await self._call(self._engine.add_lora(_lora_request(version)))
                 different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
@@ -204,7 +210,7 @@ class VllmSampler:
             {"prompt_token_ids": prompt.tolist()},
             parameters,
             request_id=f"{self._index}-{self._request}",
-            lora_request=_lora_request(version),
+            lora_request=None if self._merged else _lora_request(version),
         )
         try:
             outputs = [output async for output in stream]

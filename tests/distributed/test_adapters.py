@@ -25,6 +25,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "second": {"target_modules": ["v_proj", "up_proj", "lm_head"], "r": 3, "lora_alpha": 9},
     "frozen": {"target_modules": ["o_proj", "embed_tokens"], "layers_to_transform": [0], "r": 2},
 }
+# What a sync of each one's merged weights sends.
+MERGED_BLOCKS = {
+    "first": {"self_attn", "mlp"},
+    "second": {"self_attn", "mlp", "lm_head.weight"},
+    "frozen": {"self_attn", "model.embed_tokens.weight"},
+}
 ORDER = ("first", "second", "first", "first", "second")
 LR = 5e-4
 
@@ -83,12 +89,36 @@ def train_in_turn(folder: str, layouts: list[dict[str, Any]]) -> list[dict[str, 
             outputs[name] = model.forward(batch)
             outputs[f"{name} version"] = model.version
             outputs[f"{name} tensors"] = {n: t.cpu() for n, t in model.export_weights(adapter_only=True)}
+            outputs[f"{name} merged"] = merged_twice(model)
+        outputs["touched"] = touched_by_merges(model)
         with pytest.raises(MegarlError, match="adapter 'frozen' is frozen"):
             model.forward_backward(batch, SurrogateLoss())
         with model.adapters["first"].activated():
             outputs["again"] = model.forward(batch)
         results.append(outputs)
     return results
+
+
+def merged_twice(model: Any) -> dict[str, Any]:
+    """Merge whole and in the changed blocks only: what the latter leaves out must be the base, bit for bit."""
+    base = {name: tensor.clone() for name, tensor in model.export_weights(adapter_only=False)}
+    whole = {name: tensor.clone() for name, tensor in model.export_merged()}
+    sent = {name: tensor.clone() for name, tensor in model.export_merged(changed_only=True)}
+    return {
+        "sent": sorted(sent),
+        "changed": sorted(name for name, tensor in whole.items() if not torch.equal(tensor, base[name])),
+        "wrong": [name for name, tensor in whole.items() if not torch.equal(sent.get(name, base[name]), tensor)],
+    }
+
+
+def touched_by_merges(model: Any) -> list[str]:
+    """Merge twenty times, and name the parameters of this rank, base and adapters, that are no longer the same bits."""
+    named = [named for chunk in model.chunks for named in chunk.named_parameters()]
+    before = [parameter.detach().clone() for _, parameter in named]
+    for changed_only in (True, False) * 10:
+        for _ in model.export_merged(changed_only):
+            pass
+    return [name for (name, parameter), old in zip(named, before, strict=True) if not torch.equal(parameter, old)]
 
 
 def truth_of(folder: Path) -> dict[str, Any]:
@@ -135,6 +165,14 @@ def test_adapters_trained_in_turn_equal_pefts(tmp_path):
                 for ours, theirs in zip(result[adapter], expected[adapter], strict=True):
                     assert relative_error(torch.from_numpy(ours), torch.from_numpy(theirs)) < 1e-5, adapter
             assert all(np.array_equal(a, b) for a, b in zip(result["again"], result["first"], strict=True))
+            assert result["touched"] == []
+            for name, blocks in MERGED_BLOCKS.items():
+                merged = result[f"{name} merged"]
+                assert merged["wrong"] == [] and len(merged["changed"]) > 0
+                assert {sent for sent in merged["sent"] if "layers" not in sent} == blocks - {"self_attn", "mlp"}
+                inside = {sent.split(".")[3] for sent in merged["sent"] if "layers" in sent}
+                assert inside == blocks & {"self_attn", "mlp"}
+                assert set(merged["changed"]) < set(merged["sent"])
             for name in CONFIGS:
                 ours, theirs = result[f"{name} tensors"], expected[f"{name} tensors"]
                 assert ours.keys() == theirs.keys()

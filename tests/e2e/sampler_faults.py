@@ -31,3 +31,13 @@ EXPERT_FAULT_CAUSES = {
     "base_extra_expert": "'model.layers.1.mlp.experts.4.up_proj.weight' came twice or is no parameter",
     "base_wrong_shape": f"'{EXPERT}.weight' has shape (23, 64), the model needs (24, 64)",
 }
+
+MERGED_FAULT_CAUSES = {
+    "missing": "sampler 0, transfer: parameters that no tensor reached: 'model.layers.1.self_attn.k_proj.weight'",
+    "unknown": "sampler 0, transfer: tensor 'model.layers.7.self_attn.q_proj.weight' came twice or is no parameter",
+    "adapter_name": "tensor 'base_model.model.model.layers.1.self_attn.q_proj.weight' came twice or is no parameter",
+    "wrong_shape": "sampler 0, transfer: tensor 'model.layers.1.self_attn.q_proj.weight' has shape",
+    "nan": "sampler 0, transfer: tensor 'model.layers.1.self_attn.q_proj.weight' holds a value that is not finite",
+    "flipped_byte": "sampler 0, transfer: tensor 'model.layers.0.self_attn.",
+    "wrong_version": "trainer, prepare: trainer rank 0 was asked to send policy version 41, but its weights are those",
+}

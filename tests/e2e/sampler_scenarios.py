@@ -346,11 +346,12 @@ def pairs(left: list, right: list) -> list[tuple[Any, Any]]:
 
 def main(scenario: str, folder: str, out: str) -> None:
     scenarios = {"llama": llama, "qwen3": qwen3, "qwen2": qwen2}
-    if scenario == "moe":
+    if scenario in ("moe", "merged", "merged_moe"):
         # Imported late: engine processes import this module too, and need no Megatron.
+        from tests.e2e import sampler_merged
         from tests.e2e.sampler_moe import moe
 
-        scenarios["moe"] = moe
+        scenarios |= {"moe": moe, "merged": sampler_merged.dense, "merged_moe": sampler_merged.experts}
     results = scenarios[scenario](Path(folder))
     Path(out).write_text(json.dumps(results, default=float, indent=1))
 

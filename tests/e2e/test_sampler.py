@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.sampler_faults import EXPERT_FAULT_CAUSES, FAULT_CAUSES
+from tests.e2e.sampler_faults import EXPERT_FAULT_CAUSES, FAULT_CAUSES, MERGED_FAULT_CAUSES
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 280
+NAMES = ("llama", "moe", "qwen3", "merged", "qwen2", "merged_moe")
 
 
 class Scenarios:
@@ -28,7 +29,7 @@ class Scenarios:
         self.folder = folder
         self.processes: list[subprocess.Popen] = []
         self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.results = {name: self.pool.submit(self.run, name) for name in ("llama", "moe", "qwen3", "qwen2")}
+        self.results = {name: self.pool.submit(self.run, name) for name in NAMES}
 
     def run(self, name: str) -> dict[str, Any]:
         """Run a scenario to its end."""
@@ -76,6 +77,11 @@ def qwen3(scenarios: Scenarios) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def moe(scenarios: Scenarios) -> dict[str, Any]:
     return scenarios["moe"]
+
+
+@pytest.fixture(scope="module")
+def merged(scenarios: Scenarios) -> dict[str, Any]:
+    return scenarios["merged"]
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
@@ -230,3 +236,58 @@ def test_damaged_experts_are_refused_by_name(moe: dict, name: str, cause: str) -
 def test_new_base_weights_of_experts_give_hugging_faces_logprobs(moe: dict, family: str) -> None:
     assert moe[family]["error_of_new_base"] < 1e-4
     assert moe[family]["error_of_old_base"] > 1e-1
+
+
+def test_merged_weights_give_pefts_logprobs_for_each_version_and_not_for_the_one_before(merged: dict) -> None:
+    assert max(merged["errors"]) < 1e-4
+    assert min(merged["errors_of_previous"]) > 1e-1
+    assert merged["wrong_version"] == (
+        "StaleVersionError: asked for policy version 1, but the sampler holds version 2; sync it first"
+    )
+    assert merged["stamps"] == [2]
+
+
+def test_merged_syncs_send_the_blocks_that_change_and_leave_all_other_weights(merged: dict) -> None:
+    # q, k, v, o, two norms of heads; gate, up, down; of two layers.
+    assert merged["counts"] == [18, 18, 18]
+    before, after = ({name: digest for part in held for name, digest in part.items()} for held in merged["held"][1:])
+    kept = {name for name, digest in before.items() if after[name] == digest}
+    assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"} <= kept
+
+
+def test_merged_weights_need_their_base(merged: dict) -> None:
+    assert "merged version 0 came before the base weights" in merged["before_base"]
+
+
+def test_no_keys_and_values_of_an_older_version_are_read(merged: dict) -> None:
+    assert merged["prompt_tokens"] > 64
+    assert max(merged["errors_of_shared_prompt"]) < 1e-4
+    assert merged["error_with_kept_cache"] > 1e-1, "the test would not notice stale keys and values"
+
+
+def test_merged_weights_are_never_written_under_running_requests(merged: dict) -> None:
+    assert "merged weights came while 1 requests run" in merged["in_flight"]
+    assert merged["in_flight_ended"].startswith("WeightSyncError: the sampler refuses")
+
+
+def test_an_adapter_is_no_version_of_an_engine_for_merged_weights(merged: dict) -> None:
+    sync, *refused, again = merged["adapter"]
+    assert "adapter weights came, but the engine was started with checkpoint_engine.content=merged" in sync
+    assert all(one.startswith("WeightSyncError: the sampler refuses") for one in refused)
+    assert again < 1e-4
+
+
+@pytest.mark.parametrize(("name", "cause"), MERGED_FAULT_CAUSES.items())
+def test_damaged_merged_weights_are_refused_by_stage_and_name_until_base_and_policy_come_again(
+    merged: dict, name: str, cause: str
+) -> None:
+    sync, old, new, again = merged["faults"][name]
+    assert sync.startswith("WeightSyncError: merged of version 41 was not synced: ") and cause in sync
+    assert all(one.startswith("WeightSyncError: the sampler refuses") for one in (old, new))
+    assert again < 1e-4
+
+
+def test_merged_experts_routers_and_embeddings_give_pefts_logprobs(scenarios: Scenarios) -> None:
+    experts = scenarios["merged_moe"]
+    assert max(experts["errors"]) < 1e-4
+    assert min(experts["effects"]) > 1e-1 and min(experts["errors_of_previous"]) > 1e-1

@@ -94,9 +94,10 @@ def finished(recipe) -> Path:
         run.kill()
 
 
-def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict]) -> np.ndarray:
-    """Return Hugging Face + PEFT's logprobs of recorded completions, one after the other."""
+def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict], *, merge: bool = False) -> np.ndarray:
+    """Return Hugging Face + PEFT's logprobs of recorded completions, one after the other; with PEFT's own merge."""
     model = load_reference(recipe.parent / "model", adapter)
+    model = model.merge_and_unload() if merge else model
     logprobs = []
     for row in rows:
         tokens = np.array(row["prompt_ids"] + row["response_ids"])
@@ -164,16 +165,22 @@ def test_experts_over_two_ranks_train_with_a_sampler_that_agrees_until_one_rank_
     finally:
         run.kill()
     [folder] = tmp_path.glob("arithmetic-*")
+    check_sampled(folder, recipe)
+    adapter = folder / "checkpoints/step-000002/adapter"
+    adapted = load_file(adapter / "adapter_model.safetensors")
+    for name in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.3.down_proj"):
+        assert adapted[f"base_model.model.model.layers.3.{name}.lora_B.weight"].any(), f"{name} was not trained"
+
+
+def check_sampled(folder: Path, recipe: Path, *, merge: bool = False) -> None:
+    """Check the completions of a run's first steps: the sampler computed what the trainer did, and what PEFT does."""
     for row in read_rows(folder):
         assert row["mismatch_max"] <= 1e-4, row
     for step in (1, 2):
         rows, adapter = read_rollout(folder, step + 1), folder / "checkpoints" / f"step-{step:06d}" / "adapter"
         sampled = np.concatenate([row["logprobs"] for row in rows])
-        assert np.abs(peft_logprobs(recipe, adapter, rows) - sampled).max() <= 1e-4
+        assert np.abs(peft_logprobs(recipe, adapter, rows, merge=merge) - sampled).max() <= 1e-4
         assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
-    adapted = load_file(adapter / "adapter_model.safetensors")
-    for name in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.3.down_proj"):
-        assert adapted[f"base_model.model.model.layers.3.{name}.lora_B.weight"].any(), f"{name} was not trained"
 
 
 def check_end(run: TrainRun, victim: psutil.Process, message: str) -> None:
@@ -259,10 +266,13 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
     assert states[0] == states[1]
 
 
-def test_death_of_an_engine_ends_everything_within_30_seconds(start):
-    run = start("train.steps=500", "train.save_every=500", "parallel.data=1")
-    run.wait_for("step 2 ", timeout=240)
+def test_merged_weights_of_two_tensor_parallel_ranks_are_sampled_until_the_engine_dies(finished, recipe, start):
+    sections = ("parallel.data=1", "parallel.tensor=2", "checkpoint_engine.content=merged")
+    run = start("train.steps=500", *sections, "checkpoint_engine.base_weights=disk")
+    run.wait_for("step 3 ", timeout=240)
     check_end(run, find_engine(run.find("ray::SamplerEngine")), "sampler 0")
+    folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
+    check_sampled(folder, recipe, merge=True)
 
 
 # Rewards of the step after the second take until the test has sent its signal.
@@ -279,12 +289,15 @@ def reward(prompt, response):
 
 def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_last_step(finished, recipe, start):
     (recipe.parent / "slow.py").write_text(SLOW)
-    run = start("train.steps=500", "train.save_every=500", "parallel.data=1", "task.reward=slow.py:reward")
+    layout = ("parallel.data=1", "parallel.pipeline=2")
+    run = start("train.steps=500", "train.save_every=500", *layout, "task.reward=slow.py:reward")
     run.wait_for("step 1 ", timeout=240)
     (recipe.parent / "wait").touch()
     folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
     time.sleep(2)
-    steps = len(read_rows(folder))
+    rows = read_rows(folder)
+    assert max(row["mismatch_max"] for row in rows) <= 1e-4
+    steps = len(rows)
     # Slurm signals every process, and the launcher signals its job: the second signal must not cut the checkpoint
     # short.
     run.process.send_signal(signal.SIGTERM)

@@ -42,6 +42,12 @@ class Rank(CheckpointEngineMixin):
             self.exported += 1
             yield f"{'adapter' if adapter_only else 'base'}.{index}", torch.full((1000,), float(index))
 
+    def export_merged(self, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        assert changed_only
+        for index in range(3):
+            self.exported += 1
+            yield f"merged.{index}", torch.full((1000,), float(index))
+
     def export_adapter_config(self) -> dict[str, Any]:
         return {"r": 1}
 
@@ -128,6 +134,8 @@ def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
     assert list(report.seconds) == ["prepare", "transfer", "verify", "flip", "retire"]
     assert [rank.exported for rank in trainer.ranks] == [6, 6], "the export is a collective: every rank runs it whole"
     assert manager.sync(5, "base").kind == "base"
+    assert manager.sync(5, "merged").count == 3
+    assert all(set(tensors) == {"merged.0", "merged.1", "merged.2"} for tensors in engines[1].tensors.values())
 
 
 @pytest.mark.parametrize("field", ["checksum", "count", "nbytes", "version", "receiver"])
@@ -193,7 +201,7 @@ def test_an_export_that_fails_on_any_rank_ends_the_sync_with_its_cause(rank: int
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["adapter", "base"])
+@pytest.mark.parametrize("kind", ["adapter", "base", "merged"])
 def test_weights_of_another_version_than_the_one_asked_for_are_refused(rank: int, kind: Kind) -> None:
     trainer, engine = Trainer(), Engine(0, 1)
     trainer.ranks[rank].version = 3

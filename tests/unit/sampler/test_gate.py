@@ -66,10 +66,40 @@ def test_a_new_base_needs_an_idle_engine_and_a_new_adapter() -> None:
     sync(gate, 0)
     with gate.request(0):
         with pytest.raises(WeightSyncError, match="1 requests run"):
-            gate.base_arrives()
-    gate.base_arrives()
+            gate.overwrite("base")
+    gate.overwrite("base")
     with pytest.raises(StaleVersionError):
         use(gate, 0)
+
+
+def test_merged_weights_need_their_base_and_an_idle_engine_and_end_the_version_before() -> None:
+    gate = VersionGate(base_ready=False, content="merged")
+    gate.stage([Receipt(0, "merged", 0, 1, 1, "c")])
+    with pytest.raises(WeightSyncError, match="merged version 0 came before the base weights"):
+        gate.check_flip(0, "merged", "c")
+    sync(gate, 0, "base")
+    gate.overwrite("merged")
+    sync(gate, 0, "merged")
+    with gate.request(0):
+        with pytest.raises(WeightSyncError, match="merged weights came while 1 requests run"):
+            gate.overwrite("merged")
+    gate.overwrite("merged")
+    with pytest.raises(StaleVersionError, match="holds none yet"):  # half-written
+        use(gate, 0)
+    sync(gate, 1, "merged")  # the base is still there
+    use(gate, 1)
+    assert gate.retirable(keep=None) == []
+
+
+@pytest.mark.parametrize(("content", "other"), [("merged", "adapter"), ("adapter", "merged")])
+def test_only_the_content_that_the_engine_was_started_for_is_taken(content: Kind, other: Kind) -> None:
+    gate = VersionGate(True, content)
+    gate.check_kind("base")
+    gate.check_kind(content)
+    with pytest.raises(
+        WeightSyncError, match=f"{other} weights came, .* started with checkpoint_engine.content={content}"
+    ):
+        gate.check_kind(other)
 
 
 def test_a_refusal_is_final_and_reaches_running_requests() -> None:

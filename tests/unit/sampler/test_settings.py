@@ -102,6 +102,32 @@ def test_a_base_that_is_sent_starts_from_dummy_weights(tmp_path: Path, base: str
     assert arguments["load_format"] == load_format
 
 
+def test_merged_weights_need_no_lora_in_vllm(tmp_path: Path) -> None:
+    merged = {"content": "merged"}
+    arguments = settings.engine_arguments(config(tmp_path, lora={"r": 600}, checkpoint_engine=merged), 0, "cpu")
+    assert arguments["enable_lora"] is False
+    assert not [name for name in arguments if "loras" in name or "lora_rank" in name]
+    assert settings.engine_arguments(config(tmp_path), 0, "cpu")["enable_lora"] is True
+    run = config(tmp_path, checkpoint_engine=merged, sampler={"engine_args": {"enable_lora": True}})
+    with pytest.raises(ConfigError, match=r"enable_lora is True.*use checkpoint_engine\.content"):
+        settings.engine_arguments(run, 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "tied", "taken"), [("merged", False, True), ("merged", True, False), ("adapter", False, False)]
+)
+def test_adapters_of_untied_embeddings_are_sampled_merged(
+    tmp_path: Path, content: str, tied: bool, taken: bool
+) -> None:
+    run = config(tmp_path, checkpoint_engine={"content": content}, lora={"target_modules": ["lm_head", "q_proj"]})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "tie_word_embeddings": tied}))
+    if taken:
+        settings.check_sampled(run)
+    else:
+        with pytest.raises(UnsupportedError, match="does not support adapters of 'lm_head'; supported are attention"):
+            settings.check_sampled(run)
+
+
 def vllm_source(module: str) -> str:
     """Return the source of a vLLM module, found without importing vLLM."""
     result = subprocess.run(
