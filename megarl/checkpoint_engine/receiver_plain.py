@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from megarl.checkpoint_engine.receiver_moe import PLAIN_KERNELS
+from megarl.checkpoint_engine.receiver_moe import PLAIN_KERNELS, holds_base
 from megarl.errors import UnsupportedError
 
 # Class of the kernels that keep a packed copy, on CPUs. vLLM (0.32) packs when it makes the kernel, never again.
@@ -20,12 +19,12 @@ SUFFIX = ".routed_experts"
 
 
 def experts_of(model: torch.nn.Module) -> Iterator[tuple[str, Any, dict[str, tuple[int, int]]]]:
-    """Yield (name, module, parts) for the experts of every layer.
+    """Yield (name, ``RoutedExperts``, parts) for the experts of every layer.
 
     A part is a projection of an expert: Hugging Face name -> shape (output size, input size), unsharded.
     """
     for path, layer in model.named_modules():
-        if not isinstance(layer, RoutedExperts):
+        if not holds_base(layer):
             continue
         name, config = path.removesuffix(SUFFIX), layer.moe_config
         hidden, inner = config.hidden_dim_unpadded, config.intermediate_size

@@ -29,6 +29,9 @@ from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_ar
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
+# vLLM may hold a request's blocks for a moment after its last token; meanwhile its cache cannot be emptied.
+RESET_SECONDS = 10.0
+
 
 class VllmSampler:
     """One engine on vLLM's ``AsyncLLM``. Its methods are ``generate`` and those of ``checkpoint_engine.manager.Sink``.
@@ -162,9 +165,7 @@ class VllmSampler:
         with self._refusing_on_error():
             self._gate.check_flip(version, kind, checksum)
             if kind != "adapter":
-                # Its keys and values are those of the weights before.
-                if not await self._call(self._engine.reset_prefix_cache()):
-                    raise WeightSyncError(f"vLLM could not reset its prefix cache after the {kind} weights changed")
+                await self._empty_prefix_cache()
             else:
                 await self._call(self._engine.add_lora(_lora_request(version)))
                 different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
@@ -267,6 +268,14 @@ class VllmSampler:
             await self._call(self._alive().remove_lora(old + 1))
             await self._rpc("megarl_drop", old + 1)
             self._gate.retired(old)
+
+    async def _empty_prefix_cache(self) -> None:
+        """Drop all cached keys and values, which are those of the weights before."""
+        deadline = asyncio.get_running_loop().time() + RESET_SECONDS
+        while not await self._call(self._alive().reset_prefix_cache()):
+            if asyncio.get_running_loop().time() > deadline:
+                raise WeightSyncError("vLLM could not empty its prefix cache after the weights changed")
+            await asyncio.sleep(0.01)
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension in every worker."""

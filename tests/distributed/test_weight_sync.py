@@ -23,6 +23,9 @@ def outcomes(broken: int | None) -> list[str]:
     engines = [Engine(0, 1), Engine(1, 2)] if model.rank == 0 else []
     weights = WeightSync(model, engines, config())
     told = [f"version {weights.sync().version}"]
+    if broken is None:
+        merged = WeightSync(model, engines, config().model_copy(update={"content": "merged"}))
+        told += [f"{report.kind} {report.count}" for report in (merged.sync("base"), merged.sync())]
     if model.rank == broken:
 
         def export_weights(adapter_only: bool):
@@ -42,8 +45,8 @@ def outcomes(broken: int | None) -> list[str]:
 
 def test_every_rank_gets_the_report():
     first, second = run_ranks(outcomes, 2, None)
-    assert first == ["version 7", "version 8", "8 True", "8 True"]
-    assert second == ["version 7", "version 8"]
+    assert first == ["version 7", "base 6", "merged 3", "version 8", "8 True", "8 True"]
+    assert second == ["version 7", "base 6", "merged 3", "version 8"]
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -105,14 +105,18 @@ def stale(rig: Rig) -> dict[str, Any]:
     engine = rig.sampler._engine
     empty = engine.reset_prefix_cache
 
+    tries = []
+
     async def keep() -> bool:
-        return True
+        tries.append(0)
+        return len(tries) > 1  # as if blocks were in use at the first
 
     engine.reset_prefix_cache = keep
     rig.trainer.randomise(30)
     rig.manager.sync(30, "merged")
     kept = rig.error(rig.generate(PROMPT, 30))
     engine.reset_prefix_cache = empty
+    assert len(tries) == 2
     return {"prompt_tokens": len(PROMPT[0]), "errors_of_shared_prompt": errors, "error_with_kept_cache": kept}
 
 
