@@ -18,7 +18,7 @@ from megarl.checkpoint_engine.receiver_base import load_weights
 from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
 from megarl.checkpoint_engine.receiver_moe import check_engine
 from megarl.checkpoint_engine.stream import Inbox
-from megarl.checkpoint_engine.wire import Receipt, check_sync
+from megarl.checkpoint_engine.wire import Receipt, check_sync, listed
 from megarl.errors import MegarlError, WeightSyncError
 
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
@@ -36,6 +36,7 @@ class ReceiverExtension:
     vllm_config: Any
     rank: int
     _megarl_staged: dict[int, StagedAdapter]
+    _megarl_changed: set[str]
 
     def megarl_start(self, merged: bool) -> int:
         """Make vLLM read adapters from the staged ones instead of from disk. Returns this worker's rank.
@@ -47,7 +48,7 @@ class ReceiverExtension:
             WeightSyncError: the engine was started without LoRA, or, for merged weights, with it.
             UnsupportedError: the engine holds experts in a layout that is not tested.
         """
-        self._megarl_staged = {}
+        self._megarl_staged, self._megarl_changed = {}, set()
         manager = getattr(self.model_runner, "lora_manager", None)
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
@@ -121,10 +122,22 @@ class ReceiverExtension:
         return receipt
 
     def _megarl_load(self, inbox: Inbox, whole: bool) -> Receipt:
-        """Load weights as they arrive: those of the whole model, or of the blocks that came."""
+        """Load weights as they arrive: those of the whole model, or of the blocks that came.
+
+        Raises:
+            WeightSyncError: also if blocks of an earlier version would stay, because these weights lack them.
+        """
         self._megarl_staged.clear()
         load_weights(self.model_runner, self.vllm_config, inbox, whole=whole)
-        return inbox.finish()[1]
+        manifest, receipt = inbox.finish()
+        came = set() if whole else {place.name for place in manifest.tensors.places}
+        if not whole and (left := self._megarl_changed - came):
+            raise WeightSyncError(
+                f"merged version {manifest.version} lacks {listed(left)}, which an earlier version changed; sync kind "
+                "'base' first"
+            )
+        self._megarl_changed = came
+        return receipt
 
     def _megarl_load_adapter(self, request: LoRARequest) -> Any:
         """Return a staged adapter; replaces vLLM's reading from disk."""

@@ -8,12 +8,13 @@ silently keeps the old value of a parameter that no tensor reaches; here that ra
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -87,8 +88,11 @@ def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, who
         initialize_layerwise_reload(model)
         try:
             model.load_weights(checked())
-        except (AssertionError, ValueError, RuntimeError) as error:
-            if isinstance(error, WeightSyncError):
+        except Exception as error:
+            # Take the model out of the reload, so that a complete base can still be loaded.
+            with suppress(Exception):
+                finalize_layerwise_reload(model, vllm_config.model_config)
+            if isinstance(error, WeightSyncError) or not isinstance(error, AssertionError | ValueError | RuntimeError):
                 raise
             raise WeightSyncError(f"vLLM refused a tensor (wrong shape?): {error!r}") from error
         came = owners if whole else {targets[name].layer for name in targets.keys() - pending}
@@ -149,7 +153,7 @@ def _unfused(model: Any, layer: str) -> list[tuple[str, tuple[int, int] | None]]
     parent, dot, last = f"{layer}.".replace(".base_layer.", ".")[:-1].rpartition(".")
     parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
     shapes: list[tuple[int, int] | None] = [None] * len(parts)
-    if hasattr(module, "input_size"):
+    if isinstance(module, LinearBase):
         shapes = [(size, module.input_size) for size in output_sizes(module, len(parts))]
     return [(f"{parent}{dot}{part}", shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -25,6 +25,7 @@ class WeightExport(CheckpointEngineMixin):
     chunks: list[PackedGPTModel]
     groups: Groups
     adapter: Adapter
+    adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, AdapterOptimizer]
 
@@ -53,13 +54,13 @@ class WeightExport(CheckpointEngineMixin):
         them.
 
         Args:
-            changed_only: True streams only the blocks (``block_of``) in which the adapter changes a tensor. The base
-                has every other tensor of the merged model.
+            changed_only: True streams only the blocks (``block_of``) that an adapter of this model changes, whichever
+                is active: a receiver may hold another one's. Every other tensor of the merged model is the base's.
         """
         self._finish_param_gather()
         tensors = self._base_tensors(untied=self.adapter.unties)
         if changed_only:
-            changed = {block_of(name) for name in self.adapter.adapted()}
+            changed = {block_of(name) for adapter in self.adapters.values() for name in adapter.adapted()}
             tensors = [tensor for tensor in tensors if block_of(tensor.name) in changed]
         return stream_full(self.adapter.merged(tensors), self.groups)
 

@@ -2,12 +2,16 @@
 """Scenarios of ``sampler_scenarios``: merged weights in engines without LoRA. PEFT merges, megarl brings."""
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megarl.checkpoint_engine.base import TRANSPORTS
 from megarl.config import CheckpointEngineConfig
@@ -20,7 +24,7 @@ MERGED = {"content": "merged"}
 # A part of what vLLM fuses, and no norm: only attention and MLP change.
 LORA = {"r": 8, "lora_alpha": 24, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 # Long enough for several blocks of the prefix cache, which hold 32 tokens on a CPU.
-PROMPT = prompts(20, seed=3)[4:5]
+PROMPT = [np.arange(10, 106)]
 VERSIONS = 20
 
 
@@ -40,11 +44,22 @@ class MergingFileTrainer(FileTrainer):
 
     def export_merged(self, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         out = self.folder / f"merged-{self.version}"
+        shutil.rmtree(out, ignore_errors=True)
         merge_folder(self.folder, self.adapter, out)
-        blocks = {block_of(name.removeprefix("base_model.model.")) for name in self.adapted()}
+        blocks = {block_of(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in self.adapted()}
         yield from self.edit(
             [pair for pair in load_file(out / "model.safetensors").items() if block_of(pair[0]) in blocks]
         )
+
+    def randomise(self, seed: int, targets: Any = "all-linear", parameters: Any = None) -> None:
+        if "lm_head" not in targets:
+            super().randomise(seed, targets, parameters)
+            return
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+        get_peft_model(base, config).save_pretrained(self.adapter, save_embedding_layers=False)
+        vars(self).pop("model", None)
 
     def adapted(self) -> list[str]:
         return list(load_file(self.adapter / "adapter_model.safetensors"))
@@ -167,9 +182,14 @@ def experts(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {"errors": [], "errors_of_previous": [], "effects": []}
     try:
         rig.manager.sync(0, "base")
-        parts = [("all-linear",), ("all-linear",), ([], ["gate_up_proj"]), (["lm_head", "embed_tokens", "q_proj"],)]
+        parts = [("all-linear",), ("all-linear",), ([], ["gate_up_proj"]), (["lm_head", "embed_tokens"],)]
         for version, part in enumerate(parts, 1):
             trainer.randomise(version, *part)
+            if version > 2:  # the engine holds weights of modules that this adapter leaves to the base
+                results.setdefault("other_targets", raised(lambda version=version: rig.manager.sync(version, "merged")))
+                rig.call(rig.sampler.resident())
+                rig.renew(base_ready=False)
+                rig.manager.sync(version, "base")
             rig.manager.sync(version, "merged")
             drawn = rig.generate(prompts(4, seed=version), version)
             results["errors"].append(rig.error(drawn))
