@@ -109,6 +109,10 @@ class SamplerProcess:
         """Sample from one policy version; see ``VllmSampler.generate``."""
         return self._call("generate", list(prompts), version).result()
 
+    def sample(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Future[list[list[Completion]]]:
+        """Start to sample from whichever version is current; see ``VllmSampler.sample``."""
+        return self._call("sample", list(prompts), list(seeds))
+
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
         """See ``checkpoint_engine.manager.Sink``."""
         return self._call("receive", endpoint, first)

@@ -138,8 +138,15 @@ def check_sampled(config: EngineConfig) -> None:
     Raises:
         ConfigError: the folder has no readable config.json, the model cannot draw a stop token, or the KV cache cannot
             hold one sequence.
-        UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head, is not supported.
+        UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head, is not supported;
+            or stop texts with requests that go on under a new version.
     """
+    if config.checkpoint_engine.in_flight == "continue" and config.sampler.stop:
+        raise UnsupportedError(
+            f"checkpoint_engine.in_flight is 'continue' with sampler.stop {config.sampler.stop}: a stop text could "
+            "begin under one version and end under the next, where vLLM would not find it; use abort or drain, or end "
+            "completions by the model's eos_token_id"
+        )
     if config.sampler.engine_args:
         engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets
     shape = read_model_shape(config.model.path)

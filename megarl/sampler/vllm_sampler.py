@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one vLLM engine that answers from one verified policy version: token ids in, token ids and logprobs out.
+"""Run one vLLM engine that answers from verified policy versions: token ids in, token ids and logprobs out.
 
 It needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets the default
 process group and the thread count of the process that holds it.
@@ -25,7 +25,8 @@ from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, 
 from megarl.families import add_family
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
-from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, sampling_arguments, stop_tokens
+from megarl.sampler.requests import Requests, cause_of, lora_request
+from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
@@ -51,12 +52,15 @@ class VllmSampler:
         self._config = config
         self._index = engine_index
         self._device = resolve_device(config.device)
-        self._stop = stop_tokens(config.model.path)
         content = config.checkpoint_engine.content
-        self._gate = VersionGate(config.checkpoint_engine.base_weights == "disk", content)
-        self._merged = content == "merged"
         self._engine: Any = None
-        self._request = 0
+        self._requests = Requests(
+            config,
+            f"sampler {engine_index}",
+            stop_tokens(config.model.path),
+            VersionGate(config.checkpoint_engine.base_weights == "disk", content),
+            self._alive,
+        )
         self._calls: dict[int, int] = {}
         self._vocabulary = 0
 
@@ -66,9 +70,14 @@ class VllmSampler:
         return self._config.sampler.parallel.tensor
 
     @property
+    def gate(self) -> VersionGate:
+        """Says which version may be sampled from."""
+        return self._requests.gate
+
+    @property
     def version(self) -> int | None:
         """The policy version that may be sampled from; None before the first sync."""
-        return self._gate.resident
+        return self.gate.resident
 
     async def start(self) -> None:
         """Start the engine.
@@ -110,21 +119,44 @@ class VllmSampler:
             DataError: a prompt is empty, too long, or holds an unknown token.
             WorkerError: the engine died or failed.
         """
+        call = self._calls.get(version, 0)
+        self._calls = {version: call + 1}
+        seeds = [_seed(self._config, self._index, version, call, i) for i in range(len(prompts))]
+        return await self._complete(prompts, seeds, version)
+
+    async def sample(self, prompts: list[np.ndarray], seeds: list[int]) -> list[list[Completion]]:
+        """Sample from whichever policy version is current; ``Completion.versions`` says which drew each token.
+
+        A version that becomes current during the call treats the requests as ``checkpoint_engine.in_flight`` says.
+
+        Args:
+            prompts: as for ``generate``.
+            seeds: seed of each prompt, 31 bits; its sample j is drawn with ``seed + j``.
+
+        Returns:
+            ``sampler.samples_per_prompt`` completions for each prompt.
+
+        Raises:
+            StaleVersionError: no version has arrived yet.
+            WeightSyncError, DataError, WorkerError: as ``generate``.
+        """
+        return await self._complete(prompts, seeds, None)
+
+    async def _complete(
+        self, prompts: list[np.ndarray], seeds: list[int], version: int | None
+    ) -> list[list[Completion]]:
         for number, prompt in enumerate(prompts):
             self._check_prompt(number, prompt)
-        with self._gate.request(version):
-            call = self._calls.get(version, 0)
-            self._calls = {version: call + 1}
-            tasks = [
-                asyncio.ensure_future(self._sample(prompt, version, _seed(self._config, self._index, version, call, i)))
-                for i, prompt in enumerate(prompts)
-            ]
-            try:
-                return await self._answer(asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+        tasks = [
+            asyncio.ensure_future(self._requests.complete(prompt, seed, version))
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+        try:
+            return await self._answer(asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """Receive one transfer in every worker and stage it.
@@ -142,17 +174,18 @@ class VllmSampler:
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
-            self._gate.check_usable()
+            self.gate.check_usable()
             announced = json.loads(endpoint)
-            self._gate.check_kind(announced["kind"])
+            self.gate.check_kind(announced["kind"])
             if announced["kind"] != "adapter":
-                self._gate.overwrite(announced["kind"])
+                await self._requests.pause(self._config.checkpoint_engine.timeout_seconds)
+                self.gate.overwrite(announced["kind"])
             else:
-                await self._drop_idle(self._gate.resident)
-                self._gate.check_room(announced["version"], LIVE_VERSIONS)
+                await self._drop_idle(self.gate.resident)
+                self.gate.check_room(announced["version"], LIVE_VERSIONS)
             receipts = await self._rpc("megarl_receive", endpoint, first)
             parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
-            self._gate.stage(parsed)
+            self.gate.stage(parsed)
             return receipts
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
@@ -163,17 +196,20 @@ class VllmSampler:
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
-            self._gate.check_flip(version, kind, checksum)
+            self.gate.check_flip(version, kind, checksum)
             if kind != "adapter":
                 await self._empty_prefix_cache()
-            else:
-                await self._call(self._engine.add_lora(_lora_request(version)))
-                different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
-                if different:
-                    raise WeightSyncError(
-                        f"vLLM does not hold version {version} exactly in: {', '.join(different[:5])}"
-                    )
-            self._gate.flip()
+                self.gate.flip()
+                self._requests.resume()
+                return
+            await self._call(self._engine.add_lora(lora_request(version)))
+            different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
+            if different:
+                raise WeightSyncError(f"vLLM does not hold version {version} exactly in: {', '.join(different[:5])}")
+            timeout = self._config.checkpoint_engine.timeout_seconds
+            async with self._requests.drained(timeout):
+                self.gate.flip()
+            await self._requests.move(version, timeout)
 
     async def retire(self, version: int) -> None:
         """Drop every adapter except ``version``'s. Versions that still serve a request are dropped by a later call.
@@ -186,7 +222,8 @@ class VllmSampler:
 
     async def refuse(self, reason: str) -> None:
         """Refuse to generate from now on; running requests fail too. Final for this engine."""
-        self._gate.refuse(reason)
+        self.gate.refuse(reason)
+        self._requests.resume()
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
         """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""
@@ -195,54 +232,9 @@ class VllmSampler:
     async def close(self) -> None:
         """Stop the engine and its processes. May be called twice."""
         engine, self._engine = self._engine, None
-        self._gate.refuse("it was closed")
+        self.gate.refuse("it was closed")
         if engine is not None:
             engine.shutdown()
-
-    async def _sample(self, prompt: np.ndarray, version: int, seed: int) -> list[Completion]:
-        """Return all completions of one prompt."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        arguments = sampling_arguments(self._config, self._stop, seed)
-        parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
-        self._request += 1
-        stream = self._alive().generate(
-            {"prompt_token_ids": prompt.tolist()},
-            parameters,
-            request_id=f"{self._index}-{self._request}",
-            lora_request=None if self._merged else _lora_request(version),
-        )
-        try:
-            outputs = [output async for output in stream]
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            raise WorkerError(f"sampler {self._index} failed while generating: {_cause(error)}") from error
-        output = outputs[-1] if outputs else None
-        if output is None or not output.finished or len(output.outputs) != self._config.sampler.samples_per_prompt:
-            raise WorkerError(f"sampler {self._index} ended a request without all of its completions")
-        if list(output.prompt_token_ids) != prompt.tolist():
-            raise WorkerError(f"sampler {self._index} answered another prompt than the one it was given")
-        return [self._completion(prompt, one, version) for one in output.outputs]
-
-    def _completion(self, prompt: np.ndarray, output: Any, version: int) -> Completion:
-        """Convert vLLM's output to a Completion. Raises ``WorkerError`` if anything is incomplete."""
-        ids = np.asarray(output.token_ids, dtype=np.int64)
-        logprobs = np.asarray(
-            [step[token].logprob for step, token in zip(output.logprobs, ids.tolist(), strict=True)], dtype=np.float32
-        )
-        if output.finish_reason not in ("stop", "length") or not len(ids):
-            raise WorkerError(f"sampler {self._index}: a completion ended with {output.finish_reason!r}")
-        if not np.isfinite(logprobs).all():
-            raise WorkerError(f"sampler {self._index}: a completion has a logprob that is not finite")
-        return Completion(
-            prompt_ids=np.asarray(prompt, dtype=np.int64),
-            response_ids=ids,
-            logprobs=logprobs,
-            versions=np.full(len(ids), version, dtype=np.int64),
-            finish_reason=output.finish_reason,
-        )
 
     def _check_prompt(self, number: int, prompt: np.ndarray) -> None:
         """Refuse prompts that vLLM would truncate, reject or crash on."""
@@ -264,10 +256,10 @@ class VllmSampler:
 
     async def _drop_idle(self, keep: int | None) -> None:
         """Free the slots of versions that serve no request."""
-        for old in self._gate.retirable(keep):
+        for old in self.gate.retirable(keep):
             await self._call(self._alive().remove_lora(old + 1))
             await self._rpc("megarl_drop", old + 1)
-            self._gate.retired(old)
+            self.gate.retired(old)
 
     async def _empty_prefix_cache(self) -> None:
         """Drop all cached keys and values, which are those of the weights before."""
@@ -293,7 +285,7 @@ class VllmSampler:
             raise WeightSyncError(f"sampler {self._index} did not answer in time") from error
         except Exception as error:
             dead = self._engine is None or self._engine.errored
-            raise (WorkerError if dead else WeightSyncError)(_cause(error)) from error
+            raise (WorkerError if dead else WeightSyncError)(cause_of(error)) from error
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
@@ -301,24 +293,11 @@ class VllmSampler:
         try:
             yield
         except BaseException as error:
-            self._gate.refuse(str(error) or repr(error))
+            self.gate.refuse(str(error) or repr(error))
+            self._requests.resume()  # those that wait are refused
             raise
-
-
-def _lora_request(version: int) -> Any:
-    """Return vLLM's handle of a version. The path is never read, but must not be empty."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(f"policy-v{version}", version + 1, "megarl")
 
 
 def _seed(config: EngineConfig, engine: int, version: int, call: int, prompt: int) -> int:
     """Return the 31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
     return xxhash.xxh3_64_intdigest(repr((config.sampler.seed, engine, version, call, prompt)).encode()) >> 33
-
-
-def _cause(error: BaseException) -> str:
-    """Return the innermost message; vLLM wraps a failure in several errors and quotes the worker's."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)

@@ -156,7 +156,7 @@ class Rig:
         """Make a manager and gate without a past failure; a failed adapter leaves nothing in the engine itself."""
         self.manager = CheckpointEngineManager(self.trainer, [self], self.config.checkpoint_engine)
         if base_ready is not None:
-            self.sampler._gate = VersionGate(base_ready, self.config.checkpoint_engine.content)
+            self.sampler._requests.gate = VersionGate(base_ready, self.config.checkpoint_engine.content)
 
     def start(self, coroutine: Any) -> Future:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
