@@ -122,6 +122,10 @@ class CheckpointEngineManager:
             raise
         return SyncReport(version, kind, manifest.nbytes, len(manifest.tensors), manifest.checksum, seconds)
 
+    def refuse(self, reason: str) -> None:
+        """Tell every sampler to refuse, after a check outside of the sync failed; ``sync`` refuses from then on."""
+        self._fail(reason)
+
     def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Manifest:
         """Run all phases; every failure is a ``WeightSyncError``."""
         firsts = list(_offsets(sink.receivers for sink in self._sinks))

@@ -32,3 +32,6 @@ class CheckpointEngineConfig(Section):
     new version. ``continue``: they keep their tokens and go on under the new version, which computes the KV of the
     tokens so far anew; ``Completion.versions`` tells the version of each token. Nothing runs during a sync unless
     training is asynchronous."""
+    canary: bool = True
+    """After every sync, compare trainer and engines on the first tokens of a prompt: they must agree, and what the
+    engines compute must change when the adapter did. ``seconds/canary`` in the metrics is its cost."""

@@ -201,6 +201,11 @@ class SamplerGroup:
                 results[index] = completions
         return results
 
+    def score(self, tokens: np.ndarray, version: int) -> dict[str, np.ndarray]:
+        """Return each engine's logprobs of a sequence; see ``VllmSampler.score``."""
+        calls = {engine.name: engine.actor.score.remote(tokens, version) for engine in self.engines}
+        return dict(zip(calls, wait_all(calls, self.watch, self._limit), strict=True))
+
     def close(self, seconds: float) -> None:
         """Stop all engines. Raises ``WorkerError`` if that takes longer than ``seconds``."""
         calls = {engine.name: engine.actor.close.remote() for engine in self.engines}

@@ -63,6 +63,10 @@ class PromptStream:
         ready, self._ready = self._ready, {}
         return [ready[index].result() if index in ready else self._encoded(index) for index in indices]
 
+    def first(self) -> np.ndarray:
+        """Return the token ids of the first prompt of the data, wherever the cursor is."""
+        return self._encoded(0).ids
+
     def prepare(self, count: int) -> None:
         """Start to encode, in a thread, the prompts that ``next(count)`` will return.
 

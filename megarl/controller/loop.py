@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
+from megarl.controller.canary import Canary, canary_tokens
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.dynamic_sampling import draw_until_signal, dropped_groups
 from megarl.controller.length_penalty import trained_scores
@@ -18,7 +19,7 @@ from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
 from megarl.controller.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
-from megarl.errors import MegarlError
+from megarl.errors import MegarlError, WeightSyncError
 from megarl.loss.advantages import build_advantages
 from megarl.types import Completion
 
@@ -33,6 +34,7 @@ class RunState:
         rewards: the process that scores completions.
         stream, decode: the prompts; function: response ids -> text.
         recorder: writes the metrics, rollouts and checkpoints of the run folder.
+        canary: compares trainer and engines after each sync, or None.
         origin: ``settings`` and ``contents`` of the run. A resume is compared with them (``config.resume``).
         held_out: prompts to evaluate before the first step and after the last.
         step: steps done so far.
@@ -48,6 +50,7 @@ class RunState:
     stream: PromptStream
     decode: Decode
     recorder: Recorder
+    canary: Canary | None = None
     origin: dict[str, Any] = field(default_factory=dict)
     held_out: list[EncodedPrompt] = field(default_factory=list)
     step: int = 0
@@ -122,6 +125,25 @@ def first_sync(state: RunState) -> None:
     if section.base_weights == "send":
         state.recorder.note(state.manager.sync(state.updates, "base"))
     state.recorder.note(state.manager.sync(state.updates, section.content))
+    check_canary(state)
+
+
+def check_canary(state: RunState) -> dict[str, float]:
+    """Compare trainer and engines on a fixed sequence; return the difference for the metrics.
+
+    Raises:
+        WeightSyncError: see ``Canary.check``. No engine generates from then on.
+    """
+    if state.canary is None:
+        return {}
+    with timed(state, "canary"):
+        tokens = canary_tokens(state.stream.first())
+        trainer = state.trainers.call("score", tokens)[0]
+        try:
+            return {"canary": state.canary.check(state.updates, trainer, state.samplers.score(tokens, state.updates))}
+        except WeightSyncError as error:
+            state.manager.refuse(str(error))
+            raise
 
 
 def step(state: RunState) -> None:
@@ -139,8 +161,9 @@ def step(state: RunState) -> None:
     state.updates += len(rates)
     with timed(state, "sync"):
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
+    metrics |= check_canary(state) | {"sync_bytes": float(report.nbytes)}
     state.step += 1
-    record(state, rollout, metrics | {"sync_bytes": float(report.nbytes)})
+    record(state, rollout, metrics)
 
 
 def collect(state: RunState) -> Rollout:

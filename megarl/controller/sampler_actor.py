@@ -43,6 +43,11 @@ class SamplerEngine:
         with self._with_cause():
             return await self.sampler.generate(prompts, version)
 
+    async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
+        """See ``VllmSampler.score``."""
+        with self._with_cause():
+            return await self.sampler.score(tokens, version)
+
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """See ``checkpoint_engine.manager.Sink``."""
         return await self.sampler.receive(endpoint, first)

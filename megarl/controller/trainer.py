@@ -119,6 +119,11 @@ class TrainerRank:
         """Return the logprobs of the samples' response tokens under the current policy."""
         return self.model.forward(self.model.pack(samples))
 
+    def score(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the logprobs of all tokens but the first under the current policy, float32, at temperature 1."""
+        sample = Sample(tokens, np.arange(len(tokens)) > 0)
+        return self.model.forward(self.model.pack([sample]), temperature=1.0)[0]
+
     def prepare_sync(self, *arguments: Any) -> bytes | None:
         """See ``CheckpointEngineMixin``."""
         return self.model.prepare_sync(*arguments)

@@ -17,6 +17,7 @@ from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import loop
 from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.canary import Canary
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
@@ -98,6 +99,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     stream=stream,
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
+                    canary=Canary(config.model.dtype) if config.checkpoint_engine.canary else None,
                     origin=origin,
                     held_out=[EncodedPrompt(prompt, stream.encode(prompt)) for prompt in held_out],
                 )

@@ -217,12 +217,15 @@ class MegatronModel(WeightExport):
         self.version += 1
         return measured | {"learning_rate": lr}
 
-    def forward(self, batch: PackedBatch, *, adapter: bool | str = True) -> list[np.ndarray]:
+    def forward(
+        self, batch: PackedBatch, *, adapter: bool | str = True, temperature: float | None = None
+    ) -> list[np.ndarray]:
         """Compute the logprobs of the response tokens, without gradient and without dropout.
 
         Args:
             batch: the packed batch, from ``pack``.
             adapter: True uses the active adapter, False none (the base model), a name that one of ``adapters``.
+            temperature: divisor of the logits; default: the policy's.
 
         Returns:
             One float32 array ``[R]`` per sample, in the batch's order.
@@ -236,7 +239,7 @@ class MegatronModel(WeightExport):
         else:
             computing = contextlib.nullcontext() if adapter else self.adapter.disabled()
         with computing:
-            return self._stepper.logprobs(batch)
+            return self._stepper.logprobs(batch, temperature)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Start writing all that a bitwise resume needs, except the base model; see ``checkpoint.save``.

@@ -113,6 +113,10 @@ class SamplerProcess:
         """Start to sample from whichever version is current; see ``VllmSampler.sample``."""
         return self._call("sample", list(prompts), list(seeds))
 
+    def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
+        """Return the logprobs of a sequence's tokens but the first; see ``VllmSampler.score``."""
+        return self._call("score", tokens, version).result()
+
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
         """See ``checkpoint_engine.manager.Sink``."""
         return self._call("receive", endpoint, first)

@@ -94,6 +94,27 @@ class Requests:
         await asyncio.gather(*(self._go_on(prompt, one, seed + j) for j, one in enumerate(every)))
         return [self._completion(prompt, one) for one in every]
 
+    async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
+        """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1.
+
+        Raises:
+            StaleVersionError, WeightSyncError, WorkerError: as ``complete``.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kind = RequestOutputKind.FINAL_ONLY
+        parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
+        with self._running(version) as (request_id, used):
+            sent = {"prompt_token_ids": tokens.tolist()}
+            stream = self._engine().generate(sent, parameters, request_id=request_id, lora_request=lora_request(used))
+            output = await self._last(stream)
+        found = output.prompt_logprobs if output is not None else None
+        if found is None or len(found) != len(tokens):
+            raise WorkerError(f"{self._name} returned no logprobs of the canary's tokens")
+        pairs = zip(found[1:], tokens[1:].tolist(), strict=True)
+        return np.asarray([at[token].logprob for at, token in pairs], dtype=np.float32)
+
     async def _go_on(self, prompt: np.ndarray, drawn: Drawn, seed: int) -> None:
         """Ask again as long as new versions end the request."""
         while drawn.finish_reason == ABORTED:

@@ -142,6 +142,21 @@ class VllmSampler:
         """
         return await self._complete(prompts, seeds, None)
 
+    async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
+        """Return the logprobs of a sequence's tokens but the first under a version, at temperature 1.
+
+        Args:
+            tokens: int64 ``[T]``, 2 <= T <= sampler.max_prompt_tokens.
+            version: the policy version that must answer.
+
+        Returns:
+            float32 ``[T - 1]``.
+
+        Raises:
+            StaleVersionError, WeightSyncError, WorkerError: as ``generate``.
+        """
+        return await self._answer(self._requests.score(tokens, version))
+
     async def _complete(
         self, prompts: list[np.ndarray], seeds: list[int], version: int | None
     ) -> list[list[Completion]]:

@@ -230,7 +230,10 @@ def moves(rig: Rig) -> dict[str, Any]:
         syncing.result(60)
         held = rig.call(rig.sampler.resident())[0]
         ones = [one for group in running.result(60) for one in group]
+        tokens = np.arange(20, 60)
+        scored = rig.call(rig.sampler.score(tokens, new))
         results[way] = {
+            "score_error": float(np.abs(scored - rig.trainer.logprobs(tokens[:1], tokens[1:], 1.0)).max()),
             "overlapped": overlapped,
             "error": version_error(rig, ones, (old, new)),
             "made_by_new": sum(one.versions[-1] == new for one in ones),

@@ -100,9 +100,19 @@ class Stepper:
         return self._reduce_metrics(self._run(batch, partial(self._loss, loss=loss), forward_only=True))
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch) -> list[np.ndarray]:
-        """Return the logprobs of each sample, float32 ``[R]``, in the batch's order, on every rank."""
-        outputs = self._run(batch, self._collect, forward_only=True)
+    def logprobs(self, batch: PackedBatch, temperature: float | None = None) -> list[np.ndarray]:
+        """Return the logprobs of each sample, float32 ``[R]``, in the batch's order, on every rank.
+
+        Args:
+            batch: the packed batch.
+            temperature: another one than the policy's.
+        """
+        policy = self.temperature
+        self.temperature = policy if temperature is None else temperature
+        try:
+            outputs = self._run(batch, self._collect, forward_only=True)
+        finally:
+            self.temperature = policy
         flat = torch.zeros(int(batch.response_tokens.sum()), dtype=torch.float32, device=self.groups.device)
         for output in outputs:
             flat[output["places"]] = output["logprobs"]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""After a sync, compare what trainer and engines say of a fixed token sequence.
+
+A sync verifies that the engines hold the bytes that were sent. The canary verifies what those bytes compute: that the
+engines use the adapter, and that both sides mean the same by it.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from megarl.errors import WeightSyncError
+
+# Length of the sequence, in tokens.
+TOKENS = 64
+# Largest mean |sampler - trainer| logprob difference, by dtype of the model. In bfloat16 the two round differently in
+# every layer; published runs report means of 0.005 to 0.02.
+AGREEMENT = {"float32": 1e-3, "bfloat16": 0.1}
+# A mean change of the trainer's logprobs above this must change the engines' too.
+MOVED = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+class Canary:
+    """Checks the engines' logprobs of one sequence, version after version.
+
+    Args:
+        dtype: ``model.dtype``.
+    """
+
+    def __init__(self, dtype: str) -> None:
+        self._agreement, self._moved = AGREEMENT[dtype], MOVED[dtype]
+        self._before: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+
+    def check(self, version: int, trainer: np.ndarray, engines: Mapping[str, np.ndarray]) -> float:
+        """Compare the logprobs, and their change since the version before.
+
+        Args:
+            version: the policy version, for messages.
+            trainer: the trainer's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1.
+            engines: engine's name -> its logprobs of them.
+
+        Returns:
+            The largest mean |sampler - trainer| difference of an engine.
+
+        Raises:
+            WeightSyncError: an engine disagrees with the trainer, or its logprobs did not change although the trainer's
+                did.
+        """
+        worst = 0.0
+        for name, scored in engines.items():
+            difference = float(np.abs(scored - trainer).mean()) if scored.shape == trainer.shape else float("nan")
+            if not difference <= self._agreement:
+                raise WeightSyncError(
+                    f"canary: {name} and the trainer differ by {difference:.3g} in the mean logprob of a fixed "
+                    f"sequence under version {version}; allowed is {self._agreement:g}: they do not compute "
+                    "the same policy (checkpoint_engine.canary: false switches this check off)"
+                )
+            worst = max(worst, difference)
+        if self._before is not None:
+            self._check_moved(version, trainer, engines, *self._before)
+        self._before = trainer, dict(engines)
+        return worst
+
+    def _check_moved(
+        self,
+        version: int,
+        trainer: np.ndarray,
+        engines: Mapping[str, np.ndarray],
+        trainer_before: np.ndarray,
+        engines_before: Mapping[str, np.ndarray],
+    ) -> None:
+        moved = float(np.abs(trainer - trainer_before).mean())
+        if moved <= self._moved:
+            return
+        for name, scored in engines.items():
+            if name in engines_before and np.array_equal(scored, engines_before[name]):
+                raise WeightSyncError(
+                    f"canary: version {version} changed the trainer's logprobs of a fixed sequence by {moved:.3g} in "
+                    f"the mean, and those of {name} not at all: it does not use the new weights"
+                )
+
+
+def canary_tokens(prompt: np.ndarray) -> np.ndarray:
+    """Return the fixed sequence: a prompt's first tokens, int64 ``[T]``; a prompt of one token is doubled."""
+    return np.resize(prompt, 2) if len(prompt) < 2 else prompt[:TOKENS]
