@@ -82,6 +82,28 @@ def check_sampling(sampler: SamplerConfig) -> None:
         raise UnsupportedError(f"sampler.top_k is {sampler.top_k}; only -1 (off) is supported")
 
 
+def check_staleness(train: TrainConfig, loss: LossConfig) -> None:
+    """Refuse settings that an asynchronous run would not honour."""
+    if not train.max_staleness:
+        return
+    if train.max_staleness < train.updates_per_step:
+        raise ConfigError(
+            f"train.max_staleness ({train.max_staleness}) is less than train.updates_per_step "
+            f"({train.updates_per_step}): nothing could be sampled while the trainer trains; use 0 or at least "
+            f"{train.updates_per_step}"
+        )
+    if loss.importance_cap is None:
+        raise ConfigError(
+            "loss.importance_cap is null with train.max_staleness > 0: nothing would correct for tokens of older "
+            "versions; set a cap"
+        )
+    if train.max_mismatch is not None:
+        raise ConfigError(
+            f"train.max_mismatch is {train.max_mismatch} with train.max_staleness > 0, where the difference includes "
+            "that of the versions; remove it (checkpoint_engine.canary compares sampler and trainer at one version)"
+        )
+
+
 def check_overlong(loss: LossConfig, sampler: SamplerConfig) -> None:
     """Refuse a length penalty that begins before the first token."""
     if loss.truncated == "penalise" and loss.overlong_tokens > sampler.max_response_tokens:

@@ -5,7 +5,7 @@ from pydantic import Field, model_validator
 
 from megarl.config.base import Section
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
-from megarl.config.cross_sections import check_overlong, check_sections
+from megarl.config.cross_sections import check_overlong, check_sections, check_staleness
 from megarl.config.engine import EngineConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
@@ -47,4 +47,5 @@ class RunConfig(Section):
     def _cross_check(self) -> "RunConfig":
         check_sections(self.parallel, self.sampler, self.train)
         check_overlong(self.loss, self.sampler)
+        check_staleness(self.train, self.loss)
         return self

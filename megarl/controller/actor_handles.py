@@ -201,6 +201,28 @@ class SamplerGroup:
                 results[index] = completions
         return results
 
+    def start(self, engine: int, prompt: np.ndarray, seed: int) -> Any:
+        """Start to sample one prompt under whichever version is current; return the reference of the result."""
+        return self.engines[engine].actor.sample.remote(prompt, seed)
+
+    def finished(self, references: Sequence[Any], seconds: float) -> list[tuple[Any, list[Completion]]]:
+        """Return the references that are done, with their completions; wait at most ``seconds`` for the first.
+
+        Raises:
+            MegarlError: as ``wait_all``; an engine failed or died.
+        """
+        if not references:
+            return []
+        ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
+        if not ready:
+            ready, _ = ray.wait(references, timeout=seconds)
+        return [(reference, result_of(reference, "a sampler", self.watch)) for reference in ready]
+
+    def cancel(self, references: Sequence[Any]) -> None:
+        """Cancel requests that nobody waits for any more."""
+        for reference in references:
+            ray.cancel(reference)
+
     def score(self, tokens: np.ndarray, version: int) -> dict[str, np.ndarray]:
         """Return each engine's logprobs of a sequence; see ``VllmSampler.score``."""
         calls = {engine.name: engine.actor.score.remote(tokens, version) for engine in self.engines}

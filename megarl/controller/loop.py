@@ -2,7 +2,7 @@
 """The RL loop, readable top to bottom: sample, score, train, sync, record."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -105,15 +105,14 @@ def save(state: RunState, kept: dict[str, Any]) -> None:
 
 
 @contextmanager
-def saved_if_interrupted(state: RunState) -> Iterator[None]:
-    """Save a checkpoint if Ctrl-C or SIGTERM ends the block, which runs while the trainers are idle."""
-    begun = state.to_json()  # taken before the block draws prompts, so that its cursor is before them
+def saved_if_interrupted(state: RunState, snapshot: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Save ``snapshot()`` if Ctrl-C or SIGTERM ends the block, which runs while the trainers are idle."""
     try:
         yield
     except KeyboardInterrupt:
         if state.step > state.saved:
             try:
-                save(state, begun)
+                save(state, snapshot())
             except MegarlError as error:
                 state.recorder.screen.say(f"step {state.step} could not be saved: {error}")
         raise
@@ -150,7 +149,8 @@ def step(state: RunState) -> None:
     """Do one step: a rollout, its updates, a sync."""
     train = state.config.train
     state.seconds = {}
-    with saved_if_interrupted(state):
+    begun = state.to_json()  # taken before prompts are drawn, so that its cursor is before them
+    with saved_if_interrupted(state, lambda: begun):
         rollout = collect(state)
     # In the background, while the trainers work: per completion of 1,000 tokens, writing JSON takes half a millisecond.
     state.recorder.write_rollout(state.step + 1, rollout)
@@ -185,8 +185,21 @@ def draw(state: RunState, count: int) -> Rollout:
         return scored(state, prompts, completions)
 
 
-def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Sequence[Sequence[Completion]]) -> Rollout:
-    """Score completions of the current policy: return them with their rewards and advantages."""
+def scored(
+    state: RunState,
+    prompts: Sequence[EncodedPrompt],
+    completions: Sequence[Sequence[Completion]],
+    *,
+    any_version: bool = False,
+) -> Rollout:
+    """Score completions: return them with their rewards and advantages.
+
+    Args:
+        state: the run's state.
+        prompts: the prompts, as sent.
+        completions: of each prompt.
+        any_version: False refuses tokens of another version than the current one.
+    """
     return score(
         prompts,
         completions,
@@ -194,7 +207,7 @@ def scored(state: RunState, prompts: Sequence[EncodedPrompt], completions: Seque
         state.decode,
         build_advantages(state.config.loss),
         group=state.config.sampler.samples_per_prompt,
-        version=state.updates,
+        version=None if any_version else state.updates,
         scores_of=lambda scores, answers: trained_scores(
             scores, answers, state.config.loss, state.config.sampler.max_response_tokens
         ),
@@ -223,6 +236,8 @@ def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None
     dropped = dropped_groups(rollout, state.config)
     trained = sum(len(sample.tokens) - 1 for sample in rollout.samples() if sample.group not in dropped)
     measured = rollout.metrics()
+    asynchronous = state.config.train.max_staleness > 0
+    seconds = sum(state.seconds.values())
     row = {
         "step": state.step,
         "version": state.updates,
@@ -231,11 +246,11 @@ def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None
         "dropped_groups": float(len(dropped)),
         **metrics,
         **{f"seconds/{name}": value for name, value in state.seconds.items()},
-        "seconds": sum(state.seconds.values()),
+        "seconds": seconds,
         "rollout_write_seconds": written,
         "trained_tokens": float(trained),
         "train_tokens_per_second": trained / state.seconds["train"],
-        "sample_tokens_per_second": measured["sampled_tokens"] / state.seconds["sample"],
+        "sample_tokens_per_second": measured["sampled_tokens"] / (seconds if asynchronous else state.seconds["sample"]),
     }
     state.recorder.step(row)
 

@@ -114,6 +114,7 @@ class Rollout:
                         "metrics": dict(reward.metrics),
                         "advantage": np.asarray(advantage, dtype=float).tolist(),
                         "version": int(completion.versions[0]) if len(completion.versions) else None,
+                        "last_version": int(completion.versions[-1]) if len(completion.versions) else None,
                         "finish_reason": completion.finish_reason,
                         "prompt_ids": completion.prompt_ids.tolist(),
                         "response_ids": completion.response_ids.tolist(),
@@ -140,7 +141,7 @@ def score(
     advantages_of: Callable[[np.ndarray], Advantages],
     *,
     group: int,
-    version: int,
+    version: int | None,
     scores_of: Callable[[np.ndarray, Sequence[Completion]], np.ndarray] = lambda scores, _: scores,
     mask_truncated: bool = False,
 ) -> Rollout:
@@ -154,7 +155,7 @@ def score(
         decode: function: response ids -> text without special tokens.
         advantages_of: function: rewards ``[G]`` -> advantages, one entry per completion: a number, or ``[R]``.
         group: number of completions expected per prompt.
-        version: the policy version that must have sampled every token.
+        version: the policy version that must have sampled every token; None for any.
         scores_of: function: rewards ``[G]`` and the completions -> the scores that advantages are made of ``[G]``.
         mask_truncated: see ``Rollout``.
 
@@ -187,7 +188,7 @@ def decoded(text: str, completion: Completion) -> DecodedCompletion:
     return DecodedCompletion(text, completion.finish_reason, np.asarray(completion.response_ids, dtype=np.int64))
 
 
-def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int) -> None:
+def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int | None) -> None:
     """Refuse completions that do not match the request; see ``score``."""
     name = prompt.prompt.id
     if len(answers) != group:
@@ -197,7 +198,7 @@ def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int
             raise DataError(f"prompt '{name}': the sampler used other prompt tokens than it was sent")
         if not len(answer.response_ids):
             raise DataError(f"prompt '{name}': the sampler returned an empty response")
-        if (answer.versions != version).any():
+        if version is not None and (answer.versions != version).any():
             wrong = sorted(set(answer.versions.tolist()) - {version})
             raise DataError(f"prompt '{name}': tokens of policy version {wrong[0]}, asked for was {version}")
 

@@ -43,6 +43,11 @@ class SamplerEngine:
         with self._with_cause():
             return await self.sampler.generate(prompts, version)
 
+    async def sample(self, prompt: np.ndarray, seed: int) -> list[Completion]:
+        """Sample completions of one prompt; see ``VllmSampler.sample``."""
+        with self._with_cause():
+            return (await self.sampler.sample([prompt], [seed]))[0]
+
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """See ``VllmSampler.score``."""
         with self._with_cause():

@@ -29,7 +29,9 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "groups_without_signal": float(series("groups_without_signal").mean()),
         **mismatch,
         "train_tokens_per_second": float(series("trained_tokens").sum() / series("seconds/train").sum()),
-        "sample_tokens_per_second": float(series("sampled_tokens").sum() / series("seconds/sample").sum()),
+        "sample_tokens_per_second": float(
+            series("sampled_tokens").sum() / (series("sampled_tokens") / series("sample_tokens_per_second")).sum()
+        ),
         "sync_seconds": float(np.median(series("seconds/sync"))),
         **coverage(rows),
     }

@@ -15,7 +15,7 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, check_run
 from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
-from megarl.controller import loop
+from megarl.controller import async_loop, loop
 from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.canary import Canary
 from megarl.controller.data import EncodedPrompt, PromptStream
@@ -106,7 +106,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                 if resumed:
                     resume(state, resumed)
                 try:
-                    loop.run(state)
+                    (async_loop if config.train.max_staleness else loop).run(state)
                     summary = recorder.finish(trainers)
                 except BaseException:
                     recorder.rescue(trainers)

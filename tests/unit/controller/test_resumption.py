@@ -210,8 +210,9 @@ DECIDE = """
     loss.importance_mode model.family
     sampler.samples_per_prompt sampler.temperature sampler.top_p sampler.top_k sampler.engine_args
     sampler.max_prompt_tokens sampler.max_response_tokens sampler.stop sampler.seed
-    train.prompts_per_step train.max_resample_factor train.updates_per_step train.learning_rate train.schedule
-    train.warmup_steps train.weight_decay train.adam_beta1 train.adam_beta2 train.adam_eps train.max_grad_norm
+    train.prompts_per_step train.max_resample_factor train.max_staleness train.stale_groups train.updates_per_step
+    train.learning_rate train.schedule train.warmup_steps train.weight_decay train.adam_beta1 train.adam_beta2
+    train.adam_eps train.max_grad_norm
 """
 NEVER = """
     model.dtype train.seed

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous RL loop (``train.max_staleness`` > 0): the engines sample while the trainer trains.
+
+A producer samples and scores groups ahead of the trainer. Each token's behaviour logprob is the one that it was drawn
+with, and its version is known; ``loss.importance_cap`` corrects for the versions in between.
+"""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from megarl.controller.buffer import ScoredGroup
+from megarl.controller.loop import (
+    RunState,
+    check_canary,
+    evaluate,
+    first_sync,
+    record,
+    save,
+    saved_if_interrupted,
+    scored,
+    timed,
+)
+from megarl.controller.producer import Producer
+from megarl.controller.rollout import Rollout
+from megarl.controller.schedule import learning_rate
+
+
+def run(state: RunState) -> None:
+    """Train to ``train.steps``. Syncs first, since the samplers need the initial weights."""
+    first_sync(state)
+    if state.step == 0:
+        evaluate(state, "before")
+    score = partial(scored, state, any_version=True)
+    with Producer(
+        state.config, state.samplers, state.stream, score, step=state.step, version=state.updates
+    ) as producer:
+        while state.step < state.config.train.steps:
+            step(state, producer)
+            if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
+                save(state, snapshot(state, producer))
+    evaluate(state, "after")
+
+
+def step(state: RunState, producer: Producer) -> None:
+    """Do one step: take the oldest complete groups, train, sync while the engines go on."""
+    train = state.config.train
+    state.seconds = {}
+    with saved_if_interrupted(state, partial(snapshot, state, producer)), timed(state, "sample"):
+        groups = producer.take()
+    rollout = reduce(Rollout.with_more, [group.rollout for group in groups])
+    state.recorder.write_rollout(state.step + 1, rollout)
+    measured = staleness(groups, state.updates) | {
+        "groups_without_signal_left_out": float(producer.without_signal),
+        "stale_groups": float(producer.stale),
+    }
+    with timed(state, "train"):
+        rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
+        metrics = state.trainers.update(rollout.samples(), rates)
+    state.updates += len(rates)
+    with timed(state, "sync"):
+        report = state.manager.sync(state.updates, "adapter")
+    metrics |= check_canary(state) | measured | {"sync_bytes": float(report.nbytes)}
+    state.step += 1
+    producer.advance(state.step, state.updates)
+    record(state, rollout, metrics)
+
+
+def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:
+    """Return the controller's part of a checkpoint: prompts that are not trained on yet come again after a resume."""
+    return state.to_json() | {"stream": producer.stream_state()}
+
+
+def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
+    """Compute by how many versions the tokens of a batch are older than ``version``."""
+    ages = version - np.concatenate([one.versions for group in groups for one in group.rollout.completions[0]])
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the asynchronous loop with engines that answer in any order: bounds, resume, errors. Real ones: tests/e2e."""
+
+import itertools
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megarl.config import parse_config
+from megarl.controller import async_loop, loop
+from megarl.controller.data import PromptStream
+from megarl.controller.producer import seed_of
+from megarl.errors import ConfigError, RewardError, WorkerError
+from megarl.tasks.base import Reward
+from megarl.types import Completion, Prompt
+
+PROMPTS, BATCH, STEPS = 23, 4, 12
+
+
+class Numbers:
+    """Prompts 0, 1, 2, ..."""
+
+    def __len__(self):
+        return PROMPTS
+
+    def __getitem__(self, index):
+        return Prompt(str(index), ({"role": "user", "content": "?"},))
+
+
+class Engines:
+    """Two engines. A request ends after some looks, in random order; a part of its tokens is of the present version."""
+
+    def __init__(self, slow: float, seed: int = 0) -> None:
+        self.engines, self.watch = [None, None], SimpleNamespace(check=lambda: None)
+        self.version, self.slow, self.random = 0, slow, random.Random(seed)
+        self.requests, self.started, self.cancelled = {}, [], []
+        self._count = itertools.count()
+
+    def start(self, engine, prompt, seed):
+        number = next(self._count)
+        self.requests[number] = (engine, prompt, self.version)
+        self.started.append((engine, int(prompt[0]), seed, self.version))
+        return number
+
+    def finished(self, references, seconds):
+        time.sleep(0.001)
+        done = [number for number in references if self.random.random() > self.slow]
+        return [(number, self._answer(*self.requests.pop(number)[1:])) for number in done]
+
+    def _answer(self, prompt, begun):
+        versions = np.array([begun, self.version, self.version])
+        drawn = (np.array([5, 6, 0]), np.zeros(3, np.float32), versions, "stop")
+        return [Completion(prompt, *drawn) for _ in range(2)]
+
+    def cancel(self, references):
+        self.cancelled += references
+
+
+class Run:
+    """A loop whose trainers take ``train_seconds`` a step and record what they train on."""
+
+    def __init__(
+        self,
+        staleness=1,
+        slow=0.7,
+        stale="repeat",
+        every=1,
+        factor=3,
+        train_seconds=0.004,
+        generate_seconds=60.0,
+        **loss,
+    ):
+        config = parse_config(
+            {
+                "model": {"path": "model"},
+                "task": {"name": "arithmetic"},
+                "loss": loss,
+                "sampler": {"samples_per_prompt": 2, "generate_seconds": generate_seconds},
+                "train": {
+                    "prompts_per_step": BATCH,
+                    "steps": STEPS,
+                    "save_every": 1,
+                    "max_staleness": staleness,
+                    "stale_groups": stale,
+                    "max_resample_factor": factor,
+                },
+                "checkpoint_engine": {"canary": False},
+            }
+        )
+        self.trained, self.rows, self.saved = [], [], []
+        self.engines = Engines(slow)
+
+        def update(samples, rates):
+            time.sleep(train_seconds)
+            return {}
+
+        def sync(version, kind):
+            self.engines.version = version
+            return SimpleNamespace(nbytes=0)
+
+        def score(groups, check):
+            return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, g in groups for i in range(len(g))]
+
+        self.state = loop.RunState(
+            config=config,
+            trainers=SimpleNamespace(watch=SimpleNamespace(check=None), update=update),
+            samplers=self.engines,
+            manager=SimpleNamespace(sync=sync),
+            rewards=SimpleNamespace(score=score),
+            stream=PromptStream(Numbers(), lambda prompt: np.array([int(prompt.id)]), seed=3),
+            decode=lambda ids: "",
+            recorder=SimpleNamespace(
+                phase=lambda name: None,
+                note=lambda report: None,
+                write_rollout=lambda step, rollout: self.trained.append([p.place for p in rollout.prompts]),
+                rollout_written=lambda: 0.0,
+                step=self.rows.append,
+                checkpoint=lambda trainers, step, kept: self.saved.append(json.loads(json.dumps(kept))),
+            ),
+        )
+
+    def go(self):
+        async_loop.run(self.state)
+        return self
+
+    @property
+    def flat(self):
+        return [place for batch in self.trained for place in batch]
+
+
+def first_places(count):
+    stream = PromptStream(Numbers(), lambda prompt: np.array([int(prompt.id)]), seed=3)
+    return [prompt.place for _ in range(count) for prompt in stream.next(1)]
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_no_token_is_older_than_the_bound_and_no_prompt_is_trained_twice(staleness):
+    run = Run(staleness).go()
+    assert max(row["staleness_max"] for row in run.rows) <= staleness
+    assert max(row["staleness_max"] for row in run.rows) > 0, "nothing overlapped"
+    assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
+    # No more was started than the last step needs, apart from prompts that were repeated.
+    repeated = sum(row["stale_groups"] for row in run.rows)
+    assert len(run.engines.started) <= STEPS * BATCH + repeated
+    assert set(run.flat) == set(first_places(STEPS * BATCH))
+
+
+def test_both_engines_work_and_a_prompts_seed_is_that_of_its_place():
+    run = Run(2).go()
+    assert {engine for engine, *_ in run.engines.started} == {0, 1}
+    seeds = {seed_of(0, place) for place in first_places(STEPS * BATCH)}
+    assert len(seeds) == STEPS * BATCH and {seed for _, _, seed, _ in run.engines.started} == seeds
+
+
+def test_groups_that_got_too_old_are_repeated_or_trained():
+    repeated, trained = (Run(1, slow=0.93, stale=stale, train_seconds=0).go() for stale in ("repeat", "train"))
+    assert sum(row["stale_groups"] for row in repeated.rows) > 0
+    assert max(row["staleness_max"] for row in repeated.rows) <= 1
+    assert max(row["staleness_max"] for row in trained.rows) > 1
+    assert sum(row["stale_groups"] for row in trained.rows) == 0
+    for run in (repeated, trained):
+        assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
+
+
+@pytest.mark.parametrize("step", [1, 5, STEPS - 1])
+def test_after_a_resume_no_prompt_is_lost_or_trained_twice(step):
+    first, second = Run(3), Run(3)
+    first.go()
+    saved = first.saved[step - 1]
+    assert saved["step"] == step
+    second.state.restore(saved)
+    second.engines.version = saved["updates"]
+    second.go()
+    before = [place for batch in first.trained[:step] for place in batch]
+    assert set(before) | set(second.flat) == set(first_places(STEPS * BATCH))
+    assert len(before) + len(second.flat) == STEPS * BATCH
+    # The prompts that were in the air come first.
+    again = {tuple(place) for place in saved["stream"]["again"]}
+    assert {tuple(place) for place in first_places(STEPS * BATCH)[: len(before)]} <= again | {tuple(p) for p in before}
+
+
+def test_the_synchronous_loop_goes_on_from_an_asynchronous_checkpoint():
+    run = Run(3)
+    run.go()
+    saved = run.saved[4]
+    again = [tuple(place) for place in saved["stream"]["again"]]
+    other = Run(3)
+    other.state.restore(saved)
+    drawn = [tuple(prompt.place) for prompt in other.state.stream.next(len(again) + 1)]
+    assert again and drawn[:-1] == again and drawn[-1] not in again
+
+
+def test_groups_without_signal_are_replaced():
+    run = Run(2, every=3, factor=100, groups_without_signal="resample").go()
+    assert sum(row["groups_without_signal_left_out"] for row in run.rows) > 0
+    assert all(row["groups_without_signal"] == 0 for row in run.rows)
+    never = Run(2, every=10**6, groups_without_signal="resample").go()
+    assert len(never.rows) == STEPS  # the factor bounds it
+    assert all(row["groups_without_signal_left_out"] <= 2 * BATCH for row in never.rows)
+
+
+def test_errors_of_rewards_and_engines_end_the_run():
+    run = Run(1)
+
+    def fail(groups, check):
+        raise RewardError("task.reward raised ValueError")
+
+    run.state.rewards.score = fail
+    with pytest.raises(RewardError, match="raised ValueError"):
+        run.go()
+    run = Run(1)
+
+    def die(references, seconds):
+        raise WorkerError("sampler 1 died")
+
+    run.engines.finished = die
+    with pytest.raises(WorkerError, match="sampler 1 died"):
+        run.go()
+
+
+def test_an_engine_that_never_answers_ends_the_run():
+    run = Run(1, slow=1.0, generate_seconds=0.1)
+    with pytest.raises(WorkerError, match=r"did not answer prompt '\d+' within sampler.generate_seconds \(0.1 s\)"):
+        run.go()
+    assert sorted(run.engines.cancelled) == sorted(run.engines.requests)
+
+
+@pytest.mark.parametrize(
+    ("train", "loss", "message"),
+    [
+        ({"max_staleness": 1, "updates_per_step": 2}, {}, "less than train.updates_per_step"),
+        ({"max_staleness": 1}, {"importance_cap": None}, "nothing would correct"),
+        ({"max_staleness": 1, "max_mismatch": 0.1}, {}, "checkpoint_engine.canary compares"),
+    ],
+)
+def test_settings_that_an_asynchronous_run_would_not_honour_are_refused(train, loss, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({"model": {"path": "m"}, "task": {"name": "arithmetic"}, "train": train, "loss": loss})
