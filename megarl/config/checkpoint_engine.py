@@ -31,7 +31,7 @@ class CheckpointEngineConfig(Section):
     version, and new requests wait for that. ``abort``: what they have drawn is dropped, and they start again under the
     new version. ``continue``: they keep their tokens and go on under the new version, which computes the KV of the
     tokens so far anew; ``Completion.versions`` tells the version of each token. Nothing runs during a sync unless
-    training is asynchronous."""
+    training is asynchronous (``train.max_staleness``)."""
     canary: bool = True
     """After every sync, compare trainer and engines on the first tokens of a prompt: they must agree, and what the
     engines compute must change when the adapter did. ``seconds/canary`` in the metrics is its cost."""
