@@ -129,8 +129,10 @@ def test_a_full_disk_is_named_and_leaves_only_whole_rows(tmp_path, size):
 def test_summary_averages_the_ends_and_weighs_speed_by_time():
     rows = [
         {"reward": reward, "mismatch_mean": 0.1, "mismatch_max": peak, "trained_tokens": 10.0, "sampled_tokens": 4.0,
-         "groups_without_signal": reward, "seconds/train": seconds, "seconds/sample": 2.0, "seconds/sync": 0.5}
-        for reward, peak, seconds in ((0.0, 1.0, 1.0), (0.0, 3.0, 1.0), (0.3, 1.0, 2.0), (0.6, 1.0, 1.0))
+         "groups_without_signal": reward, "seconds/train": seconds, "sample_tokens_per_second": rate, "seconds/sync": 0.5}
+        for reward, peak, seconds, rate in (
+            (0.0, 1.0, 1.0, 2.0), (0.0, 3.0, 1.0, 1.0), (0.3, 1.0, 2.0, 4.0), (0.6, 1.0, 1.0, 4.0)
+        )
     ]  # fmt: skip
     summary = summarise(rows)
     assert summary["reward_first"] == pytest.approx(0.1)
@@ -138,7 +140,7 @@ def test_summary_averages_the_ends_and_weighs_speed_by_time():
     assert summary["mismatch_max"] == 3.0
     assert summary["groups_without_signal"] == pytest.approx(0.9 / 4)
     assert summary["train_tokens_per_second"] == pytest.approx(40 / 5)
-    assert summary["sample_tokens_per_second"] == pytest.approx(2.0)
+    assert summary["sample_tokens_per_second"] == pytest.approx(16 / (2 + 4 + 1 + 1))
 
 
 class FakeTrainers:
