@@ -129,7 +129,8 @@ def test_a_full_disk_is_named_and_leaves_only_whole_rows(tmp_path, size):
 def test_summary_averages_the_ends_and_weighs_speed_by_time():
     rows = [
         {"reward": reward, "mismatch_mean": 0.1, "mismatch_max": peak, "trained_tokens": 10.0, "sampled_tokens": 4.0,
-         "groups_without_signal": reward, "seconds/train": seconds, "sample_tokens_per_second": rate, "seconds/sync": 0.5}
+         "groups_without_signal": reward, "seconds/train": seconds,
+         "sample_tokens_per_second": rate, "seconds/sync": 0.5}
         for reward, peak, seconds, rate in (
             (0.0, 1.0, 1.0, 2.0), (0.0, 3.0, 1.0, 1.0), (0.3, 1.0, 2.0, 4.0), (0.6, 1.0, 1.0, 4.0)
         )
