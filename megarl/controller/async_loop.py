@@ -61,7 +61,7 @@ def step(state: RunState, producer: Producer) -> None:
         metrics = state.trainers.update(rollout.samples(), rates)
     state.updates += len(rates)
     with timed(state, "sync"):
-        report = state.manager.sync(state.updates, "adapter")
+        report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
     metrics |= check_canary(state) | measured | {"sync_bytes": float(report.nbytes)}
     state.step += 1
     producer.advance(state.step, state.updates)

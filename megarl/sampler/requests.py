@@ -107,7 +107,7 @@ class Requests:
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         with self._running(version) as (request_id, used):
             sent = {"prompt_token_ids": tokens.tolist()}
-            stream = self._engine().generate(sent, parameters, request_id=request_id, lora_request=lora_request(used))
+            stream = self._engine().generate(sent, parameters, request_id=request_id, lora_request=self._adapter(used))
             output = await self._last(stream)
         found = output.prompt_logprobs if output is not None else None
         if found is None or len(found) != len(tokens):
@@ -135,7 +135,7 @@ class Requests:
         await self._admitted.wait()
         with self._running(version) as (request_id, used):
             stream = self._engine().generate(
-                {"prompt_token_ids": sent}, parameters, request_id=request_id, lora_request=lora_request(used)
+                {"prompt_token_ids": sent}, parameters, request_id=request_id, lora_request=self._adapter(used)
             )
             output = await self._last(stream)
         if output is None or not output.finished or len(output.outputs) != len(every):
@@ -157,6 +157,10 @@ class Requests:
             raise WorkerError(f"{self._name} failed while generating: {cause_of(error)}") from error
         return outputs[-1] if outputs else None
 
+    def _adapter(self, version: int) -> Any:
+        """Return vLLM's handle of a version's adapter; merged weights have none."""
+        return None if self._config.checkpoint_engine.content == "merged" else lora_request(version)
+
     @contextlib.contextmanager
     def _running(self, version: int | None) -> Iterator[tuple[str, int]]:
         """Keep a request's version resident; yield the request's id and its version."""
@@ -174,6 +178,24 @@ class Requests:
             finally:
                 self._movable.pop(request_id, None)
 
+    async def pause(self, timeout: float) -> None:
+        """Hold new requests, and wait until none runs: they end by themselves, or are sent again after ``resume``.
+
+        Requests for one version are not waited for.
+
+        Raises:
+            WeightSyncError: requests still run after ``timeout`` seconds.
+        """
+        self._admitted.clear()
+        if self._config.checkpoint_engine.in_flight == "drain":
+            await self._wait(lambda: bool(self._movable), timeout, "end")
+        else:
+            await self._abort(lambda version: True, timeout)
+
+    def resume(self) -> None:
+        """Let requests in again."""
+        self._admitted.set()
+
     @contextlib.asynccontextmanager
     async def drained(self, timeout: float) -> AsyncIterator[None]:
         """With ``in_flight: drain``, hold new requests during the block, which begins once none runs.
@@ -184,12 +206,11 @@ class Requests:
         if self._config.checkpoint_engine.in_flight != "drain":
             yield
             return
-        self._admitted.clear()
         try:
-            await self._wait(lambda: bool(self._movable), timeout, "end")
+            await self.pause(timeout)
             yield
         finally:
-            self._admitted.set()
+            self.resume()
 
     async def move(self, version: int, timeout: float) -> None:
         """End the requests that draw from other versions than ``version``; they are sent again under it.
@@ -197,14 +218,17 @@ class Requests:
         Raises:
             WeightSyncError: vLLM did not end them within ``timeout`` seconds.
         """
-        if self._config.checkpoint_engine.in_flight == "drain":
-            return
-        while old := [name for name, used in self._movable.items() if used != version]:
-            await self._engine().abort(old)
-            await self._wait(lambda: any(used != version for used in self._movable.values()), LOOK_SECONDS, None)
+        if self._config.checkpoint_engine.in_flight != "drain":
+            await self._abort(lambda used: used != version, timeout)
+
+    async def _abort(self, chosen: Callable[[int], bool], timeout: float) -> None:
+        """Abort the requests whose versions are chosen, and wait until they have ended."""
+        while names := [name for name, used in self._movable.items() if chosen(used)]:
+            await self._engine().abort(names)
+            await self._wait(lambda: any(map(chosen, self._movable.values())), LOOK_SECONDS, None)
             timeout -= LOOK_SECONDS
             if timeout <= 0:
-                raise WeightSyncError(f"{self._name}: {len(old)} requests did not move to version {version}")
+                raise WeightSyncError(f"{self._name}: vLLM did not abort {len(names)} requests")
 
     async def _wait(self, busy: Callable[[], bool], timeout: float, wanted: str | None) -> None:
         """Wait until ``busy()`` is False; after ``timeout`` seconds return, or raise if ``wanted`` says for what."""

@@ -97,7 +97,7 @@ class VllmSampler:
             arguments = AsyncEngineArgs(**given)
             self._engine = AsyncLLM.from_engine_args(arguments)
             self._vocabulary = self._engine.model_config.get_vocab_size()
-            await self._rpc("megarl_start", self._merged)
+            await self._rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
         except MegarlError:
             raise
         except Exception as error:

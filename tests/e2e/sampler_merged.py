@@ -139,7 +139,7 @@ def in_flight(rig: Rig) -> dict[str, Any]:
     """Sync while a version decodes: nothing is written, and the sampler refuses."""
     rig.manager.sync(31, "merged")
     running = rig.start(rig.sampler.generate(prompts(60), 31))
-    while not rig.sampler._gate.in_flight:
+    while not rig.sampler.gate.in_flight:
         pass
     results = {"in_flight": raised(lambda: rig.manager.sync(32, "merged"))}
     return results | {"in_flight_ended": raised(lambda: running.result(60))}
