@@ -18,6 +18,7 @@ from megarl.config import CheckpointEngineConfig
 from megarl.lora.merge import merge_folder
 from megarl.model.weight_export import block_of
 from tests.e2e.sampler_moe import FileTrainer
+from tests.e2e.sampler_moves import moves
 from tests.e2e.sampler_rig import PeftTrainer, Rig, make_model, prompts, raised, run_config
 
 MERGED = {"content": "merged"}
@@ -75,6 +76,7 @@ def dense(folder: Path) -> dict[str, Any]:
         restart(rig)
         results |= versions(rig)
         results |= stale(rig)
+        results["moves"] = moves(rig, "merged")
         results |= in_flight(rig)
         results["adapter"] = refused(rig, lambda named: named, "adapter")
         results["faults"] = {name: refused(rig, edit) for name, edit in FAULTS.items()}
