@@ -28,10 +28,25 @@ from tests.helpers.train_run import RECIPE, REWARD, TrainRun, read_rollout, read
 STEPS = 4
 
 
+# Written beside the recipe: a tracker that fails at the second step.
+TRACKER = """
+class Failing:
+    def __init__(self, run):
+        self.id = run.config["model.dtype"]
+
+    def log(self, row):
+        print("tracked step", row["step"], flush=True)
+        if row["step"] == 2:
+            raise OSError("no server")
+"""
+TRACKERS = "train.trackers=[tensorboard, 'tracker.py:Failing']"
+
+
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Path:
     """Make a tiny model with a tokenizer, an adapter made by PEFT, and a recipe that continues training it."""
     file = make_recipe(tmp_path_factory.mktemp("train"), "qwen3", tied=True)
+    (file.parent / "tracker.py").write_text(TRACKER)
     base = AutoModelForCausalLM.from_pretrained(file.parent / "model")
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -58,7 +73,7 @@ def start(recipe):
     runs = []
 
     def begin(*overrides: str) -> TrainRun:
-        runs.append(TrainRun(recipe, f"train.output={recipe.parent}", *overrides))
+        runs.append(TrainRun(recipe, f"train.output={recipe.parent}", TRACKERS, *overrides))
         return runs[-1]
 
     yield begin
@@ -66,24 +81,10 @@ def start(recipe):
         run.kill()
 
 
-# Written beside the recipe: a tracker that fails at the second step.
-TRACKER = """
-class Failing:
-    def __init__(self, run):
-        self.id = run.config["model.dtype"]
-
-    def log(self, row):
-        print("tracked step", row["step"], flush=True)
-        if row["step"] == 2:
-            raise OSError("no server")
-"""
-
-
 @pytest.fixture(scope="module")
 def finished(recipe) -> Path:
     """Return the folder of one complete run."""
-    (recipe.parent / "tracker.py").write_text(TRACKER)
-    run = TrainRun(recipe, f"train.output={recipe.parent}", "train.trackers=[tensorboard, 'tracker.py:Failing']")
+    run = TrainRun(recipe, f"train.output={recipe.parent}", TRACKERS)
     try:
         run.wait_for(f"step {STEPS} ", timeout=240)
         assert run.finish(60) == 0, run.output()
