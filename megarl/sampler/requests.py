@@ -42,6 +42,10 @@ class Drawn:
     versions: list[int] = field(default_factory=list)
     finish_reason: str = ABORTED
 
+    def forget(self) -> None:
+        """Drop all tokens."""
+        self.ids, self.logprobs, self.versions = [], [], []
+
     def add(self, output: Any, version: int) -> None:
         """Append vLLM's output of one request."""
         self.ids += output.token_ids
@@ -119,7 +123,7 @@ class Requests:
         """Ask again as long as new versions end the request."""
         while drawn.finish_reason == ABORTED:
             if self._config.checkpoint_engine.in_flight == "abort":
-                drawn.__init__()  # type: ignore[misc]
+                drawn.forget()
             await self._ask(prompt, [drawn], seed, None)
 
     async def _ask(self, prompt: np.ndarray, every: list[Drawn], seed: int, version: int | None) -> None:
