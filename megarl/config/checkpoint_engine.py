@@ -27,11 +27,12 @@ class CheckpointEngineConfig(Section):
     """Source of the sampler's base weights at the start and on resume. ``send``: the trainer sends them; ``disk``: vLLM
     reads them from ``model.path``."""
     in_flight: Literal["drain", "abort", "continue"] = "drain"
-    """What becomes of requests that run when a new version has arrived in the engine. ``drain``: they end under the old
-    version, and new requests wait for that. ``abort``: what they have drawn is dropped, and they start again under the
-    new version. ``continue``: they keep their tokens and go on under the new version, which computes the KV of the
-    tokens so far anew; ``Completion.versions`` tells the version of each token. Nothing runs during a sync unless
-    training is asynchronous (``train.max_staleness``)."""
+    """What becomes of requests that run when a new version has arrived in the engine. ``drain``: they end under the
+    old version, and new requests wait for that; if it takes longer than half of ``timeout_seconds``, the run ends.
+    ``abort``: what they have drawn is dropped, and they start again under the new version. ``continue``: they keep
+    their tokens and go on under the new version, which computes the KV of the tokens so far anew;
+    ``Completion.versions`` tells the version of each token. Nothing runs during a sync unless training is
+    asynchronous (``train.max_staleness``)."""
     canary: bool = True
     """After every sync, compare trainer and engines on the first tokens of a prompt: they must agree, and what the
     engines compute must change when the adapter did. ``seconds/canary`` in the metrics is its cost."""

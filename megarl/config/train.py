@@ -23,11 +23,12 @@ class TrainConfig(Section):
     """Optimizer steps per rollout. With more than one, the later ones are off-policy, so old logprobs are computed."""
     max_staleness: int = Field(0, ge=0)
     """0: sampler and trainer take turns. N: the engines sample while the trainer trains, and no token is trained on
-    that is more than N policy versions old. At least ``updates_per_step``. ``loss.importance_cap`` corrects for the
-    difference; ``checkpoint_engine.in_flight`` decides over completions that a new version interrupts."""
+    that is more than N policy versions old when its step begins (but see ``stale_groups``). At least
+    ``updates_per_step``. ``loss.importance_cap`` corrects for the difference; ``checkpoint_engine.in_flight``
+    decides over completions that a new version interrupts."""
     stale_groups: Literal["repeat", "train"] = "repeat"
     """With ``max_staleness``: what happens to a group that got older than that. ``repeat``: its prompt is sampled
-    again; ``train``: it is trained on all the same. ``stale_groups`` in the metrics counts the repeated ones."""
+    again; ``train``: it is trained on all the same. ``repeated_groups`` in the metrics counts the repeated ones."""
     learning_rate: float = Field(1e-5, gt=0.0, le=1.0)
     """Peak learning rate. At most 1, since AdamW changes an element by about the learning rate in each step."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

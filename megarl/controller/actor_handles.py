@@ -126,6 +126,11 @@ class TrainerGroup:
         limit = Limit("train.update_seconds", self._train.update_seconds)
         return wait_all(self.start("update", samples, rates), self.watch, limit)[0]
 
+    def score(self, tokens: np.ndarray, seconds: float) -> np.ndarray:
+        """Return the logprobs of a sequence; see ``TrainerRank.score``."""
+        limit = Limit("checkpoint_engine.timeout_seconds", seconds)
+        return wait_all(self.start("score", tokens), self.watch, limit)[0]
+
     def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
         return _later(self.start("prepare_sync", version, kind, config, receivers), self.watch)
@@ -205,18 +210,24 @@ class SamplerGroup:
         """Start to sample one prompt under whichever version is current; return the reference of the result."""
         return self.engines[engine].actor.sample.remote(prompt, seed)
 
-    def finished(self, references: Sequence[Any], seconds: float) -> list[tuple[Any, list[Completion]]]:
+    def finished(self, engines: Mapping[Any, int], seconds: float) -> list[tuple[Any, list[Completion]]]:
         """Return the references that are done, with their completions; wait at most ``seconds`` for the first.
+
+        Args:
+            engines: reference of a result -> index of the engine.
+            seconds: the longest wait, seconds.
 
         Raises:
             MegarlError: as ``wait_all``; an engine failed or died.
         """
-        if not references:
+        if not engines:
             return []
+        references = list(engines)
         ready, _ = ray.wait(references, num_returns=len(references), timeout=0)
         if not ready:
             ready, _ = ray.wait(references, timeout=seconds)
-        return [(reference, result_of(reference, "a sampler", self.watch)) for reference in ready]
+        names = {reference: self.engines[index].name for reference, index in engines.items()}
+        return [(reference, result_of(reference, names[reference], self.watch)) for reference in ready]
 
     def cancel(self, references: Sequence[Any]) -> None:
         """Cancel requests that nobody waits for any more."""

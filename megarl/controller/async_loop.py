@@ -52,10 +52,7 @@ def step(state: RunState, producer: Producer) -> None:
         groups = producer.take()
     rollout = reduce(Rollout.with_more, [group.rollout for group in groups])
     state.recorder.write_rollout(state.step + 1, rollout)
-    measured = staleness(groups, state.updates) | {
-        "groups_without_signal_left_out": float(producer.without_signal),
-        "stale_groups": float(producer.stale),
-    }
+    measured = staleness(groups, state.updates)
     with timed(state, "train"):
         rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
         metrics = state.trainers.update(rollout.samples(), rates)
@@ -64,13 +61,12 @@ def step(state: RunState, producer: Producer) -> None:
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
     metrics |= check_canary(state) | measured | {"sync_bytes": float(report.nbytes)}
     state.step += 1
-    producer.advance(state.step, state.updates)
-    record(state, rollout, metrics)
+    record(state, rollout, metrics | producer.advance(state.step, state.updates))
 
 
 def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:
     """Return the controller's part of a checkpoint: prompts that are not trained on yet come again after a resume."""
-    return state.to_json() | {"stream": producer.stream_state()}
+    return state.to_json(producer.stream_state())
 
 
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:

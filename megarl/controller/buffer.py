@@ -76,12 +76,15 @@ class GroupBuffer:
             popped, self._groups = self._groups[:count], self._groups[count:]
             return popped
 
-    def remove_older(self, version: int) -> list[ScoredGroup]:
-        """Remove and return the groups with a token that is older than ``version``."""
+    def older(self, version: int) -> list[Place]:
+        """Return the places of groups with a token that is older than ``version``."""
         with self._changed:
-            stale = [group for group in self._groups if group.oldest < version]
-            self._groups = [group for group in self._groups if group.oldest >= version]
-            return stale
+            return [group.place for group in self._groups if group.oldest < version]
+
+    def remove(self, places: Sequence[Place]) -> None:
+        """Remove the groups with these places."""
+        with self._changed:
+            self._groups = [group for group in self._groups if group.place not in places]
 
     def places(self) -> list[Place]:
         """Return the places of all groups."""

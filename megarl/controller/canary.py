@@ -23,16 +23,24 @@ MOVED = {"float32": 1e-5, "bfloat16": 1e-2}
 class Canary:
     """Checks the engines' logprobs of one sequence, version after version.
 
-    Args:
-        dtype: ``model.dtype``.
+    Attributes:
+        tokens: the sequence, int64 ``[T]``: the first tokens of a prompt; a prompt of one token is doubled.
     """
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, prompt: np.ndarray) -> None:
+        """
+        Args:
+            dtype: ``model.dtype``.
+            prompt: a prompt's token ids, int64 ``[P]``.
+        """
+        self.tokens = np.resize(prompt, 2) if len(prompt) < 2 else prompt[:TOKENS]
         self._agreement, self._moved = AGREEMENT[dtype], MOVED[dtype]
-        self._before: tuple[np.ndarray, dict[str, np.ndarray]] | None = None
+        # Engine's name -> the trainer's and its logprobs at the last version that moved the trainer's enough. Small
+        # moves add up.
+        self._before: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def check(self, version: int, trainer: np.ndarray, engines: Mapping[str, np.ndarray]) -> float:
-        """Compare the logprobs, and their change since the version before.
+        """Compare the logprobs, and their change since an earlier version.
 
         Args:
             version: the policy version, for messages.
@@ -56,30 +64,17 @@ class Canary:
                     "the same policy (checkpoint_engine.canary: false switches this check off)"
                 )
             worst = max(worst, difference)
-        if self._before is not None:
-            self._check_moved(version, trainer, engines, *self._before)
-        self._before = trainer, dict(engines)
+            self._check_moved(version, trainer, name, scored)
         return worst
 
-    def _check_moved(
-        self,
-        version: int,
-        trainer: np.ndarray,
-        engines: Mapping[str, np.ndarray],
-        trainer_before: np.ndarray,
-        engines_before: Mapping[str, np.ndarray],
-    ) -> None:
+    def _check_moved(self, version: int, trainer: np.ndarray, name: str, scored: np.ndarray) -> None:
+        trainer_before, before = self._before.setdefault(name, (trainer, scored))
         moved = float(np.abs(trainer - trainer_before).mean())
         if moved <= self._moved:
             return
-        for name, scored in engines.items():
-            if name in engines_before and np.array_equal(scored, engines_before[name]):
-                raise WeightSyncError(
-                    f"canary: version {version} changed the trainer's logprobs of a fixed sequence by {moved:.3g} in "
-                    f"the mean, and those of {name} not at all: it does not use the new weights"
-                )
-
-
-def canary_tokens(prompt: np.ndarray) -> np.ndarray:
-    """Return the fixed sequence: a prompt's first tokens, int64 ``[T]``; a prompt of one token is doubled."""
-    return np.resize(prompt, 2) if len(prompt) < 2 else prompt[:TOKENS]
+        if np.array_equal(scored, before):
+            raise WeightSyncError(
+                f"canary: up to version {version} the trainer's logprobs of a fixed sequence changed by {moved:.3g} in "
+                f"the mean, and those of {name} not at all: it does not use the new weights"
+            )
+        self._before[name] = trainer, scored

@@ -40,8 +40,8 @@ class EncodedPrompt:
 class PromptStream:
     """Endless batches of prompts; each epoch visits every prompt once, in an order drawn from the seed.
 
-    A batch that crosses the end of an epoch holds no prompt twice (unless it is larger than the data set): the new
-    epoch begins with prompts that the batch does not hold yet.
+    A batch of ``next`` that crosses the end of an epoch holds no prompt twice (unless it is larger than the data set):
+    the new epoch begins with prompts that the batch does not hold yet.
 
     Attributes:
         epoch, position: the next prompt is number ``position`` (from 0) in the order of this epoch.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
-from megarl.controller.canary import Canary, canary_tokens
+from megarl.controller.canary import Canary
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.dynamic_sampling import draw_until_signal, dropped_groups
 from megarl.controller.length_penalty import trained_scores
@@ -58,9 +58,10 @@ class RunState:
     saved: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the controller's part of a checkpoint."""
-        return {"step": self.step, "updates": self.updates, "stream": self.stream.state(), "run": self.origin}
+    def to_json(self, stream: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return the controller's part of a checkpoint, with another state of the stream if given."""
+        stream = self.stream.state() if stream is None else stream
+        return {"step": self.step, "updates": self.updates, "stream": stream, "run": self.origin}
 
     def restore(self, state: dict[str, Any], *, other_data: bool = False) -> None:
         """Restore the result of a checkpoint's ``to_json``.
@@ -136,8 +137,8 @@ def check_canary(state: RunState) -> dict[str, float]:
     if state.canary is None:
         return {}
     with timed(state, "canary"):
-        tokens = canary_tokens(state.stream.first())
-        trainer = state.trainers.call("score", tokens)[0]
+        tokens = state.canary.tokens
+        trainer = state.trainers.score(tokens, state.config.checkpoint_engine.timeout_seconds)
         try:
             return {"canary": state.canary.check(state.updates, trainer, state.samplers.score(tokens, state.updates))}
         except WeightSyncError as error:

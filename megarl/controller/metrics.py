@@ -254,6 +254,8 @@ class Recorder:
         counts = coverage(self.rows)
         if counts and counts["grad_tensors"] < counts["adapter_tensors"]:
             names = trainers.call("without_gradient")[0]
+            if not names:  # of rows before a resume
+                return
             self.screen.say(
                 f"{counts['adapter_tensors'] - counts['grad_tensors']:.0f} of the adapter's "
                 f"{counts['adapter_tensors']:.0f} matrices had no gradient in the last step:\n{first_few(names)}",

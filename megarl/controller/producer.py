@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
-import xxhash
-
 from megarl.config import RunConfig
 from megarl.controller.actor_handles import SamplerGroup
 from megarl.controller.buffer import GroupBuffer, ScoredGroup
 from megarl.controller.data import EncodedPrompt, Place, PromptStream
 from megarl.controller.rollout import Rollout
 from megarl.errors import WorkerError
+from megarl.sampler.seeds import seed_from
 from megarl.types import Completion
 
 # Seconds that the thread waits for completions before it looks whether more may start.
@@ -42,12 +41,8 @@ class Running(NamedTuple):
 class Producer:
     """Samples and scores groups ahead of the trainer, at most as far as ``train.max_staleness`` allows.
 
-    A group is started only if, with those before it, it is trained on at most ``max_staleness`` versions later. Each
+    A group is started only if the batch that it will belong to begins at most ``max_staleness`` versions later. Each
     goes to the engine with the fewest groups. Used as a context manager: the thread runs in the block.
-
-    Attributes:
-        without_signal: number of groups that were left out since the last ``advance``, because they have no signal.
-        stale: number of groups since the last ``advance`` whose prompts are repeated, because they got too old.
     """
 
     def __init__(
@@ -57,7 +52,7 @@ class Producer:
         Args:
             config: the run's config.
             samplers: the engines.
-            stream: the prompts; only this object uses it from now on.
+            stream: the prompts; in the block, only this object uses it.
             score: function: prompts, completions -> the rollout. Called in a thread.
             step: number of steps done.
             version: current policy version.
@@ -65,14 +60,15 @@ class Producer:
         self._config, self._samplers, self._stream, self._score = config, samplers, stream, score
         self._step, self._version = step, version
         self._buffer = GroupBuffer()
-        self._in_training = 0  # groups that were taken in the present step
+        self._taken: list[Place] = []  # groups of the present step
         self._running: dict[Any, Running] = {}
-        self._scoring: dict[Place, Future] = {}
+        self._unscored: list[tuple[Running, list[Completion]]] = []
+        self._scoring: tuple[list[Place], Future[list[Rollout]]] | None = None
+        self._left_out = self._repeated = 0  # in the present step
         self._lock = threading.RLock()  # of all that a checkpoint describes
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="scores")
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
-        self.without_signal = self.stale = 0
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -98,29 +94,41 @@ class Producer:
                 if self._config.train.stale_groups == "repeat":
                     self._repeat_stale()
                 if len(self._buffer) >= count:
-                    self._in_training = count
+                    self._taken = self._buffer.places()[:count]  # first: Ctrl-C may come in between
                     return self._buffer.pop(count)
 
-    def advance(self, step: int, version: int) -> None:
-        """Tell the producer of a step and the version that engines now sample from; resets the counters."""
+    def advance(self, step: int, version: int) -> dict[str, float]:
+        """Tell the producer that a step is done, and the version that engines now sample from.
+
+        Returns:
+            Metrics of the step: ``left_out_groups`` had no signal and were replaced, ``repeated_groups`` got too old.
+        """
         with self._lock:
-            self._step, self._version, self._in_training = step, version, 0
-            self.without_signal = self.stale = 0
+            counted = {"left_out_groups": float(self._left_out), "repeated_groups": float(self._repeated)}
+            self._step, self._version, self._taken = step, version, []
+            self._left_out = self._repeated = 0
+            return counted
 
     def stream_state(self) -> dict[str, Any]:
-        """Return the stream's state in which every prompt that was not taken yet comes again."""
+        """Return the stream's state in which every prompt that is not trained on yet comes again."""
         with self._lock:
-            running = [running.place for running in self._running.values()]
-            open_places = [*running, *self._scoring, *self._buffer.places()]
+            open_places = [*self._sampled_places(), *self._buffer.places(), *self._taken]
             state = self._stream.state()
             again = sorted({Place(*place) for place in [*state["again"], *open_places]})
             return state | {"again": [list(place) for place in again]}
 
     def _repeat_stale(self) -> None:
         """Send the prompts of groups that are too old to the engines again."""
-        stale = self._buffer.remove_older(self._version - self._config.train.max_staleness)
-        self._stream.repeat(group.place for group in stale)
-        self.stale += len(stale)
+        oldest = self._version - self._config.train.max_staleness
+        stale = self._buffer.older(oldest)
+        self._stream.repeat(stale)  # first: Ctrl-C may come in between
+        self._buffer.remove(stale)
+        self._repeated += len(stale)
+
+    def _sampled_places(self) -> list[Place]:
+        """Return the places of the prompts that are sampled or scored now."""
+        scoring = self._scoring[0] if self._scoring else []
+        return [*(r.place for r in self._running.values()), *(r.place for r, _ in self._unscored), *scoring]
 
     def _run(self) -> None:
         try:
@@ -133,7 +141,7 @@ class Producer:
     def _may_start(self) -> bool:
         """Return True if another group would be trained on within the bound, and before the run's last step ends."""
         train = self._config.train
-        ahead = self._in_training + len(self._running) + len(self._scoring) + len(self._buffer)
+        ahead = len(self._taken) + len(self._sampled_places()) + len(self._buffer)
         batch = self._step + ahead // train.prompts_per_step
         version = self._version + (batch - self._step) * train.updates_per_step
         return batch < train.steps and version - self._version <= train.max_staleness
@@ -153,20 +161,13 @@ class Producer:
                 self._running[reference] = Running(engine, prompt, prompt.place, time.monotonic())
 
     def _collect(self) -> None:
-        """Score the groups that are complete; refuse to wait longer than ``sampler.generate_seconds`` for one."""
-        for reference, completions in self._samplers.finished(list(self._running), LOOK_SECONDS):
+        """Take what is complete, and score it; refuse to wait longer than ``sampler.generate_seconds`` for a group."""
+        engines = {reference: running.engine for reference, running in self._running.items()}
+        for reference, completions in self._samplers.finished(engines, LOOK_SECONDS):
             with self._lock:
-                done = self._running.pop(reference)
-                self._scoring[done.place] = self._scorer.submit(self._score, [done.prompt], [completions])
-        for place, future in list(self._scoring.items()):
-            if future.done():
-                group = ScoredGroup(place, future.result())
-                with self._lock:
-                    del self._scoring[place]
-                    if self._is_left_out(group):
-                        self.without_signal += 1
-                    else:
-                        self._buffer.put([group])
+                self._unscored.append((self._running.pop(reference), completions))
+        self._keep_scored()
+        self._score_next()
         limit = self._config.sampler.generate_seconds
         for running in self._running.values():
             if time.monotonic() - running.since > limit:
@@ -177,13 +178,42 @@ class Producer:
         if not self._running:
             self._end.wait(LOOK_SECONDS)
 
+    def _keep_scored(self) -> None:
+        """Put the groups that have been scored into the buffer."""
+        if self._scoring is None or not self._scoring[1].done():
+            return
+        places, rollouts = self._scoring[0], self._scoring[1].result()
+        with self._lock:
+            self._scoring = None
+            for group in map(ScoredGroup, places, rollouts):
+                if self._is_left_out(group):
+                    self._left_out += 1
+                else:
+                    self._buffer.put([group])
+
+    def _score_next(self) -> None:
+        """Score all that has arrived in one call, so that rewards of several prompts are computed together."""
+        if self._scoring is not None or not self._unscored:
+            return
+        with self._lock:
+            batch, self._unscored = self._unscored, []
+            prompts, completions = [running.prompt for running, _ in batch], [answers for _, answers in batch]
+            future = self._scorer.submit(lambda: self._score(prompts, completions).split())
+            self._scoring = [running.place for running, _ in batch], future
+
     def _is_left_out(self, group: ScoredGroup) -> bool:
         """Return True if another prompt replaces the group's; ``train.max_resample_factor`` bounds how often."""
         train = self._config.train
-        left = self.without_signal < (train.max_resample_factor - 1) * train.prompts_per_step
+        left = self._left_out < (train.max_resample_factor - 1) * train.prompts_per_step
         return self._config.loss.groups_without_signal == "resample" and left and not group.rollout.signals[0]
+
+
+def most_ahead(config: RunConfig) -> int:
+    """Return the largest number of prompts that are sampled at the same time."""
+    train = config.train
+    return train.prompts_per_step * (train.max_staleness // train.updates_per_step + 1)
 
 
 def seed_of(seed: int, place: Place) -> int:
     """Return the 31-bit seed of a prompt's samples: the same for every engine, order and attempt."""
-    return xxhash.xxh3_64_intdigest(repr((seed, place.epoch, place.position)).encode()) >> 33
+    return seed_from(seed, place.epoch, place.position)

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,8 +45,22 @@ class Rollout:
 
     def with_more(self, other: "Rollout") -> "Rollout":
         """Return the prompts of both, this rollout's first, all of them to train on."""
-        lists = {name: value for name, value in vars(self).items() if isinstance(value, list) and name != "trained"}
-        return replace(self, trained=None, **{name: value + getattr(other, name) for name, value in lists.items()})
+        return self._with({name: value + getattr(other, name) for name, value in self._lists().items()})
+
+    def split(self) -> list["Rollout"]:
+        """Return a rollout for each prompt."""
+        lists = self._lists()
+        return [
+            self._with({name: value[index : index + 1] for name, value in lists.items()})
+            for index in range(len(self.prompts))
+        ]
+
+    def _lists(self) -> dict[str, list]:
+        """Return the fields that have one entry per prompt."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, list) and name != "trained"}
+
+    def _with(self, lists: dict[str, Any]) -> "Rollout":
+        return replace(self, trained=None, **lists)
 
     def group(self, index: int) -> list[Sample]:
         """Return the training sequences of one prompt's completions."""

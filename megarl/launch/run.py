@@ -21,6 +21,7 @@ from megarl.controller.canary import Canary
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
+from megarl.controller.producer import most_ahead
 from megarl.controller.pulse import Watch
 from megarl.controller.resumption import find_resumption
 from megarl.controller.rewards import DRY_RESPONSE, RewardProcess
@@ -46,6 +47,8 @@ from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
+# Calls of an engine at once, beside those that sample: a sync must not wait behind them.
+ENGINE_CALLS = 100
 
 
 def train(config: RunConfig, recipe_dir: Path) -> Path:
@@ -99,7 +102,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     stream=stream,
                     decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
                     recorder=recorder,
-                    canary=Canary(config.model.dtype) if config.checkpoint_engine.canary else None,
+                    canary=Canary(config.model.dtype, stream.first()) if config.checkpoint_engine.canary else None,
                     origin=origin,
                     held_out=[EncodedPrompt(prompt, stream.encode(prompt)) for prompt in held_out],
                 )
@@ -214,7 +217,8 @@ def actors(
         for index, name in enumerate(engine_names):
             place = placement.options(group, plan.engine[index], plan.engine_gpus)
             arguments = (shared, plan.engine_threads, watch.place(name, index))
-            engines.append(ray.remote(SamplerEngine).options(**place).remote(*arguments))
+            calls_at_once = ENGINE_CALLS + most_ahead(config)
+            engines.append(ray.remote(SamplerEngine).options(**place, max_concurrency=calls_at_once).remote(*arguments))
         trainers = TrainerGroup(ranks, watch, config.train)
         samplers = SamplerGroup(dict(zip(engine_names, engines, strict=True)), watch, config.sampler)
         check_shared(needed, trainers, plan)

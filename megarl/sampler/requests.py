@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megarl.config import EngineConfig
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
 from megarl.sampler.gate import VersionGate
+from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import sampling_arguments
 from megarl.types import Completion
 
@@ -243,7 +243,7 @@ class Requests:
             await asyncio.sleep(LOOK_SECONDS / 10)
         if busy() and wanted:
             raise WeightSyncError(
-                f"{self._name}: {len(self._movable)} requests did not {wanted} within "
+                f"{self._name}: {len(self._movable)} requests did not {wanted} within half of "
                 f"checkpoint_engine.timeout_seconds; checkpoint_engine.in_flight: abort or continue does not wait"
             )
 
@@ -279,4 +279,4 @@ def cause_of(error: BaseException) -> str:
 
 def _seed_at(seed: int, drawn: int) -> int:
     """Return the seed of a request that goes on after ``drawn`` tokens: the first one's would repeat its draws."""
-    return seed if not drawn else xxhash.xxh3_64_intdigest(repr((seed, drawn)).encode()) >> 33
+    return seed if not drawn else seed_from(seed, drawn)

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import EngineConfig
@@ -26,6 +25,7 @@ from megarl.families import add_family
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.requests import Requests, cause_of, lora_request
+from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
@@ -79,6 +79,11 @@ class VllmSampler:
         """The policy version that may be sampled from; None before the first sync."""
         return self.gate.resident
 
+    @property
+    def _patience(self) -> float:
+        """Seconds that a sync waits for requests: less than the manager waits for the sync, to say why."""
+        return self._config.checkpoint_engine.timeout_seconds / 2
+
     async def start(self) -> None:
         """Start the engine.
 
@@ -121,7 +126,7 @@ class VllmSampler:
         """
         call = self._calls.get(version, 0)
         self._calls = {version: call + 1}
-        seeds = [_seed(self._config, self._index, version, call, i) for i in range(len(prompts))]
+        seeds = [seed_from(self._config.sampler.seed, self._index, version, call, i) for i in range(len(prompts))]
         return await self._complete(prompts, seeds, version)
 
     async def sample(self, prompts: list[np.ndarray], seeds: list[int]) -> list[list[Completion]]:
@@ -193,7 +198,8 @@ class VllmSampler:
             announced = json.loads(endpoint)
             self.gate.check_kind(announced["kind"])
             if announced["kind"] != "adapter":
-                await self._requests.pause(self._config.checkpoint_engine.timeout_seconds)
+                if self.gate.resident is not None:
+                    await self._requests.pause(self._patience)
                 self.gate.overwrite(announced["kind"])
             else:
                 await self._drop_idle(self.gate.resident)
@@ -215,16 +221,17 @@ class VllmSampler:
             if kind != "adapter":
                 await self._empty_prefix_cache()
                 self.gate.flip()
-                self._requests.resume()
+                if self.gate.resident is not None:
+                    self._requests.resume()
                 return
             await self._call(self._engine.add_lora(lora_request(version)))
             different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
             if different:
                 raise WeightSyncError(f"vLLM does not hold version {version} exactly in: {', '.join(different[:5])}")
-            timeout = self._config.checkpoint_engine.timeout_seconds
-            async with self._requests.drained(timeout):
+            async with self._requests.drained(self._patience):
                 self.gate.flip()
-            await self._requests.move(version, timeout)
+            self._requests.resume()  # after a base, requests wait for the adapter
+            await self._requests.move(version, self._patience)
 
     async def retire(self, version: int) -> None:
         """Drop every adapter except ``version``'s. Versions that still serve a request are dropped by a later call.
@@ -311,8 +318,3 @@ class VllmSampler:
             self.gate.refuse(str(error) or repr(error))
             self._requests.resume()  # those that wait are refused
             raise
-
-
-def _seed(config: EngineConfig, engine: int, version: int, call: int, prompt: int) -> int:
-    """Return the 31-bit seed of one prompt's samples (vLLM adds the sample's index)."""
-    return xxhash.xxh3_64_intdigest(repr((config.sampler.seed, engine, version, call, prompt)).encode()) >> 33

@@ -12,6 +12,7 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.controller import async_loop, loop
+from megarl.controller.buffer import GroupBuffer
 from megarl.controller.data import PromptStream
 from megarl.controller.producer import seed_of
 from megarl.errors import ConfigError, RewardError, WorkerError
@@ -46,9 +47,10 @@ class Engines:
         self.started.append((engine, int(prompt[0]), seed, self.version))
         return number
 
-    def finished(self, references, seconds):
+    def finished(self, engines, seconds):
         time.sleep(0.001)
-        done = [number for number in references if self.random.random() > self.slow]
+        assert all(self.requests[number][0] == engine for number, engine in engines.items())
+        done = [number for number in engines if self.random.random() > self.slow]
         return [(number, self._answer(*self.requests.pop(number)[1:])) for number in done]
 
     def _answer(self, prompt, begun):
@@ -144,7 +146,7 @@ def test_no_token_is_older_than_the_bound_and_no_prompt_is_trained_twice(stalene
     assert max(row["staleness_max"] for row in run.rows) > 0, "nothing overlapped"
     assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
     # No more was started than the last step needs, apart from prompts that were repeated.
-    repeated = sum(row["stale_groups"] for row in run.rows)
+    repeated = sum(row["repeated_groups"] for row in run.rows)
     assert len(run.engines.started) <= STEPS * BATCH + repeated
     assert set(run.flat) == set(first_places(STEPS * BATCH))
 
@@ -158,10 +160,10 @@ def test_both_engines_work_and_a_prompts_seed_is_that_of_its_place():
 
 def test_groups_that_got_too_old_are_repeated_or_trained():
     repeated, trained = (Run(1, slow=0.93, stale=stale, train_seconds=0).go() for stale in ("repeat", "train"))
-    assert sum(row["stale_groups"] for row in repeated.rows) > 0
+    assert sum(row["repeated_groups"] for row in repeated.rows) > 0
     assert max(row["staleness_max"] for row in repeated.rows) <= 1
     assert max(row["staleness_max"] for row in trained.rows) > 1
-    assert sum(row["stale_groups"] for row in trained.rows) == 0
+    assert sum(row["repeated_groups"] for row in trained.rows) == 0
     for run in (repeated, trained):
         assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
 
@@ -178,9 +180,10 @@ def test_after_a_resume_no_prompt_is_lost_or_trained_twice(step):
     before = [place for batch in first.trained[:step] for place in batch]
     assert set(before) | set(second.flat) == set(first_places(STEPS * BATCH))
     assert len(before) + len(second.flat) == STEPS * BATCH
-    # The prompts that were in the air come first.
-    again = {tuple(place) for place in saved["stream"]["again"]}
-    assert {tuple(place) for place in first_places(STEPS * BATCH)[: len(before)]} <= again | {tuple(p) for p in before}
+    # The prompts that were in the air are sent first.
+    again = [tuple(place) for place in saved["stream"]["again"]]
+    sent = [prompt for _, prompt, *_ in second.engines.started]
+    assert sent[: len(again)] == [row for _, _, row in again]
 
 
 def test_the_synchronous_loop_goes_on_from_an_asynchronous_checkpoint():
@@ -196,11 +199,58 @@ def test_the_synchronous_loop_goes_on_from_an_asynchronous_checkpoint():
 
 def test_groups_without_signal_are_replaced():
     run = Run(2, every=3, factor=100, groups_without_signal="resample").go()
-    assert sum(row["groups_without_signal_left_out"] for row in run.rows) > 0
+    assert sum(row["left_out_groups"] for row in run.rows) > 0
     assert all(row["groups_without_signal"] == 0 for row in run.rows)
+    # Every group that was started is counted; those of the last step come after its row.
+    left_out = sum(row["left_out_groups"] for row in run.rows)
+    repeated = sum(row["repeated_groups"] for row in run.rows)
+    assert len(run.engines.started) == STEPS * BATCH + left_out + repeated
     never = Run(2, every=10**6, groups_without_signal="resample").go()
     assert len(never.rows) == STEPS  # the factor bounds it
-    assert all(row["groups_without_signal_left_out"] <= 2 * BATCH for row in never.rows)
+    assert all(row["left_out_groups"] <= 2 * BATCH for row in never.rows)
+
+
+def test_rewards_of_several_prompts_are_computed_in_one_call():
+    run, sizes = Run(3), []
+    score = run.state.rewards.score
+
+    def slow(groups, check):
+        sizes.append(len(groups))
+        time.sleep(0.01)
+        return score(groups, check)
+
+    run.state.rewards.score = slow
+    run.go()
+    assert max(sizes) > 1 and sum(sizes) == len(run.engines.started)
+    assert set(run.flat) == set(first_places(STEPS * BATCH))
+
+
+@pytest.mark.parametrize("where", ["pop", "remove"])
+def test_ctrl_c_in_the_middle_of_taking_groups_loses_no_prompt(where):
+    run = Run(1, slow=0.93, train_seconds=0)
+    saved, interrupted = [], []
+
+    def checkpoint(trainers, step, kept):
+        saved.append(kept)
+
+    run.state.recorder.checkpoint = checkpoint
+    original = getattr(GroupBuffer, where)
+
+    def interrupt(buffer, argument):
+        result = original(buffer, argument)
+        if run.state.step >= 3 and argument:
+            interrupted.append(argument)
+            raise KeyboardInterrupt
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GroupBuffer, where, interrupt)
+        run.state.saved = -1
+        with pytest.raises(KeyboardInterrupt):
+            run.go()
+    assert interrupted
+    again = {tuple(place) for place in saved[-1]["stream"]["again"]}
+    assert again | {tuple(place) for place in run.flat} == {tuple(p) for p in first_places(len(again) + len(run.flat))}
 
 
 def test_errors_of_rewards_and_engines_end_the_run():
@@ -214,7 +264,7 @@ def test_errors_of_rewards_and_engines_end_the_run():
         run.go()
     run = Run(1)
 
-    def die(references, seconds):
+    def die(engines, seconds):
         raise WorkerError("sampler 1 died")
 
     run.engines.finished = die

@@ -95,7 +95,7 @@ def test_a_drain_that_does_not_end_names_the_setting_and_lets_new_requests_in_ag
         requests = requests_at(1, "drain", engine)
         task = asyncio.ensure_future(requests.complete(PROMPT, seed=0))
         await asyncio.sleep(0.01)
-        with pytest.raises(WeightSyncError, match=r"1 requests did not end within checkpoint_engine.timeout_seconds"):
+        with pytest.raises(WeightSyncError, match=r"1 requests did not end within half of checkpoint_engine.time"):
             await sync(requests, 2, timeout=0.1)
         assert requests.gate.resident == 1
         again = await requests.complete(PROMPT, seed=1)
