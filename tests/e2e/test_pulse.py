@@ -104,7 +104,7 @@ def test_a_stopped_process_is_named_while_another_is_waited_for_and_is_gone_in_t
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         wait_all({"trainer rank 0": run.actors["trainer rank 0"].wait.remote(60)}, run.watch)
-    assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 5
+    assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 25
     first, last = str(caught.value).splitlines()
     assert first.startswith("sampler 0 has given no sign of life for") and "(train.hang_seconds is 3)" in first
     assert f"its process {stopped.pid}" in first and first.endswith("is stopped")

@@ -307,7 +307,8 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
         run.process.send_signal(number)
     (recipe.parent / "wait").unlink()
     assert run.finish(30) == 130, run.output()[-2000:]
-    assert "interrupted by signal SIGTERM" in run.output()[-500:]
+    # If both arrive before Python looks, it handles the smaller number first.
+    assert re.search("interrupted by signal SIG(TERM|HUP)", run.output()[-500:])
     assert f"go on after step {steps}: megarl resume {folder}\n" in run.output()[-1000:]
     assert run.output().index(f"run folder: {folder}\n") < run.output().index("lora:")
     saved = json.loads((folder / "checkpoints" / f"step-{steps:06d}" / "state.json").read_text())
