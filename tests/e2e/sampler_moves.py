@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megarl.types import Completion
-from tests.e2e.sampler_rig import Rig, prompts
+from tests.e2e.sampler_rig import Rig, overlapping, prompts
 
 
 def moves(rig: Rig, kind: Any = "adapter") -> dict[str, Any]:
@@ -19,32 +19,40 @@ def moves(rig: Rig, kind: Any = "adapter") -> dict[str, Any]:
     for number, way in enumerate(("drain", "abort", "continue")):
         settings = config.checkpoint_engine.model_copy(update={"in_flight": way})
         rig.sampler._requests._config = replace(config, checkpoint_engine=settings)
-        old, new = 200 + 2 * number, 201 + 2 * number
-        rig.trainer.randomise(old)
-        rig.manager.sync(old, kind)
-        running = rig.start(rig.sampler.sample(prompts(60, seed=number), list(range(1000, 1060))))
-        time.sleep(0.25)
-        rig.trainer.randomise(new)
-        syncing = ThreadPoolExecutor(1).submit(rig.manager.sync, new, kind)
-        late = rig.start(rig.sampler.sample(prompts(2), [1, 2]))
-        overlapped = not running.done()
-        syncing.result(60)
-        held = rig.call(rig.sampler.resident())[0]
-        ones = [one for group in running.result(60) for one in group]
-        tokens = np.arange(20, 60)
-        scored = rig.call(rig.sampler.score(tokens, new))
-        results[way] = {
-            "score_error": float(np.abs(scored - rig.trainer.logprobs(tokens[:1], tokens[1:], 1.0)).max()),
-            "overlapped": overlapped,
-            "error": version_error(rig, ones, (old, new)),
-            "made_by_new": sum(one.versions[-1] == new for one in ones),
-            "changed": sum(len(set(one.versions)) > 1 for one in ones),
-            "whole": all(one.finish_reason == "stop" or len(one.response_ids) == 16 for one in ones),
-            "late_error": version_error(rig, [one for group in late.result(60) for one in group], (old, new)),
-            "held": held[0] == ([new + 1] if kind == "adapter" else []),
-        }
+        old = 200 + 2 * number
+        results[way] = overlapping(lambda count, old=old: move(rig, kind, old, count), "overlapped")
     rig.sampler._requests._config = config
     return results
+
+
+def move(rig: Rig, kind: Any, old: int, count: int) -> dict[str, Any]:
+    """Sync version ``old`` + 1 while ``count`` requests draw from version ``old``."""
+    new = old + 1
+    rig.trainer.randomise(old)
+    rig.manager.sync(old, kind)
+    seeds = list(range(1000, 1000 + count))
+    running = rig.start_requests(rig.sampler.sample(prompts(count, seed=old), seeds), count)
+    # Some completions end under the old version.
+    time.sleep(0.1)
+    rig.trainer.randomise(new)
+    syncing = ThreadPoolExecutor(1).submit(rig.manager.sync, new, kind)
+    late = rig.start(rig.sampler.sample(prompts(2), [1, 2]))
+    overlapped = not running.done()
+    syncing.result(60)
+    held = rig.call(rig.sampler.resident())[0]
+    ones = [one for group in running.result(120) for one in group]
+    tokens = np.arange(20, 60)
+    scored = rig.call(rig.sampler.score(tokens, new))
+    return {
+        "score_error": float(np.abs(scored - rig.trainer.logprobs(tokens[:1], tokens[1:], 1.0)).max()),
+        "overlapped": overlapped,
+        "error": version_error(rig, ones, (old, new)),
+        "made_by_new": sum(one.versions[-1] == new for one in ones),
+        "changed": sum(len(set(one.versions)) > 1 for one in ones),
+        "whole": all(one.finish_reason == "stop" or len(one.response_ids) == 16 for one in ones),
+        "late_error": version_error(rig, [one for group in late.result(60) for one in group], (old, new)),
+        "held": held[0] == ([new + 1] if kind == "adapter" else []),
+    }
 
 
 def version_error(rig: Rig, ones: list[Completion], versions: tuple[int, int]) -> float:

@@ -29,6 +29,7 @@ from tests.e2e.sampler_rig import (  # noqa: E402
     likely_token,
     make_model,
     make_tokenizer,
+    overlapping,
     prompts,
     raised,
     run_config,
@@ -62,8 +63,8 @@ def llama(folder: Path) -> dict[str, Any]:
         rig.manager.sync(0, "base")
         results["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
         results |= versions(rig)
-        results |= overlap(rig)
-        results |= third_version(rig)
+        results |= overlapping(lambda count: overlap(rig, count), "overlapped")
+        results |= overlapping(lambda count: third_version(rig, count), "third_overlapped")
         results["moves"] = moves(rig)
         results |= patterns(rig)
         results["faults"] = {name: fault(rig, edit) for name, edit in FAULTS.items()}
@@ -170,15 +171,16 @@ def versions(rig: Rig) -> dict[str, Any]:
     return results
 
 
-def overlap(rig: Rig) -> dict[str, Any]:
+def overlap(rig: Rig, count: int) -> dict[str, Any]:
     """Check that a version that arrives while the previous one decodes does not change what that one draws."""
-    running: Future = rig.start(rig.sampler.generate(prompts(30), 1))
-    time.sleep(0.15)
+    rig.trainer.randomise(1)
+    rig.manager.sync(1, "adapter")
+    running = rig.start_requests(rig.sampler.generate(prompts(count), 1), count)
     rig.trainer.randomise(2)
     rig.manager.sync(2, "adapter")
     ran_during = not running.done()
     held = rig.call(rig.sampler.resident())[0]
-    drawn = running.result(60)
+    drawn = running.result(120)
     rig.trainer.randomise(1)
     error = rig.error(drawn)
     rig.call(rig.sampler.retire(2))
@@ -190,11 +192,10 @@ def overlap(rig: Rig) -> dict[str, Any]:
     }
 
 
-def third_version(rig: Rig) -> dict[str, Any]:
+def third_version(rig: Rig, count: int) -> dict[str, Any]:
     """Check that two versions in use leave no slot for a third; an idle one frees its slot without ``retire``."""
     rig.manager.sync(100, "adapter")
-    running: Future = rig.start(rig.sampler.generate(prompts(60), 100))
-    time.sleep(0.15)
+    running = rig.start_requests(rig.sampler.generate(prompts(count), 100), count)
     rig.manager.sync(101, "adapter")
     refused = raised(lambda: rig.manager.sync(102, "adapter"))
     ran_during = not running.done()
@@ -315,8 +316,7 @@ def new_base(rig: Rig) -> dict[str, Any]:
 
 def death(rig: Rig) -> dict[str, Any]:
     """Kill an engine process while it decodes."""
-    running = rig.start(rig.sampler.generate(prompts(60), 60))
-    time.sleep(0.1)
+    running = rig.start_requests(rig.sampler.generate(prompts(60), 60), 60)
     find_engine(psutil.Process()).kill()
     started = time.monotonic()
     during = raised(lambda: running.result(60))
