@@ -63,6 +63,14 @@ def become(gate: VersionGate, version: int) -> None:
     gate.flip()
 
 
+async def begin(way: str, engine: Engine, version: int | None = None) -> tuple[Requests, asyncio.Task]:
+    """Return requests at version 1, and the task of one that the engine has begun."""
+    requests = requests_at(1, way, engine)
+    task = asyncio.ensure_future(requests.complete(PROMPT, seed=10, version=version))
+    await asyncio.sleep(0.01)
+    return requests, task
+
+
 async def sync(requests: Requests, version: int, timeout: float = 5.0) -> None:
     """Do what ``VllmSampler.flip`` does."""
     async with requests.drained(timeout):
@@ -74,9 +82,7 @@ async def sync(requests: Requests, version: int, timeout: float = 5.0) -> None:
 def test_requests_move_also_if_vllm_does_not_hear_the_first_abort(way, versions, lengths):
     async def run():
         engine = Engine(deaf=2)
-        requests = requests_at(1, way, engine)
-        task = asyncio.ensure_future(requests.complete(PROMPT, seed=10))
-        await asyncio.sleep(0.01)
+        requests, task = await begin(way, engine)
         await sync(requests, 2)
         return engine, await task
 
@@ -91,10 +97,7 @@ def test_requests_move_also_if_vllm_does_not_hear_the_first_abort(way, versions,
 
 def test_a_drain_that_does_not_end_names_the_setting_and_lets_new_requests_in_again():
     async def run():
-        engine = Engine()
-        requests = requests_at(1, "drain", engine)
-        task = asyncio.ensure_future(requests.complete(PROMPT, seed=0))
-        await asyncio.sleep(0.01)
+        requests, task = await begin("drain", Engine())
         with pytest.raises(WeightSyncError, match=r"1 requests did not end within half of checkpoint_engine.time"):
             await sync(requests, 2, timeout=0.1)
         assert requests.gate.resident == 1
@@ -108,9 +111,7 @@ def test_a_drain_that_does_not_end_names_the_setting_and_lets_new_requests_in_ag
 def test_a_drain_holds_new_requests_until_the_version_is_current():
     async def run():
         engine = Engine()
-        requests = requests_at(1, "drain", engine)
-        first = asyncio.ensure_future(requests.complete(PROMPT, seed=0))
-        await asyncio.sleep(0.01)
+        requests, first = await begin("drain", engine)
         syncing = asyncio.ensure_future(sync(requests, 2))
         await asyncio.sleep(0.01)
         second = asyncio.ensure_future(requests.complete(PROMPT, seed=1))
@@ -126,9 +127,7 @@ def test_a_drain_holds_new_requests_until_the_version_is_current():
 def test_requests_for_one_version_neither_move_nor_hold_a_drain_up():
     async def run(way):
         engine = Engine()
-        requests = requests_at(1, way, engine)
-        task = asyncio.ensure_future(requests.complete(PROMPT, 0, version=1))
-        await asyncio.sleep(0.01)
+        requests, task = await begin(way, engine, version=1)
         await sync(requests, 2, timeout=0.5)
         assert not task.done() and len(engine.asked) == 1
         task.cancel()
