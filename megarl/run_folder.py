@@ -9,7 +9,7 @@ from megarl.errors import CheckpointError, ConfigError
 from megarl.files import user_path
 
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
-HELD_OUT, TRACKERS = "held_out.json", "trackers.json"
+HELD_OUT, TRACKER_IDS = "held_out.json", "trackers.json"
 CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
 # Rows, checkpoints and completions of steps that were undone when a run resumed from an earlier step.
 DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interface of a tracker: a service, or a file format, to which a run sends its config, metrics and summary."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,15 @@ class TrackedRun:
     config: Mapping[str, Any]
     step: int = 0
     id: str | None = None
+
+    def init_arguments(self, project_variable: str) -> dict[str, Any]:
+        """Return the arguments ``project``, ``name`` and ``config`` of a service's ``init``.
+
+        Args:
+            project_variable: the service's environment variable, which goes before ``project``.
+        """
+        project = os.environ.get(project_variable, self.project)
+        return {"project": project, "name": self.name, "config": {**self.config, "folder": str(self.folder)}}
 
 
 class Tracker(Protocol):

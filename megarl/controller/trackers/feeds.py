@@ -15,7 +15,7 @@ from megarl.controller.trackers import load_tracker
 from megarl.controller.trackers.base import TrackedRun, Tracker
 from megarl.errors import ConfigError
 from megarl.files import write_text, writing
-from megarl.run_folder import TRACKERS
+from megarl.run_folder import TRACKER_IDS
 
 # Seconds that all trackers together may take to send what is left, when the run is complete or ended early.
 FINISH_SECONDS, EARLY_SECONDS = 60.0, 5.0
@@ -95,7 +95,7 @@ class Feeds:
         Raises:
             ConfigError: a tracker of a new run cannot be opened. That of a resumed run is left out with a message.
         """
-        file = run.folder / TRACKERS
+        file = run.folder / TRACKER_IDS
         ids = self._read_ids(run)
         for name in self._names:
             try:
@@ -136,7 +136,7 @@ class Feeds:
                 self._say(f"tracker '{feed.name}' is still sending; the run does not wait for it any longer")
 
     def _read_ids(self, run: TrackedRun) -> dict[str, str]:
-        file = run.folder / TRACKERS
+        file = run.folder / TRACKER_IDS
         if not run.step or not file.is_file():
             return {}
         try:

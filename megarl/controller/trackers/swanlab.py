@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send a run to SwanLab. ``SWANLAB_MODE=offline`` (or ``local``) keeps it in the run folder."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +15,7 @@ class SwanLabTracker:
         import swanlab
 
         self._run = swanlab.init(
-            project=os.environ.get("SWANLAB_PROJ_NAME", run.project),
-            name=run.name,
-            config={**run.config, "folder": str(run.folder)},
+            **run.init_arguments("SWANLAB_PROJ_NAME"),
             log_dir=str(run.folder / "swanlog"),
             id=run.id,
             resume="allow",

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send a run to trackio: a local data base, or a Hugging Face Space (``TRACKIO_SPACE_ID``)."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +14,8 @@ class TrackioTracker:
     def __init__(self, run: TrackedRun) -> None:
         import trackio
 
-        self._run = trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", run.project),
-            name=run.name,
-            config={**run.config, "folder": str(run.folder)},
-            resume="allow" if run.id else "never",
-        )
+        resume = "allow" if run.id else "never"
+        self._run = trackio.init(**run.init_arguments("TRACKIO_PROJECT"), resume=resume)
         self.id = run.name
         self._step = run.step
 

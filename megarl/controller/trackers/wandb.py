@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send a run to Weights & Biases. ``WANDB_MODE=offline`` keeps it in the run folder, for ``wandb sync``."""
 
-import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +16,10 @@ class WandbTracker:
         import wandb
 
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", run.project),
-            name=run.name,
+            **run.init_arguments("WANDB_PROJECT"),
             id=run.id or secrets.token_hex(4),
             resume="allow",
             dir=str(run.folder),
-            config={**run.config, "folder": str(run.folder)},
             # The screen is this program's; wandb would record its progress bar.
             settings=wandb.Settings(console="off", silent=True),
         )
