@@ -13,23 +13,13 @@ import pytest
 from megarl.config import parse_config
 from megarl.controller import async_loop, loop
 from megarl.controller.buffer import GroupBuffer
-from megarl.controller.data import PromptStream
 from megarl.controller.producer import seed_of
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks.base import Reward
-from megarl.types import Completion, Prompt
+from megarl.types import Completion
+from tests.helpers.prompts import number_stream
 
 PROMPTS, BATCH, STEPS = 23, 4, 12
-
-
-class Numbers:
-    """Prompts 0, 1, 2, ..."""
-
-    def __len__(self):
-        return PROMPTS
-
-    def __getitem__(self, index):
-        return Prompt(str(index), ({"role": "user", "content": "?"},))
 
 
 class Engines:
@@ -113,7 +103,7 @@ class Run:
             samplers=self.engines,
             manager=SimpleNamespace(sync=sync),
             rewards=SimpleNamespace(score=score),
-            stream=PromptStream(Numbers(), lambda prompt: np.array([int(prompt.id)]), seed=3),
+            stream=number_stream(PROMPTS),
             decode=lambda ids: "",
             recorder=SimpleNamespace(
                 phase=lambda name: None,
@@ -135,7 +125,7 @@ class Run:
 
 
 def first_places(count):
-    stream = PromptStream(Numbers(), lambda prompt: np.array([int(prompt.id)]), seed=3)
+    stream = number_stream(PROMPTS)
     return [prompt.place for _ in range(count) for prompt in stream.next(1)]
 
 

@@ -9,24 +9,14 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.controller import loop
-from megarl.controller.data import PromptStream
 from megarl.controller.dynamic_sampling import dropped_groups
 from megarl.controller.updates import divide, total
 from megarl.loss import build_loss
 from megarl.tasks.base import Reward
-from megarl.types import Completion, Prompt, Sample
+from megarl.types import Completion, Sample
+from tests.helpers.prompts import number_stream
 
 WANTED, FACTOR, PROMPTS = 4, 3, 50
-
-
-class Numbers:
-    """Prompts 0, 1, 2, ..."""
-
-    def __len__(self):
-        return PROMPTS
-
-    def __getitem__(self, index):
-        return Prompt(str(index), ({"role": "user", "content": "?"},))
 
 
 def make_config(**loss):
@@ -57,7 +47,7 @@ def make_state(every, choice="resample", finish_reason="stop", truncated="keep")
         samplers=SimpleNamespace(generate=generate),
         manager=None,
         rewards=SimpleNamespace(score=score),
-        stream=PromptStream(Numbers(), lambda prompt: np.array([int(prompt.id)]), seed=3),
+        stream=number_stream(PROMPTS),
         decode=lambda ids: "",
         recorder=SimpleNamespace(phase=lambda name: None),
     )
