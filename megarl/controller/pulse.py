@@ -35,13 +35,13 @@ KILL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """An actor's part in a run.
+class Participant:
+    """An actor that is watched, as the actor itself is told of it.
 
     Attributes:
         run: ``Watch.run``.
-        name: the participant's name, for messages.
-        index: the participant's index within its group.
+        name: its name, for messages.
+        index: its index among the actors of its kind.
         log: the file of its output.
     """
 
@@ -50,7 +50,7 @@ class Place:
     index: int
     log: Path
 
-    def enter(self) -> int:
+    def join(self) -> int:
         """Send this process's output to the log and start to give signs of life. An actor calls this first.
 
         Returns:
@@ -126,9 +126,9 @@ class Watch:
         self._end = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
-    def place(self, name: str, index: int) -> Place:
-        """Return the place of the actor that is participant ``name``."""
-        return Place(self.run, name, index, log_file(self.logs, name))
+    def participant(self, name: str, index: int) -> Participant:
+        """Return the participant ``name``, for its actor."""
+        return Participant(self.run, name, index, log_file(self.logs, name))
 
     def check(self, names: Sequence[str] | None = None) -> None:
         """Raise ``WorkerError`` if a participant has given no sign of life for ``train.hang_seconds``.

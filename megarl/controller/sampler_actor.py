@@ -11,7 +11,7 @@ import ray
 
 from megarl.config import RunConfig
 from megarl.controller.logs import logs_exceptions, root_exception, with_cause
-from megarl.controller.pulse import Place
+from megarl.controller.pulse import Participant
 from megarl.errors import WorkerError
 from megarl.types import Completion
 
@@ -20,14 +20,14 @@ from megarl.types import Completion
 class SamplerEngine:
     """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time."""
 
-    def __init__(self, config: RunConfig, threads: int, place: Place) -> None:
-        self._log, self._log_begins = place.log, place.enter()
+    def __init__(self, config: RunConfig, threads: int, participant: Participant) -> None:
+        self._log, self._log_begins = participant.log, participant.join()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # only the log gets this output
         from megarl.sampler import prepare_environment
         from megarl.sampler.vllm_sampler import VllmSampler
 
         prepare_environment(threads)
-        self.sampler = VllmSampler(config.engine, engine_index=place.index)
+        self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
     async def start(self) -> None:
         """Build the engine. Nothing can be sampled before the first sync."""

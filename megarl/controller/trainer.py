@@ -11,7 +11,7 @@ import ray
 from megarl.config import RunConfig
 from megarl.controller.adapters import attach_adapters, check_start, load_start
 from megarl.controller.logs import logs_exceptions
-from megarl.controller.pulse import Place
+from megarl.controller.pulse import Participant
 from megarl.network import LOOPBACK
 from megarl.types import Sample
 
@@ -24,12 +24,12 @@ class TrainerRank:
     arguments.
     """
 
-    def __init__(self, config: RunConfig, place: Place) -> None:
-        place.enter()
+    def __init__(self, config: RunConfig, participant: Participant) -> None:
+        participant.join()
         # Takes seconds, which all ranks spend here at the same time.
         import torch  # noqa: F401
 
-        self.config, self.rank = config, place.index
+        self.config, self.rank = config, participant.index
 
     def rendezvous(self, alone: bool) -> tuple[str, int]:
         """Open the store at which all ranks meet; return its address and port. This rank keeps it open.

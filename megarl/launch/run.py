@@ -213,10 +213,10 @@ def actors(
         shared = ray.put(config)
         for index, name in enumerate(rank_names):
             place = placement.options(group, plan.trainer[index], plan.trainer_gpus)
-            ranks.append(ray.remote(TrainerRank).options(**place).remote(shared, watch.place(name, index)))
+            ranks.append(ray.remote(TrainerRank).options(**place).remote(shared, watch.participant(name, index)))
         for index, name in enumerate(engine_names):
             place = placement.options(group, plan.engine[index], plan.engine_gpus)
-            arguments = (shared, plan.engine_threads, watch.place(name, index))
+            arguments = (shared, plan.engine_threads, watch.participant(name, index))
             calls_at_once = ENGINE_CALLS + most_ahead(config)
             engines.append(ray.remote(SamplerEngine).options(**place, max_concurrency=calls_at_once).remote(*arguments))
         trainers = TrainerGroup(ranks, watch, config.train)

@@ -18,18 +18,18 @@ import ray
 
 from megarl.controller.actor_handles import Limit, wait_all
 from megarl.controller.logs import logs_exceptions
-from megarl.controller.pulse import Place, Watch
+from megarl.controller.pulse import Participant, Watch
 from megarl.errors import DataError, WorkerError
 
 HANG_SECONDS = 3.0
 
 
 @logs_exceptions
-class Participant:
+class Member:
     """An actor with a child process, like an engine's."""
 
-    def __init__(self, place: Place) -> None:
-        place.enter()
+    def __init__(self, participant: Participant) -> None:
+        participant.join()
         self.child = subprocess.Popen(["sleep", "1000"])
 
     def processes(self) -> tuple[int, int]:
@@ -54,8 +54,8 @@ class Run:
     def __init__(self, folder: Path) -> None:
         names = ["trainer rank 0", "sampler 0"]
         self.watch = Watch(names, folder / "logs", HANG_SECONDS)
-        actor = ray.remote(Participant).options(num_cpus=0)
-        self.actors = {name: actor.remote(self.watch.place(name, 0)) for name in names}
+        actor = ray.remote(Member).options(num_cpus=0)
+        self.actors = {name: actor.remote(self.watch.participant(name, 0)) for name in names}
         self.processes = dict(zip(names, wait_all(self.call("processes"), self.watch), strict=True))
         deadline = time.monotonic() + 30
         while len(self.watch._seen) < 2:
