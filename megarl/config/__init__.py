@@ -4,6 +4,7 @@
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.checks import check_run
 from megarl.config.engine import EngineConfig
+from megarl.config.eval import EvalConfig, EvalTaskConfig
 from megarl.config.load import dump_config, load_config, override_config, parse_config
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
@@ -19,6 +20,8 @@ __all__ = [
     "CheckpointEngineConfig",
     "EngineConfig",
     "EngineParallel",
+    "EvalConfig",
+    "EvalTaskConfig",
     "LoraConfig",
     "LossConfig",
     "ModelConfig",

@@ -34,13 +34,13 @@ def check_run(config: RunConfig, folder: Path | None = None) -> None:
     shape = read_model_shape(config.model.path)
     check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)
-    length = config.sampler.max_prompt_tokens + config.sampler.max_response_tokens
+    prompt, response = config.sampler.max_prompt_tokens, config.longest_response
     longest = shape.get("max_position_embeddings")
-    if longest and length > longest:
+    if longest and prompt + response > longest:
+        section = "sampler" if response == config.sampler.max_response_tokens else "eval.tasks[]"
         raise ConfigError(
-            f"sampler.max_prompt_tokens ({config.sampler.max_prompt_tokens}) + sampler.max_response_tokens "
-            f"({config.sampler.max_response_tokens}) = {length} exceeds the model's max_position_embeddings "
-            f"({longest})"
+            f"sampler.max_prompt_tokens ({prompt}) + {section}.max_response_tokens ({response}) = {prompt + response} "
+            f"exceeds the model's max_position_embeddings ({longest})"
         )
     adapter = config.lora.init_from
     if adapter and not (user_path("lora.init_from", adapter) / "adapter_config.json").is_file():

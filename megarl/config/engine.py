@@ -17,6 +17,7 @@ class EngineConfig:
     Attributes:
         model, lora, sampler, checkpoint_engine: sections of the config.
         device: ``train.device``.
+        longest_response: most tokens of any completion; None: ``sampler.max_response_tokens``.
     """
 
     model: ModelConfig
@@ -24,3 +25,4 @@ class EngineConfig:
     sampler: SamplerConfig = field(default_factory=SamplerConfig)
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    longest_response: int | None = None

@@ -89,6 +89,8 @@ def _shown(value: Any) -> str:
 def _fields_at(section: type[BaseModel], path: Sequence[str]) -> list[str]:
     """Return the field names of the section at ``path``."""
     for part in path:
+        if part.isdecimal():  # an entry of a list, whose section is found already
+            continue
         field = section.model_fields.get(part)
         candidates = [field.annotation, *typing.get_args(field.annotation)] if field else []
         sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]

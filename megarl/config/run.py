@@ -7,6 +7,7 @@ from megarl.config.base import Section
 from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.cross_sections import check_overlong, check_sections, check_staleness
 from megarl.config.engine import EngineConfig
+from megarl.config.eval import HELD_OUT, EvalConfig, EvalTaskConfig, check_eval
 from megarl.config.lora import LoraConfig
 from megarl.config.loss import LossConfig
 from megarl.config.model import ModelConfig
@@ -31,6 +32,19 @@ class RunConfig(Section):
     sampler: SamplerConfig = Field(default_factory=SamplerConfig)
     checkpoint_engine: CheckpointEngineConfig = Field(default_factory=CheckpointEngineConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @property
+    def evaluations(self) -> list[EvalTaskConfig]:
+        """The sets that the run is evaluated on: ``eval.tasks``, and the held-out prompts."""
+        named = any(one.name == HELD_OUT for one in self.eval.tasks)
+        return [*self.eval.tasks, *([EvalTaskConfig(name=HELD_OUT)] if self.task.held_out and not named else [])]
+
+    @property
+    def longest_response(self) -> int:
+        """Most tokens of a completion, in training or in an evaluation."""
+        lengths = [one.sampling(self.sampler).max_tokens for one in self.evaluations]
+        return max([self.sampler.max_response_tokens, *lengths])
 
     @property
     def trainer(self) -> TrainerConfig:
@@ -41,11 +55,14 @@ class RunConfig(Section):
     @property
     def engine(self) -> EngineConfig:
         """Settings of one sampler engine."""
-        return EngineConfig(self.model, self.lora, self.sampler, self.checkpoint_engine, self.train.device)
+        return EngineConfig(
+            self.model, self.lora, self.sampler, self.checkpoint_engine, self.train.device, self.longest_response
+        )
 
     @model_validator(mode="after")
     def _cross_check(self) -> "RunConfig":
         check_sections(self.parallel, self.sampler, self.train)
         check_overlong(self.loss, self.sampler)
         check_staleness(self.train, self.loss)
+        check_eval(self.evaluations, self.task, self.sampler, self.train.eval_every)
         return self

@@ -38,7 +38,7 @@ class TaskConfig(Section):
     """Prompts longer than ``sampler.max_prompt_tokens``. ``refuse``: an error before anything starts; ``drop``: leave
     them out. Their number is said on the screen and in ``summary.json``. Every prompt is then encoded at the start."""
     held_out: int = Field(0, ge=0, le=1_000_000)
-    """Number of prompts, the task's last, that are never trained on. Completions of them are scored before the first
-    step and after the last, ``sampler.samples_per_prompt`` of each."""
+    """Number of prompts, the task's last, that are never trained on. They are the evaluation set ``held_out``; see
+    ``eval.tasks``."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The task's own settings. Each task documents and checks them."""

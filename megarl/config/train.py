@@ -73,6 +73,9 @@ class TrainConfig(Section):
     """Device of the trainer. ``auto``: CUDA if torch sees it."""
     output: str = "runs"
     """Folder in which run folders are made."""
+    eval_every: int | None = Field(None, ge=1)
+    """Steps between two evaluations on the sets of ``eval.tasks`` and ``task.held_out``. Default: only before the first
+    step and after the last."""
     save_every: int = Field(10, ge=1)
     """Steps between two checkpoints. There is also one at the end."""
     keep_checkpoints: int = Field(2, ge=1)

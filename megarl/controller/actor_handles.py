@@ -13,6 +13,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, SamplerConfig, TrainConfig
+from megarl.config.eval import Sampling
 from megarl.controller.logs import root_of
 from megarl.controller.pulse import Watch
 from megarl.errors import MegarlError, WorkerError
@@ -185,16 +186,25 @@ class SamplerGroup:
         self.engines = [EngineHandle(actor, name, config.parallel.tensor, watch) for name, actor in engines.items()]
         self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
 
-    def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        version: int,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[list[Completion]]:
         """Spread prompts over the engines; return the completions of each prompt, in the order of the prompts.
 
         Args:
             prompts: ``[P]`` int64 token ids each.
             version: the policy version that must sample every token.
+            seeds, sampling: of an evaluation; see ``VllmSampler.generate``.
         """
         shares = [list(range(i, len(prompts), len(self.engines))) for i in range(len(self.engines))]
         calls = {
-            engine.name: engine.actor.generate.remote([prompts[i] for i in share], version)
+            engine.name: engine.actor.generate.remote(
+                [prompts[i] for i in share], version, None if seeds is None else [seeds[i] for i in share], sampling
+            )
             for engine, share in zip(self.engines, shares, strict=True)
             if share
         }

@@ -86,8 +86,8 @@ class RewardProcess:
             error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
             raise
 
-    def dry_run(self, prompt: Prompt, ids: Sequence[int] = (), group: int = 2) -> None:
-        """Call the reward once, with responses of plain text, and check that it gives a value.
+    def dry_run(self, prompt: Prompt, ids: Sequence[int] = (), group: int = 2) -> Reward:
+        """Call the reward once, with responses of plain text, and check that it gives a value; return that.
 
         Args:
             prompt: the prompt.
@@ -100,7 +100,7 @@ class RewardProcess:
         """
         try:
             completion = DecodedCompletion(DRY_RESPONSE, "stop", np.array(ids, dtype=np.int64))
-            self.score([(prompt, [completion] * group)], once=True)
+            return self.score([(prompt, [completion] * group)], once=True)[0]
         except RewardError as error:
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error

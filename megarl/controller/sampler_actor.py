@@ -10,6 +10,7 @@ import numpy as np
 import ray
 
 from megarl.config import RunConfig
+from megarl.config.eval import Sampling
 from megarl.controller.logs import logs_exceptions, root_exception, with_cause
 from megarl.controller.pulse import Participant
 from megarl.errors import WorkerError
@@ -38,10 +39,16 @@ class SamplerEngine:
         """Return the Ray node of this engine."""
         return ray.get_runtime_context().get_node_id()
 
-    async def generate(self, prompts: list[np.ndarray], version: int) -> list[list[Completion]]:
-        """See ``Sampler.generate``."""
+    async def generate(
+        self,
+        prompts: list[np.ndarray],
+        version: int,
+        seeds: list[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[list[Completion]]:
+        """See ``VllmSampler.generate``."""
         with self._with_cause():
-            return await self.sampler.generate(prompts, version)
+            return await self.sampler.generate(prompts, version, seeds, sampling)
 
     async def sample(self, prompt: np.ndarray, seed: int) -> list[Completion]:
         """Sample completions of one prompt; see ``VllmSampler.sample``."""

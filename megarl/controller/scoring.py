@@ -98,6 +98,11 @@ class Scorer:
 
 def check(reward: Reward, prompt: Prompt) -> Reward:
     """Return the reward. Raise ``RewardError`` if means over a step, or float32, could not hold it."""
+    if not isinstance(reward.answer, str | None):
+        raise RewardError(
+            f"prompt '{prompt.id}': the reward's answer is {reward.answer!r}; it must be a string, empty if the "
+            "completion gives none"
+        )
     for label, value in (("score", reward.score), *((f"metric '{name}'", x) for name, x in reward.metrics.items())):
         if not abs(value) <= LARGEST_REWARD:
             raise RewardError(

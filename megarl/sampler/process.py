@@ -23,6 +23,7 @@ import psutil
 
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
+from megarl.config.eval import Sampling
 from megarl.config.load import parse_section
 from megarl.errors import WorkerError
 from megarl.hub import local_section
@@ -105,9 +106,16 @@ class SamplerProcess:
         self._started.result()
         return self
 
-    def generate(self, prompts: Sequence[np.ndarray], version: int) -> list[list[Completion]]:
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        version: int,
+        seeds: Sequence[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[list[Completion]]:
         """Sample from one policy version; see ``VllmSampler.generate``."""
-        return self._call("generate", list(prompts), version).result()
+        given = None if seeds is None else list(seeds)
+        return self._call("generate", list(prompts), version, given, sampling).result()
 
     def sample(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Future[list[list[Completion]]]:
         """Start to sample from whichever version is current; see ``VllmSampler.sample``."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import EngineConfig
+from megarl.config.eval import Sampling
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.seeds import seed_from
@@ -80,21 +81,25 @@ class Requests:
         self._admitted = asyncio.Event()
         self._admitted.set()
 
-    async def complete(self, prompt: np.ndarray, seed: int, version: int | None = None) -> list[Completion]:
-        """Draw ``sampler.samples_per_prompt`` completions of one prompt.
+    async def complete(
+        self, prompt: np.ndarray, seed: int, version: int | None = None, sampling: Sampling | None = None
+    ) -> list[Completion]:
+        """Draw ``sampler.samples_per_prompt`` completions of one prompt, or as many as ``sampling`` says.
 
         Args:
             prompt: int64 ``[P]``.
             seed: 31 bits; sample j is drawn with ``seed + j``.
             version: the version that must draw every token, or None for whichever is current when a token is drawn.
+            sampling: how an evaluation draws them, which names a version; None: as in training.
 
         Raises:
             StaleVersionError: another version than ``version`` is resident, or none.
             WeightSyncError: a sync failed before or during the call.
             WorkerError: the engine died or failed.
         """
-        every = [Drawn() for _ in range(self._config.sampler.samples_per_prompt)]
-        await self._ask(prompt, every, seed, version)
+        count = sampling.samples if sampling else self._config.sampler.samples_per_prompt
+        every = [Drawn() for _ in range(count)]
+        await self._ask(prompt, every, seed, version, sampling)
         await asyncio.gather(*(self._go_on(prompt, one, seed + j) for j, one in enumerate(every)))
         return [self._completion(prompt, one) for one in every]
 
@@ -126,13 +131,15 @@ class Requests:
                 drawn.forget()
             await self._ask(prompt, [drawn], seed, None)
 
-    async def _ask(self, prompt: np.ndarray, every: list[Drawn], seed: int, version: int | None) -> None:
+    async def _ask(
+        self, prompt: np.ndarray, every: list[Drawn], seed: int, version: int | None, sampling: Sampling | None = None
+    ) -> None:
         """Send one request for all of ``every``, which have drawn the same tokens so far, and add what comes."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         so_far = every[0].ids
-        arguments = sampling_arguments(self._config, self._stop, _seed_at(seed, len(so_far)))
+        arguments = sampling_arguments(self._config, self._stop, _seed_at(seed, len(so_far)), sampling)
         arguments |= {"n": len(every), "max_tokens": arguments["max_tokens"] - len(so_far)}
         parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         sent = [*prompt.tolist(), *so_far]

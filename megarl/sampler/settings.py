@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
+from megarl.config.eval import Sampling
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
@@ -55,7 +56,7 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         device: ``"cpu"`` or ``"cuda"``.
     """
     sampler = config.sampler
-    length = sampler.max_prompt_tokens + sampler.max_response_tokens
+    length = longest_sequence(config)
     eager = sampler.enforce_eager if sampler.enforce_eager is not None else device == "cpu"
     arguments: dict[str, Any] = {
         "model": str(Path(config.model.path).expanduser()),
@@ -90,6 +91,11 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
     return arguments | sampler.engine_args
 
 
+def longest_sequence(config: EngineConfig) -> int:
+    """Return the tokens of the longest prompt and completion, in training or in an evaluation."""
+    return config.sampler.max_prompt_tokens + (config.longest_response or config.sampler.max_response_tokens)
+
+
 def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
     """Refuse arguments that megarl passes to vLLM itself.
 
@@ -106,13 +112,23 @@ def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
         raise ConfigError(f"sampler.engine_args.{name} is {given[name]!r}, which megarl sets itself; {fix}")
 
 
-def sampling_arguments(config: EngineConfig, stop: tuple[int, ...], seed: int) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's ``SamplingParams``. Every one that changes the distribution is explicit."""
+def sampling_arguments(
+    config: EngineConfig, stop: tuple[int, ...], seed: int, sampling: Sampling | None = None
+) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's ``SamplingParams``. Every one that changes the distribution is explicit.
+
+    Args:
+        config: the engine's config.
+        stop: ids of the tokens that end a completion.
+        seed: 31 bits.
+        sampling: of an evaluation; None: as in training.
+    """
     sampler = config.sampler
+    drawn = sampling or Sampling(sampler.samples_per_prompt, sampler.temperature, 1.0, sampler.max_response_tokens)
     return {
-        "n": sampler.samples_per_prompt,
-        "temperature": sampler.temperature,
-        "top_p": 1.0,
+        "n": drawn.samples,
+        "temperature": drawn.temperature,
+        "top_p": drawn.top_p,
         "top_k": 0,
         "min_p": 0.0,
         "presence_penalty": 0.0,
@@ -121,7 +137,7 @@ def sampling_arguments(config: EngineConfig, stop: tuple[int, ...], seed: int) -
         "logit_bias": None,
         "bad_words": None,
         "min_tokens": 0,
-        "max_tokens": sampler.max_response_tokens,
+        "max_tokens": drawn.max_tokens,
         "stop": list(sampler.stop) or None,
         "stop_token_ids": list(stop),
         # The tokenizer's EOS, which vLLM knows if it loads one for the stop strings. It may be no stop token.
@@ -157,7 +173,7 @@ def check_sampled(config: EngineConfig) -> None:
             f"model.path: the sampler does not support model_type '{shape.get('model_type')}'; supported are "
             f"{', '.join(sampled)}"
         )
-    _check_attention(shape, family.sampler, config.sampler.max_prompt_tokens + config.sampler.max_response_tokens)
+    _check_attention(shape, family.sampler, longest_sequence(config))
     _check_cache(config, shape)
     for token in stop_tokens(config.model.path):
         if not 0 <= token < shape.get("vocab_size", token + 1):
@@ -203,7 +219,7 @@ def _check_cache(config: EngineConfig, shape: Mapping[str, Any]) -> None:
         return
     kv_heads = max(1, (shape.get("num_key_value_heads") or heads) // sampler.parallel.tensor)
     size = kv_heads * _head_dim(shape) * (4 if config.model.dtype == "float32" else 2)
-    length = sampler.max_prompt_tokens + sampler.max_response_tokens
+    length = longest_sequence(config)
     needed = 2 * shape.get("num_hidden_layers", 0) * size * length / 2**30
     if needed > sampler.kv_cache_gib:
         raise ConfigError(

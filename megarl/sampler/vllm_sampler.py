@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.checkpoint_engine.wire import Kind, Receipt
 from megarl.config import EngineConfig
+from megarl.config.eval import Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.families import add_family
 from megarl.sampler.environment import resolve_device
@@ -108,15 +109,23 @@ class VllmSampler:
         except Exception as error:
             raise WorkerError(f"sampler {self._index} did not start: {error}") from error
 
-    async def generate(self, prompts: list[np.ndarray], version: int) -> list[list[Completion]]:
+    async def generate(
+        self,
+        prompts: list[np.ndarray],
+        version: int,
+        seeds: list[int] | None = None,
+        sampling: Sampling | None = None,
+    ) -> list[list[Completion]]:
         """Sample from one policy version.
 
         Args:
             prompts: token ids of each prompt, int64 ``[P]``, 1 <= P <= sampler.max_prompt_tokens.
             version: the policy version that must answer.
+            seeds: seed of each prompt, 31 bits; None: drawn from ``sampler.seed`` and the version's number of calls.
+            sampling: how an evaluation draws; None: as in training.
 
         Returns:
-            ``sampler.samples_per_prompt`` completions for each prompt.
+            ``sampler.samples_per_prompt`` completions for each prompt, or ``sampling.samples``.
 
         Raises:
             StaleVersionError: another version is resident, or none.
@@ -124,10 +133,11 @@ class VllmSampler:
             DataError: a prompt is empty, too long, or holds an unknown token.
             WorkerError: the engine died or failed.
         """
-        call = self._calls.get(version, 0)
-        self._calls = {version: call + 1}
-        seeds = [seed_from(self._config.sampler.seed, self._index, version, call, i) for i in range(len(prompts))]
-        return await self._complete(prompts, seeds, version)
+        if seeds is None:
+            call = self._calls.get(version, 0)
+            self._calls = {version: call + 1}
+            seeds = [seed_from(self._config.sampler.seed, self._index, version, call, i) for i in range(len(prompts))]
+        return await self._complete(prompts, seeds, version, sampling)
 
     async def sample(self, prompts: list[np.ndarray], seeds: list[int]) -> list[list[Completion]]:
         """Sample from whichever policy version is current; ``Completion.versions`` says which drew each token.
@@ -163,12 +173,12 @@ class VllmSampler:
         return await self._answer(self._requests.score(tokens, version))
 
     async def _complete(
-        self, prompts: list[np.ndarray], seeds: list[int], version: int | None
+        self, prompts: list[np.ndarray], seeds: list[int], version: int | None, sampling: Sampling | None = None
     ) -> list[list[Completion]]:
         for number, prompt in enumerate(prompts):
             self._check_prompt(number, prompt)
         tasks = [
-            asyncio.ensure_future(self._requests.complete(prompt, seed, version))
+            asyncio.ensure_future(self._requests.complete(prompt, seed, version, sampling))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         try:

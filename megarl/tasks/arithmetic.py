@@ -85,14 +85,16 @@ class ArithmeticTask:
         bare = INTEGER.fullmatch(text) is not None
         exact = text == answer
         # Compare as text: int() refuses the thousands of digits that a model can produce.
-        right = exact or INTEGER_IN_TEXT.findall(text)[-1:] == [answer]
+        numbers = INTEGER_IN_TEXT.findall(text)
+        right = exact or numbers[-1:] == [answer]
         if right:
             score = EXACT if exact else RIGHT_BUT_WORDY
         else:
             score = WRONG_BUT_BARE if bare else 0.0
-            if self._options.digit_score and (numbers := INTEGER_IN_TEXT.findall(text)):
+            if self._options.digit_score and numbers:
                 score += self._options.digit_score * share_of_digits(numbers[-1], answer)
-        return Reward(score, {"correct": float(right), "exact": float(exact)})
+        given = numbers[-1] if numbers else ""
+        return Reward(score, {"correct": float(right), "exact": float(exact)}, answer if right else given)
 
 
 def share_of_digits(number: str, answer: str) -> float:

@@ -17,10 +17,13 @@ class Reward:
     Attributes:
         score: the number that training maximises.
         metrics: named numbers to log, averaged over the step (``{"correct": 1.0}``).
+        answer: the answer that the completion gives, by which maj@k votes; empty if it gives none. None: the reward
+            does not say.
     """
 
     score: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class Task(Protocol):

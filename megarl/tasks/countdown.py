@@ -147,7 +147,9 @@ def score(prompt: Prompt, response: str, format_score: float) -> Reward:
     formatted = bool(answers and answers[-1].strip())
     correct = formatted and _solves(answers[-1], prompt.data["numbers"], prompt.data["target"])
     score = 1.0 if correct else format_score if formatted else 0.0
-    return Reward(score, {"correct": float(correct), "format": float(formatted)})
+    # Expressions that solve the puzzle are one answer.
+    given = f"= {prompt.data['target']}" if correct else answers[-1].strip() if formatted else ""
+    return Reward(score, {"correct": float(correct), "format": float(formatted)}, given)
 
 
 def _combine(draw: random.Random, numbers: list[int]) -> Fraction | None:

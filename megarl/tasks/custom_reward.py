@@ -105,6 +105,7 @@ class RewardedTask:
         return Reward(
             self._finite("the score", verdict.score, prompt),
             {key: self._finite(f"metric '{key}'", value, prompt) for key, value in verdict.metrics.items()},
+            verdict.answer,
         )
 
     def _weighted(self, components: Mapping[str, Any], prompt: Prompt) -> Reward:

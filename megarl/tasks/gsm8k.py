@@ -83,7 +83,9 @@ class Gsm8kTask(RowsTask[Gsm8kRow, Gsm8kOptions]):
         correct = answer is not None and is_equal(prompt.data["answer"], answer)
         formatted = bool(boxed and boxed.strip())
         score = 1.0 if correct else self.options.format_score if formatted else 0.0
-        return Reward(score, {"correct": float(correct), "format": float(formatted)})
+        # Right answers are equal, however they are written.
+        given = prompt.data["answer"] if correct else tidy((answer or "")[:MAX_CHARACTERS]).strip()
+        return Reward(score, {"correct": float(correct), "format": float(formatted)}, given)
 
 
 def last_boxed(text: str) -> str | None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hold out the last prompts of a task, which a run is evaluated on and never trained on."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from megarl.errors import ConfigError
 from megarl.tasks.base import Reward, Task
@@ -9,19 +9,20 @@ from megarl.types import Prompt
 
 
 class TrainingPart:
-    """A task without its held-out prompts, and without other prompts that ask the same question.
+    """A task without its held-out prompts, and without other prompts that ask what an evaluation asks.
 
-    A prompt with the question of a held-out one is replaced by the next prompt without such a question.
+    A prompt with such a question is replaced by the next prompt without one.
     """
 
-    def __init__(self, task: Task, held_out: list[Prompt]) -> None:
+    def __init__(self, task: Task, count: int, asked: Iterable[Prompt]) -> None:
         """
         Args:
             task: the whole task.
-            held_out: the last prompts of ``task``.
+            count: number of held-out prompts, the task's last.
+            asked: the prompts of all evaluations.
         """
-        self._task, self._size = task, len(task) - len(held_out)
-        self._asked = {_question(prompt) for prompt in held_out}
+        self._task, self._size = task, len(task) - count
+        self._asked = {_question(prompt) for prompt in asked}
 
     def __len__(self) -> int:
         return self._size
@@ -34,8 +35,9 @@ class TrainingPart:
             if _question(prompt) not in self._asked:
                 return prompt
         raise ConfigError(
-            f"task.held_out is {len(self._task) - self._size}: every other prompt asks the same as one of those; hold "
-            "out fewer, or give the task more different prompts (task.options)"
+            f"task.held_out is {len(self._task) - self._size}: every other prompt asks the same as one of those, or as "
+            "one of eval.tasks; hold out fewer (limit of eval.tasks), or give the task more different prompts "
+            "(task.options)"
         )
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
@@ -43,20 +45,34 @@ class TrainingPart:
         return self._task.reward(prompt, response)
 
 
-def split(task: Task, count: int) -> tuple[Task, list[Prompt]]:
-    """Hold out a task's last ``count`` prompts; return ``(training part, held-out prompts)``.
+def last_prompts(task: Task, count: int) -> list[Prompt]:
+    """Return a task's last ``count`` prompts, which are held out.
 
     Raises:
         ConfigError: no prompts would be left to train on.
     """
-    if not count:
-        return task, []
-    if count >= len(task):
+    if count and count >= len(task):
         raise ConfigError(f"task.held_out is {count}, but the task has {len(task)} prompts; hold out fewer")
-    held_out = [task[index] for index in range(len(task) - count, len(task))]
-    part = TrainingPart(task, held_out)
-    part[0]  # raises now if all other prompts ask held-out questions
-    return part, held_out
+    return [task[index] for index in range(len(task) - count, len(task))]
+
+
+def training_part(task: Task, count: int, asked: Iterable[Prompt] = ()) -> Task:
+    """Return a task without its last ``count`` prompts, and without the questions of those and of other prompts.
+
+    Args:
+        task: the whole task.
+        count: number of held-out prompts.
+        asked: prompts of evaluations.
+
+    Raises:
+        ConfigError: no prompts would be left to train on.
+    """
+    asked = [*last_prompts(task, count), *asked]
+    if not asked:
+        return task
+    part = TrainingPart(task, count, asked)
+    part[0]  # raises now if all other prompts ask what an evaluation asks
+    return part
 
 
 def _question(prompt: Prompt) -> Hashable:

@@ -89,7 +89,7 @@ class JsonlTask(RowsTask[Row, JsonlOptions]):
         Metrics: ``correct``.
         """
         correct = float(response.strip() == str(prompt.data[str(self.options.answer)]).strip())
-        return Reward(correct, {"correct": correct})
+        return Reward(correct, {"correct": correct}, response.strip())
 
 
 def build(context: TaskContext) -> JsonlTask:

@@ -37,6 +37,10 @@ def section(name: str, model: type[BaseModel]) -> Iterator[str]:
     yield ""
     for key, field in nested.items():
         yield from section(f"{name}.{key}", model_of(field))
+    for key, field in model.model_fields.items():
+        for item in typing.get_args(field.annotation):
+            if is_model(item):
+                yield from section(f"{name}.{key}[]", item)
 
 
 def text(field: FieldInfo) -> str:
@@ -73,7 +77,7 @@ def words(kind: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(words(part) for part in arguments)
     if origin is list:
-        return f"list of {words(arguments[0])}"
+        return f"list of {'mappings' if is_model(arguments[0]) else words(arguments[0])}"
     if origin is dict:
         return "mapping"
     names = {str: "text", int: "integer", float: "number", bool: "`true`, `false`", type(None): "`null`"}

@@ -41,13 +41,16 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.receiver*"},
     "report": COMMON,
-    "controller": COMMON | {"report", "parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
-    "launch": COMMON | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller"},
+    "evaluation": COMMON | {"tasks"},
+    "controller": COMMON
+    | {"report", "evaluation", "parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
+    "launch": COMMON
+    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "evaluation"},
     "bench": COMMON | {"parallel", "loss", "model", "lora"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
-    | {"bench", "verify", "report"},
+    | {"bench", "verify", "report", "evaluation"},
 }
 
 # Package -> the only parts that may import it (a trailing * stands for any ending).
@@ -72,6 +75,7 @@ NEVER: dict[str, set[str]] = {
         "config",
         "tasks",
         "report",
+        "evaluation",
     )
 }
 

@@ -213,6 +213,7 @@ DECIDE = """
     train.prompts_per_step train.max_resample_factor train.max_staleness train.stale_groups train.updates_per_step
     train.learning_rate train.schedule train.warmup_steps train.weight_decay train.adam_beta1 train.adam_beta2
     train.adam_eps train.max_grad_norm
+    eval.tasks
 """
 NEVER = """
     model.dtype train.seed

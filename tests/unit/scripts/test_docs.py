@@ -28,7 +28,7 @@ def test_the_site_builds_without_warnings_and_has_every_setting_and_public_name(
     )
     assert (done.returncode, done.stderr) == (0, "")
     page = (tmp_path / "configuration/index.html").read_text()
-    for setting in ("model.path", "sampler.parallel.tensor", "train.max_mismatch", "checkpoint_engine.bucket_mib"):
+    for setting in ("model.path", "sampler.parallel.tensor", "train.max_mismatch", "eval.tasks[].top_p"):
         assert f"<code>{setting}</code>" in page
     page = (tmp_path / "api/index.html").read_text()
     assert all(f'id="{name.lower()}"' in page for name in megarl.__all__ if name != "__version__")
