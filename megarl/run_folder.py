@@ -9,11 +9,13 @@ from megarl.errors import CheckpointError, ConfigError
 from megarl.files import user_path
 
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
-HELD_OUT, TRACKER_IDS = "held_out.json", "trackers.json"
+TRACKER_IDS = "trackers.json"
 CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
 # Rows, checkpoints and completions of steps that were undone when a run resumed from an earlier step.
 DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
 STEP = "step-{:06d}"
+# Folder of the evaluations, one folder per step, and the file of an evaluation's results.
+EVALUATIONS, RESULTS = "evaluations", "results.json"
 # Last file written of a checkpoint, so that a checkpoint that has it is complete.
 STATE = "state.json"
 
@@ -36,6 +38,12 @@ def is_complete(checkpoint: Path) -> bool:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints of a run folder, oldest first."""
     return sorted(filter(is_complete, (folder / CHECKPOINTS).glob("step-*")))
+
+
+def evaluations(folder: Path) -> dict[int, Path]:
+    """Return the results of a run's evaluations: step -> file."""
+    found = sorted((folder / EVALUATIONS).glob(f"step-*/{RESULTS}"))
+    return {step_of(file.parent): file for file in found if file.parent.name.removeprefix("step-").isdecimal()}
 
 
 def last_checkpoint(folder: Path) -> Path:

@@ -15,9 +15,9 @@ from megarl.controller.buffer import ScoredGroup
 from megarl.controller.loop import (
     RunState,
     check_canary,
-    evaluate,
+    finish,
+    first_evaluation,
     first_sync,
-    record,
     save,
     saved_if_interrupted,
     scored,
@@ -31,8 +31,7 @@ from megarl.controller.schedule import learning_rate
 def run(state: RunState) -> None:
     """Train to ``train.steps``. Syncs first, since the samplers need the initial weights."""
     first_sync(state)
-    if state.step == 0:
-        evaluate(state, "before")
+    first_evaluation(state)
     score = partial(scored, state, any_version=True)
     with Producer(
         state.config, state.samplers, state.stream, score, step=state.step, version=state.updates
@@ -41,7 +40,6 @@ def run(state: RunState) -> None:
             step(state, producer)
             if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
                 save(state, snapshot(state, producer))
-    evaluate(state, "after")
 
 
 def step(state: RunState, producer: Producer) -> None:
@@ -61,7 +59,8 @@ def step(state: RunState, producer: Producer) -> None:
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
     metrics |= check_canary(state) | measured | {"sync_bytes": float(report.nbytes)}
     state.step += 1
-    record(state, rollout, metrics | producer.advance(state.step, state.updates))
+    metrics |= producer.advance(state.step, state.updates)
+    finish(state, rollout, metrics, partial(snapshot, state, producer))
 
 
 def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:

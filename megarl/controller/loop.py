@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
@@ -14,6 +14,7 @@ from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
 from megarl.controller.canary import Canary
 from megarl.controller.data import EncodedPrompt, PromptStream
 from megarl.controller.dynamic_sampling import draw_until_signal, dropped_groups
+from megarl.controller.evaluation import Evaluation
 from megarl.controller.length_penalty import trained_scores
 from megarl.controller.metrics import Recorder
 from megarl.controller.rewards import RewardProcess
@@ -36,7 +37,7 @@ class RunState:
         recorder: writes the metrics, rollouts and checkpoints of the run folder.
         canary: compares trainer and engines after each sync, or None.
         origin: ``settings`` and ``contents`` of the run. A resume is compared with them (``config.resume``).
-        held_out: prompts to evaluate before the first step and after the last.
+        evaluation: evaluates a version; None if there is nothing to evaluate on.
         step: steps done so far.
         updates: optimizer steps done so far; this is the policy version.
         saved: step of the newest checkpoint.
@@ -52,7 +53,7 @@ class RunState:
     recorder: Recorder
     canary: Canary | None = None
     origin: dict[str, Any] = field(default_factory=dict)
-    held_out: list[EncodedPrompt] = field(default_factory=list)
+    evaluation: Evaluation | None = None
     step: int = 0
     updates: int = 0
     saved: int = 0
@@ -81,22 +82,46 @@ class RunState:
 def run(state: RunState) -> None:
     """Train to ``train.steps``. Syncs first, since the samplers need the initial weights."""
     first_sync(state)
-    if state.step == 0:
-        evaluate(state, "before")
+    first_evaluation(state)
     while state.step < state.config.train.steps:
         step(state)
         if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
             save(state, state.to_json())
-    evaluate(state, "after")
 
 
-def evaluate(state: RunState, when: Literal["before", "after"]) -> None:
-    """Score completions of the held-out prompts under the current policy, if there are any."""
-    if not state.held_out:
+def first_evaluation(state: RunState) -> None:
+    """Evaluate the version that the run starts or resumes with, if that is due and has not been done."""
+    if state.evaluation is None or state.step in state.recorder.evaluated():
         return
-    state.recorder.phase("held-out prompts")
-    completions = state.samplers.generate([prompt.ids for prompt in state.held_out], state.updates)
-    state.recorder.held_out(when, scored(state, state.held_out, completions))
+    if metrics := evaluate(state):
+        state.recorder.track({"step": state.step, "version": state.updates, **metrics})
+
+
+def evaluate(state: RunState) -> dict[str, float]:
+    """Evaluate the current version if its step is due; return the metrics.
+
+    Nothing is synced meanwhile, so the engines keep the version.
+    """
+    train = state.config.train
+    due = state.step == 0 or state.step >= train.steps or (train.eval_every and state.step % train.eval_every == 0)
+    if state.evaluation is None or not due:
+        return {}
+    with timed(state, "eval"):
+        evaluated = state.evaluation.run(state.samplers, state.updates, state.trainers.watch.check)
+    return state.recorder.evaluation(state.step, state.updates, evaluated)
+
+
+def finish(
+    state: RunState, rollout: Rollout, metrics: dict[str, float], snapshot: Callable[[], dict[str, Any]]
+) -> None:
+    """Evaluate the version that a step made, if it is due, and record the step. Ctrl-C keeps the step."""
+    try:
+        metrics = metrics | evaluate(state)
+    except KeyboardInterrupt:
+        record(state, rollout, metrics)
+        with saved_if_interrupted(state, snapshot):
+            raise
+    record(state, rollout, metrics)
 
 
 def save(state: RunState, kept: dict[str, Any]) -> None:
@@ -164,7 +189,7 @@ def step(state: RunState) -> None:
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
     metrics |= check_canary(state) | {"sync_bytes": float(report.nbytes)}
     state.step += 1
-    record(state, rollout, metrics)
+    finish(state, rollout, metrics, state.to_json)
 
 
 def collect(state: RunState) -> Rollout:

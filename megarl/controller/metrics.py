@@ -4,6 +4,7 @@
 import json
 import shlex
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megarl.config.resume import settings_of
 from megarl.controller.actor_handles import TrainerGroup
 from megarl.controller.background import Background
 from megarl.controller.checkpoint_keeper import CheckpointKeeper
+from megarl.controller.evaluation import Evaluated
 from megarl.controller.memory import MemoryWatch
 from megarl.controller.resumption import Resumption
 from megarl.controller.rollout import Rollout
@@ -22,19 +24,21 @@ from megarl.controller.stall import StallWatch
 from megarl.controller.summary import coverage, summarise
 from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
-from megarl.errors import first_few
-from megarl.files import FolderLock, append_line, write_text, writing
+from megarl.errors import CheckpointError, first_few
+from megarl.evaluation.files import write_evaluation
+from megarl.files import FolderLock, append_line, read_json, write_text, writing
+from megarl.report.panels import evaluation_numbers
 from megarl.run_folder import (
     ADAPTER,
     CHECKPOINTS,
     CONFIG,
-    HELD_OUT,
     METRICS,
     PLOT,
     ROLLOUTS,
     STEP,
     SUMMARY,
     checkpoints,
+    evaluations,
     step_of,
 )
 
@@ -174,25 +178,26 @@ class Recorder:
             advice = f"go on after step {step_of(saved[-1])}: megarl resume {shlex.quote(str(self.folder))}"
         self.screen.say(f"the run is in {self.folder}; {advice}")
 
-    def held_out(self, when: str, rollout: Rollout) -> None:
-        """Save and show the means over the completions of the held-out prompts.
+    def evaluation(self, step: int, version: int, evaluated: Mapping[str, Evaluated]) -> dict[str, float]:
+        """Save and show an evaluation; return its metrics as they stand in a row."""
+        self.check_folder()
+        results = {key: one.result for key, one in evaluated.items()}
+        write_evaluation(
+            self.folder, step, version, results, {key: one.rollout.write for key, one in evaluated.items()}
+        )
+        self.screen.evaluation(step, results)
+        return {name: value for result in results.values() for name, value in result.row().items()}
 
-        Args:
-            when: ``"before"`` or ``"after"`` training.
-            rollout: the rollout of all held-out prompts.
-        """
-        measured = rollout.metrics()
-        means = {name.removeprefix("task/"): measured[name] for name in measured if name.startswith("task/")}
-        means["reward"] = measured["reward"]
-        with writing(self.folder / HELD_OUT):
-            write_text(self.folder / HELD_OUT, json.dumps(self._held_out() | {when: means}, indent=1) + "\n")
-        shown = ", ".join(f"{name} {value:.3f}" for name, value in sorted(means.items()))
-        self.screen.say(f"{len(rollout.prompts)} held-out prompts, {when} training: {shown}")
+    def evaluated(self) -> dict[int, dict[str, float]]:
+        """Return the evaluations so far, including those of earlier sessions: step -> ``KEY/METRIC`` -> value."""
+        found = evaluations(self.folder)
+        return {
+            step: evaluation_numbers(read_json(file, "evaluation", CheckpointError)) for step, file in found.items()
+        }
 
-    def _held_out(self) -> dict[str, dict[str, float]]:
-        """Return the means measured so far, before and after training, including those of earlier sessions."""
-        file = self.folder / HELD_OUT
-        return json.loads(file.read_text()) if file.is_file() else {}
+    def track(self, row: dict[str, float]) -> None:
+        """Send metrics that belong to no step to the trackers."""
+        self._feeds.log(row)
 
     def check_folder(self) -> None:
         """Check that the folder still exists.
@@ -207,6 +212,9 @@ class Recorder:
         if (keep := self.config.train.keep_rollouts) is not None:
             for old in sorted((self.folder / ROLLOUTS).glob("step-*.jsonl"))[:-keep]:
                 old.unlink(missing_ok=True)
+            for results in list(evaluations(self.folder).values())[:-keep]:
+                for old in results.parent.glob("*.jsonl"):
+                    old.unlink(missing_ok=True)
 
     def checkpoint(self, trainers: TrainerGroup, step: int, state: dict[str, Any]) -> None:
         """Start to save a checkpoint; see ``CheckpointKeeper.save``."""
@@ -237,13 +245,16 @@ class Recorder:
             "checkpoint_stop_seconds": self._checkpoints.stop_seconds,
             "first_sync_seconds": {report.kind: sum(report.seconds.values()) for report in self.syncs},
         }
-        summary |= {f"held_out_{when}": means for when, means in self._held_out().items()}
+        evaluated = self.evaluated()
+        if evaluated:
+            first, last = min(evaluated), max(evaluated)
+            summary |= {"eval_after": evaluated[last]} | ({"eval_before": evaluated[0]} if first == 0 else {})
         if self._dropped is not None:
             summary["dropped_prompts"] = self._dropped
         with writing(self.folder / SUMMARY):
             write_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
         with writing(self.folder / PLOT):
-            plot_run(self.rows, self.folder / PLOT)
+            plot_run(self.rows, self.folder / PLOT, evaluated)
         self.phase("trackers")
         self._feeds.finish(summary)
         self.close()

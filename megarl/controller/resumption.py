@@ -2,6 +2,7 @@
 """Find the checkpoint that a resumed run continues from, and check everything before anything is written."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from megarl.run_folder import (
     ROLLOUTS,
     STEP,
     checkpoints,
+    evaluations,
     last_checkpoint,
     step_of,
 )
@@ -68,6 +70,11 @@ class Resumption:
             for rollout in (self.folder / ROLLOUTS).glob("step-*.jsonl"):
                 if rollout.stem > STEP.format(self.step):
                     rollout.rename(rollout.with_name(DISCARDED + rollout.name))
+            for step, results in evaluations(self.folder).items():
+                if step > self.step:
+                    aside = results.parent.with_name(DISCARDED + results.parent.name)
+                    shutil.rmtree(aside, ignore_errors=True)
+                    results.parent.rename(aside)
             for line in self.later:
                 append_line(self.folder / DISCARDED_METRICS, line)
             write_text(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in self.rows))

@@ -10,7 +10,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from megarl.report.panels import cells
+from megarl.evaluation.results import SetResult
+from megarl.report.panels import SIZES, cells
 
 # Column title -> (metric, format, width).
 COLUMNS = {
@@ -106,6 +107,16 @@ class Screen:
         room = max(40, (self.console.width if self.console.is_terminal else 160) - 26)
         parts = shorten(prompt, room // 2), shorten(text, room // 2)
         self.say(f"      {parts[0]!r} -> {parts[1]!r} ({reward:.3g})", style="dim")
+
+    def evaluation(self, step: int, results: Mapping[str, SetResult]) -> None:
+        """Show an evaluation, one line for each set."""
+        for key, result in results.items():
+            sampling = result.measured.sampling
+            shown = ", ".join(
+                f"{name} {estimate.text()}" for name, estimate in result.estimates.items() if name not in SIZES
+            )
+            size = f"{len(result.measured.prompts)} prompts x {sampling.samples}"
+            self.say(f"evaluation '{key}' after step {step} ({size}): {shown}", style="bold")
 
     def say(self, text: str, style: str | None = None) -> None:
         """Print lines above the live display."""

@@ -9,6 +9,7 @@ import torch
 from megarl.checkpoint_engine.base import load_transport
 from megarl.config import RunConfig
 from megarl.controller.trackers import check_trackers
+from megarl.evaluation.sets import with_absolute_files
 from megarl.files import user_path
 from megarl.hub import local_model
 from megarl.lora.section import check_section
@@ -59,5 +60,7 @@ def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:
     engine = config.checkpoint_engine.model_copy(update={"transport": transport})
     trackers = [absolute(spec, "train.trackers", recipe_dir) for spec in config.train.trackers]
     train = config.train.model_copy(update={"trackers": trackers})
+    sets = [with_absolute_files(one, config.task, recipe_dir, config.train.seed) for one in config.eval.tasks]
+    evaluation = config.eval.model_copy(update={"tasks": sets})
     sections = {"model": model, "lora": lora, "task": task, "loss": loss, "checkpoint_engine": engine, "train": train}
-    return config.model_copy(update=sections)
+    return config.model_copy(update=sections | {"eval": evaluation})

@@ -18,7 +18,8 @@ from megarl.config.resume import settings_of
 from megarl.controller import async_loop, loop
 from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
 from megarl.controller.canary import Canary
-from megarl.controller.data import EncodedPrompt, PromptStream
+from megarl.controller.data import PromptStream
+from megarl.controller.evaluation import Evaluation
 from megarl.controller.logs import LOGS, log_file
 from megarl.controller.metrics import Recorder
 from megarl.controller.producer import most_ahead
@@ -29,6 +30,7 @@ from megarl.controller.sampler_actor import SamplerEngine
 from megarl.controller.screen import Screen
 from megarl.controller.trainer import TrainerRank
 from megarl.errors import ConfigError, MegarlError, ModelError
+from megarl.evaluation.sets import build_sets
 from megarl.files import user_path
 from megarl.hub import offline_children
 from megarl.launch import placement
@@ -42,7 +44,7 @@ from megarl.run_folder import CONFIG, run_prefix
 from megarl.sampler.settings import check_device
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task
-from megarl.tasks.held_out import split
+from megarl.tasks.held_out import training_part
 from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
@@ -68,7 +70,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     check_run(config)
     check_names(config)
     task, tokenizer = prepare_task(config, recipe_dir)
-    training, held_out = split(task, config.task.held_out)
+    sets = build_sets(config, recipe_dir, tokenizer, lambda: task)
+    training = training_part(task, config.task.held_out, [prompt for one in sets for prompt in one.prompts])
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
@@ -81,12 +84,19 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         rewards = RewardProcess(
             TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
         )
+
+        def decode(ids: np.ndarray) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=True)
+
+        evaluation = Evaluation(sets, decode, config.sampler.seed, folder / LOGS, rewards) if sets else None
         try:
             recorder.hold()
             if config.task.reward_dry_run:
                 screen.phase("reward dry run")
                 ids = tokenizer.encode(DRY_RESPONSE, add_special_tokens=False)
                 rewards.dry_run(training[0], ids, config.sampler.samples_per_prompt)
+                if evaluation:
+                    evaluation.dry_run(ids)
             resumed = find_resumption(folder, config, origin["contents"]) if config.train.resume else None
             if not resumed:
                 recorder.begin()
@@ -100,11 +110,11 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     manager=manager,
                     rewards=rewards,
                     stream=stream,
-                    decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                    decode=decode,
                     recorder=recorder,
                     canary=Canary(config.model.dtype, stream.first()) if config.checkpoint_engine.canary else None,
                     origin=origin,
-                    held_out=[EncodedPrompt(prompt, stream.encode(prompt)) for prompt in held_out],
+                    evaluation=evaluation,
                 )
                 if resumed:
                     resume(state, resumed)
@@ -118,6 +128,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             recorder.say_how_to_go_on()
             raise
         finally:
+            if evaluation:
+                evaluation.close()
             rewards.close()
             recorder.close()
     screen.summary(summary)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.report import charts
 from megarl.report.charts import Line, line_chart, stacked_bars
-from megarl.report.panels import LINES, SHARES, cells, names_with
+from megarl.report.panels import LINES, SHARES, cells, is_metric, names_with
 from megarl.report.runs import RunRecord, is_number, read_completions
 from megarl.report.text import escaped
 
@@ -74,7 +74,9 @@ def _curves(runs: Sequence[RunRecord]) -> Iterable[str]:
     tasks = sorted({name for run in runs for name in names_with(run.rows, "task/")})
     rewards = {"reward": "reward"} | {name: name.removeprefix("task/") for name in tasks}
     yield line_chart("reward", "mean over the step", _lines(runs, rewards))
-    yield line_chart("held-out prompts", "mean", _held_out(runs))
+    evaluated = [values for run in runs for values in run.evaluations.values()]
+    for key in sorted({name.partition("/")[0] for values in evaluated for name in values}):
+        yield line_chart(f"evaluation: {key}", "mean over prompts", _evaluated(runs, key))
     for title, (names, unit) in LINES.items():
         yield line_chart(title, unit, _lines(runs, names), log=title == "mismatch")
     yield line_chart("shares", "share", _lines(runs, SHARES))
@@ -96,16 +98,14 @@ def _line(runs: Sequence[RunRecord], place: int, index: int, label: str, points:
     return Line(f"{runs[place].label}: {label}", points, place, index)
 
 
-def _held_out(runs: Sequence[RunRecord]) -> list[Line]:
-    """Return the scores before the first step and after the last."""
+def _evaluated(runs: Sequence[RunRecord], key: str) -> list[Line]:
+    """Return the curves of one set's metrics over the evaluated versions, from step 0 on."""
     lines = []
     for place, run in enumerate(runs):
-        ends = {"before": 0.0, "after": run.rows[-1]["step"] if run.rows else 0.0}
-        scores = {when: run.held_out.get(when) for when in ends}
-        found = {when: score for when, score in scores.items() if isinstance(score, dict)}
-        for index, name in enumerate(sorted({name for score in found.values() for name in score})):
-            points = {ends[when]: score[name] for when, score in found.items() if is_number(score.get(name))}
-            lines.append(_line(runs, place, index, name, points))
+        found = {name for values in run.evaluations.values() for name in values if is_metric(name)}
+        for index, name in enumerate(sorted(name for name in found if name.startswith(f"{key}/"))):
+            points = {float(step): values[name] for step, values in run.evaluations.items() if name in values}
+            lines.append(_line(runs, place, index, name.removeprefix(f"{key}/"), points))
     return lines
 
 

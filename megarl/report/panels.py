@@ -14,12 +14,15 @@ LINES = {
 }
 SHARES = {"groups_without_signal": "all rewards alike", "truncated": "truncated"}
 
+# Metrics of an evaluation that say how long completions are, and ends of the names of an interval's limits.
+SIZES, LIMITS = ("response_tokens", "truncated"), ("_low", "_high")
+# Keys of ``summary.json`` that hold the evaluations before the first step and after the last.
+BEFORE, AFTER = "eval_before/", "eval_after/"
+
 # Row title -> the keys in the summary, one for each value, and their format.
 ROWS = (
     ("reward, first steps -> last steps", ("reward_first", "reward_last"), "{:.3f}"),
     ("reward, best step", ("reward_max",), "{:.3f}"),
-    ("held-out reward, before -> after", ("held_out_before/reward", "held_out_after/reward"), "{:.3f}"),
-    ("held-out correct, before -> after", ("held_out_before/correct", "held_out_after/correct"), "{:.1%}"),
     ("groups without signal", ("groups_without_signal",), "{:.0%}"),
     ("prompts left out, too long", ("dropped_prompts",), "{}"),
     ("mismatch of sampler and trainer, mean, max", ("mismatch_mean", "mismatch_max"), "{:.1e}"),
@@ -36,7 +39,38 @@ def cells(summary: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the rows of a summary: title -> its values as texts. A row without a number is left out."""
     flat = numbers(summary)
     rows = {title: [form.format(flat[name]) for name in names if name in flat] for title, names, form in ROWS}
-    return {title: values for title, values in rows.items() if values}
+    return {title: values for title, values in (rows | _evaluation_cells(flat)).items() if values}
+
+
+def _evaluation_cells(flat: Mapping[str, float]) -> dict[str, list[str]]:
+    """Return a row for each metric of the evaluations: its values with their intervals, before and after."""
+    found = [{name.removeprefix(end): flat[name] for name in flat if name.startswith(end)} for end in (BEFORE, AFTER)]
+    ends = [end for end in found if end]
+    names = {name: None for end in ends for name in end if is_metric(name)}
+    arrow = " before -> after," if len(ends) > 1 else ""
+    return {f"{name},{arrow} 95% interval": [with_interval(end, name) for end in ends if name in end] for name in names}
+
+
+def is_metric(name: str) -> bool:
+    """Return True for a name of an evaluation's numbers that is no interval's limit and no length."""
+    return not name.endswith(LIMITS) and not name.endswith(SIZES)
+
+
+def with_interval(values: Mapping[str, float], name: str) -> str:
+    """Return ``0.412 [0.330, 0.500]``."""
+    limits = [values[name + end] for end in LIMITS if name + end in values]
+    return f"{values[name]:.3f}{' [{:.3f}, {:.3f}]'.format(*limits) if len(limits) == len(LIMITS) else ''}"
+
+
+def evaluation_numbers(tree: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an evaluation's ``results.json``: ``KEY/METRIC``, and with ``_low`` and ``_high``."""
+    flat: dict[str, float] = {}
+    for name, value in numbers(tree.get("sets", {}) if isinstance(tree.get("sets"), Mapping) else {}).items():
+        key, _, rest = name.partition("/metrics/")
+        metric, _, end = rest.rpartition("/")
+        if metric:
+            flat[f"{key}/{metric}{'' if end == 'value' else f'_{end}'}"] = value
+    return flat
 
 
 def numbers(summary: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

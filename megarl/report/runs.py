@@ -11,8 +11,8 @@ import yaml
 
 from megarl.errors import ConfigError
 from megarl.files import user_path
-from megarl.report.panels import numbers
-from megarl.run_folder import CONFIG, HELD_OUT, METRICS, ROLLOUTS, SUMMARY
+from megarl.report.panels import evaluation_numbers, numbers
+from megarl.run_folder import CONFIG, METRICS, ROLLOUTS, SUMMARY, evaluations
 
 LARGEST = 1e100
 
@@ -27,7 +27,7 @@ class RunRecord:
         rows: metrics of every step; only finite numbers.
         config: ``section.key`` -> value; empty if the config cannot be read.
         summary: the ``panels.numbers`` of ``summary.json``; empty for a run that has not ended.
-        held_out: ``held_out.json``.
+        evaluations: step -> ``KEY/METRIC`` -> value.
         rollouts: step -> file of its completions.
         notes: what is missing or damaged.
     """
@@ -37,7 +37,7 @@ class RunRecord:
     rows: list[dict[str, float]] = field(default_factory=list)
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, float] = field(default_factory=dict)
-    held_out: dict[str, Any] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
     rollouts: dict[int, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -70,8 +70,11 @@ def read_run(folder: Path, label: str) -> RunRecord:
     run.rows = _rows(run)
     run.config = _flat(_read(run, CONFIG, yaml.safe_load))
     summary = numbers(_read(run, SUMMARY, json.loads, "the run has not ended"))
-    run.summary = {name: value for name, value in summary.items() if is_number(value)}
-    run.held_out = _read(run, HELD_OUT, json.loads, None)
+    run.summary = _finite(summary)
+    run.evaluations = {
+        step: _finite(evaluation_numbers(_read(run, str(file.relative_to(folder)), json.loads)))
+        for step, file in evaluations(folder).items()
+    }
     run.rollouts = _rollouts(run)
     return run
 
@@ -108,6 +111,10 @@ def read_completions(file: Path, most: int) -> tuple[list[dict[str, Any]], str |
 def is_number(value: Any) -> bool:
     """Return True for a finite number, of a size that can be drawn."""
     return type(value) in (int, float) and abs(value) <= LARGEST
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if is_number(value)}
 
 
 def _rows(run: RunRecord) -> list[dict[str, float]]:

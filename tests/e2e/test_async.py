@@ -10,7 +10,7 @@ import pytest
 from megarl.config import load_config
 from megarl.controller.data import PromptStream
 from megarl.tasks import TaskContext, build_task
-from megarl.tasks.held_out import split
+from megarl.tasks.held_out import training_part
 from tests.e2e.test_train import make_recipe
 from tests.helpers.train_run import TrainRun, read_rollout, read_rows
 
@@ -69,6 +69,7 @@ def test_no_prompt_is_lost_or_trained_twice_across_the_kill(run_folder: Path) ->
 def first_prompts(run_folder: Path, count: int) -> set[str]:
     """Return the ids of the first prompts of the run's stream."""
     config = load_config(run_folder / "config.yaml")
-    training, _ = split(build_task(TaskContext(config.task, run_folder, config.train.seed)), config.task.held_out)
+    task = build_task(TaskContext(config.task, run_folder, config.train.seed))
+    training = training_part(task, config.task.held_out)
     stream = PromptStream(training, lambda prompt: np.zeros(1, dtype=np.int64), config.train.seed)
     return {prompt.prompt.id for prompt in stream.next(count)}

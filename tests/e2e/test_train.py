@@ -89,7 +89,7 @@ def finished(recipe) -> Path:
         run.wait_for(f"step {STEPS} ", timeout=240)
         assert run.finish(60) == 0, run.output()
         assert run.output().count("gets nothing more of this run, which goes on: OSError: no server") == 1
-        assert (run.folder() / "tracked.txt").read_text() == "1\n2\n"
+        assert (run.folder() / "tracked.txt").read_text() == "0\n1\n2\n"
         return run.folder()
     finally:
         run.kill()
@@ -122,7 +122,7 @@ def test_run_leaves_what_it_promises(finished):
     for name in ("reward_first", "reward_last", "mismatch_mean", "mismatch_max", "train_tokens_per_second",
                  "sample_tokens_per_second", "sync_seconds", "seconds", "peak_memory_gib"):  # fmt: skip
         assert np.isfinite(summary[name]), name
-    assert all(0.0 < summary[f"held_out_{when}"]["reward"] <= 1.0 for when in ("before", "after"))
+    check_evaluations(finished, summary)
     held_out = {"arithmetic-9998", "arithmetic-9999"}
     for step in range(1, STEPS + 1):
         assert not held_out & {row["prompt"] for row in read_rollout(finished, step)}
@@ -134,6 +134,32 @@ def test_run_leaves_what_it_promises(finished):
     assert all(row["reward_min"] <= row["reward"] <= row["reward_max"] for row in rows)
     assert json.loads((finished / "trackers.json").read_text())["/".join((str(finished.parent), "tracker.py:Failing"))]
     assert (finished / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def check_evaluations(folder: Path, summary: dict) -> None:
+    """Check that versions 0, 2 and 4 were evaluated on both sets, and the numbers against the completions."""
+    rows = {row["step"]: row for row in read_rows(folder)}
+    assert sorted(path.name for path in (folder / "evaluations").iterdir()) == [f"step-{n:06d}" for n in (0, 2, 4)]
+    for step in (0, 2, 4):
+        file = folder / "evaluations" / f"step-{step:06d}"
+        measured = json.loads((file / "results.json").read_text())
+        assert (measured["step"], measured["version"]) == (step, step)
+        held_out = [json.loads(line) for line in (file / "held_out.jsonl").read_text().splitlines()]
+        assert [row["prompt"] for row in held_out] == ["arithmetic-9998"] * 4 + ["arithmetic-9999"] * 4
+        assert {row["version"] for row in held_out} == {step}
+        assert all(len(row["response_ids"]) <= 8 for row in held_out)
+        greedy = [json.loads(line) for line in (file / "greedy.jsonl").read_text().splitlines()]
+        assert (len(greedy), max(len(row["response_ids"]) for row in greedy)) == (3, 12)
+        reward = measured["sets"]["held_out"]["metrics"]["reward"]
+        assert reward["value"] == pytest.approx(np.mean([row["reward"] for row in held_out]))
+        assert reward["low"] <= reward["value"] <= reward["high"]
+        assert measured["sets"]["greedy"]["metrics"]["pass@1"]["value"] == 0.0
+        if step:
+            assert rows[step]["eval/held_out/reward"] == reward["value"] and rows[step]["seconds/eval"] > 0
+    assert not [name for step in (1, 3) for name in rows[step] if name.startswith("eval/")]
+    for when in ("before", "after"):
+        assert 0.0 < summary[f"eval_{when}"]["held_out/reward"] <= 1.0
+    assert summary["eval_after"]["held_out/reward"] == rows[4]["eval/held_out/reward"]
 
 
 def test_sampler_trainer_and_peft_agree_after_every_sync(finished, recipe):
@@ -258,6 +284,9 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
     for step in range(1, STEPS + 1):
         pairs = zip(read_rollout(finished, step), read_rollout(folder, step), strict=True)
         assert all(a[key] == b[key] for a, b in pairs for key in same), f"other completions at step {step}"
+    for step in (0, 2, 4):
+        results = f"evaluations/step-{step:06d}/results.json"
+        assert (finished / results).read_text() == (folder / results).read_text()
     last = f"checkpoints/step-{STEPS:06d}"
     for name in ("optimizer.safetensors", "rng.safetensors", "adapter/adapter_model.safetensors"):
         a, b = load_file(finished / last / name), load_file(folder / last / name)

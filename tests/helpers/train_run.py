@@ -21,7 +21,12 @@ parallel: {data: 2}
 lora: {r: 4, lora_alpha: 8}
 loss: {importance_cap: null}
 sampler: {samples_per_prompt: 4, max_prompt_tokens: 96, max_response_tokens: 8, kv_cache_gib: 0.05, max_num_seqs: 16}
-train: {steps: 4, prompts_per_step: 2, learning_rate: 0.01, micro_batch_tokens: 256, save_every: 1, keep_checkpoints: 9}
+train: {steps: 4, prompts_per_step: 2, learning_rate: 0.01, micro_batch_tokens: 256, save_every: 1, keep_checkpoints: 9,
+  eval_every: 2}
+eval:
+  tasks:
+  - {name: arithmetic, label: greedy, options: {min: 30, max: 60}, limit: 3, samples: 1, temperature: 0,
+     max_response_tokens: 12, metrics: [pass@1, maj@1]}
 """
 # A random model never answers correctly, so any reward that differs between completions is used.
 REWARD = """

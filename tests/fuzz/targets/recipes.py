@@ -15,7 +15,7 @@ from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.plan import Node, plan_placement
 from megarl.launch.run import make_stream, run_folder
 from megarl.tasks import TaskContext, build_task
-from megarl.tasks.held_out import split
+from megarl.tasks.held_out import training_part
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import ODD, bytes_of, yaml_of
 from tests.helpers.models import make_model
@@ -69,7 +69,7 @@ class Recipes:
         )
         check_run(config)
         task = build_task(TaskContext(config.task, folder, config.train.seed))
-        make_stream(config, split(task, config.task.held_out)[0], None)
+        make_stream(config, training_part(task, config.task.held_out), None)
         plan_placement(config, [Node("id", "host", gpus=0, cpus=64, cores=64)])
         made = run_folder(config)
         saved = made / "config.yaml"

@@ -27,7 +27,7 @@ from megarl.lora import attach
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
-from megarl.tasks.held_out import split
+from megarl.tasks.held_out import training_part
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import ODD, bytes_of, json_of, safetensors_of, yaml_of
 from tests.helpers.models import make_model
@@ -89,7 +89,7 @@ class RunFolders:
 
     def _state(self, run: Path, config: RunConfig) -> loop.RunState:
         task, tokenizer = prepare_task(config, run)
-        stream = make_stream(config, split(task, config.task.held_out)[0], tokenizer)
+        stream = make_stream(config, training_part(task, config.task.held_out), tokenizer)
         origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
         recorder = Recorder(run, config, Screen(STEPS))
         recorder.hold()

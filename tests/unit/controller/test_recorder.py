@@ -231,7 +231,7 @@ class DoneTrainers:
 
 
 def test_prompts_that_were_left_out_are_said_and_counted_in_the_summary(recorder, capsys, monkeypatch):
-    monkeypatch.setattr("megarl.controller.plot.plot_run", lambda rows, file: None)
+    monkeypatch.setattr("megarl.controller.plot.plot_run", lambda rows, file, evaluated: None)
     recorder.screen.console.file = sys.stdout
     recorder.note_dropped(3, 7)
     said = " ".join(capsys.readouterr().out.split())

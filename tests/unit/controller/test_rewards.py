@@ -188,7 +188,7 @@ def test_a_reward_file_that_exits_when_it_is_imported_is_refused(tmp_path: Path)
 
 def test_a_dry_run_gives_the_rewards_own_traceback_and_uses_no_value(start, tmp_path: Path) -> None:
     prompt = Prompt("p0", ())
-    assert start("own_process").dry_run(prompt) is None
+    assert isinstance(start("own_process").dry_run(prompt), Reward)
     with pytest.raises(RewardError) as caught:
         start("counted").dry_run(prompt)  # float("This is ...")
     message = str(caught.value)

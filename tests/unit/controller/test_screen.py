@@ -113,16 +113,24 @@ def test_the_plot_has_a_panel_for_every_quantity(tmp_path, monkeypatch):
     assert np.isnan(drawn["reward"][1][0])
     titles = {"reward", "loss", "gradient norm", "entropy", "length", "mismatch", "time per phase", "shares"}
     assert set(drawn) == titles
+    evaluated = {0: {"a/reward": 0.1, "a/reward_low": 0.0, "a/reward_high": 0.3}, 2: {"a/reward": 0.2, "b/pass@4": 0.5}}
+    drawn.clear()
+    plot_run([row(1), row(2)], tmp_path / "plot.png", evaluated)
+    assert set(drawn) - titles == {"evaluation: a", "evaluation: b"}
+    assert list(drawn["evaluation: a"][0]) == [0.1, 0.2]
 
 
 def test_the_summary_is_a_table_of_what_was_measured():
     summary = {
         "steps": 30, "reward_first": 0.1, "reward_last": 0.5, "seconds": 251.0,
-        "held_out_before": {"reward": 0.1, "correct": 0.125}, "held_out_after": {"reward": 0.4, "correct": 0.5},
+        "eval_before": {"held_out/correct": 0.125, "held_out/truncated": 0.0},
+        "eval_after": {"held_out/correct": 0.5, "held_out/correct_low": 0.25, "held_out/correct_high": 0.75},
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=80)
     Screen(30, console).summary(summary)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    assert ["held-out", "correct,", "before", "->", "after", "12.5%", "50.0%"] in lines
+    title = ["held_out/correct,", "before", "->", "after,", "95%", "interval"]
+    assert [*title, "0.125", "0.500", "[0.250,", "0.750]"] in lines
+    assert not [line for line in lines if "held_out/truncated" in line]
     assert ["reward,", "first", "steps", "->", "last", "steps", "0.100", "0.500"] in lines
     assert not [line for line in lines if "mismatch" in line]

@@ -38,8 +38,15 @@ def make_run(folder: Path, steps: int = 5, rank: int = 8) -> Path:
         for step in range(1, steps + 1)
     ]  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "held_out.json").write_text(json.dumps({"before": {"reward": 0.1}, "after": {"reward": 0.6}}))
-    (folder / "summary.json").write_text(json.dumps({"reward_first": 0.1, "reward_last": 0.5, "grad_tensors": 28.0}))
+    for step, value in ((0, 0.1), (steps, 0.6)):
+        results = folder / "evaluations" / f"step-{step:06d}" / "results.json"
+        results.parent.mkdir(parents=True)
+        metrics = {"reward": {"value": value, "low": 0.05, "high": None}, EVIL: {"value": 0.5}}
+        results.write_text(json.dumps({"step": step, "sets": {"held_out": {"prompts": 2, "metrics": metrics}}}))
+    summary = {"reward_first": 0.1, "reward_last": 0.5, "grad_tensors": 28.0}
+    after = {"held_out/reward": 0.6, "held_out/reward_low": 0.5, "held_out/reward_high": 0.7}
+    summary |= {"eval_before": {"held_out/reward": 0.1}, "eval_after": after}
+    (folder / "summary.json").write_text(json.dumps(summary))
     for step in range(1, steps + 1):
         completions = [
             {"prompt": EVIL, "messages": [{"role": "user", "content": EVIL}], "text": f"{EVIL} {index} of {step}",
@@ -83,11 +90,12 @@ def test_the_page_shows_curves_times_summary_settings_and_completions(tmp_path, 
     text = (run / "report.html").read_text()
     for title in ("reward", "loss", "gradient norm", "entropy", "length", "mismatch", "shares"):
         assert figure(text, title).count("<circle") % 5 == 0 != figure(text, title).count("<circle"), title
-    assert figure(text, "held-out prompts").count("<circle") == 2
+    assert figure(text, "evaluation: held_out").count("<circle") == 4
     assert figure(text, "run").count("<rect") == 2 * 5
     assert "reward, step 3: 0.3<" in text and "step 3, sample: 3 seconds" in text
     shown = Elements(text).text
     assert "reward, first steps -> last steps0.100, 0.500" in shown
+    assert "held_out/reward, before -> after, 95% interval0.100, 0.600 [0.500, 0.700]" in shown
     assert "lora.r8" in shown
     assert "7 of 2" in shown and "0 of 4" in shown and "0 of 3" not in shown
     assert "reward 0.7, advantage 2 values, finish_reason stop" in shown
@@ -174,6 +182,7 @@ ODD = """{"step": 1, "reward": NaN, "loss": 1e99, "grad_norm": Infinity, "entrop
 {"step": 2, "reward": "x", "loss": -1e99, "mismatch_mean": 0, "mismatch_max": 5e-324}
 """
 HUGE = "1" + "0" * 400
+RESULTS = "evaluations/step-000000/results.json"
 STEP = "rollouts/step-000001.jsonl"
 
 
@@ -199,7 +208,9 @@ STEP = "rollouts/step-000001.jsonl"
         ("config.yaml", "\x00", "config.yaml is damaged"),
         ("summary.json", GONE, "there is no summary.json: the run has not ended"),
         ("summary.json", f'{{"reward_first": {HUGE}, "seconds": NaN}}', None),
-        ("held_out.json", '{"before": 3, "after": {"reward": "x"}}', None),
+        (RESULTS, '{"sets": {"held_out": {"metrics": {"reward": {"value": "x"}, "other": 3}}}}', None),
+        (RESULTS, '{"sets": [1]}', None),
+        (RESULTS, "{", "evaluations/step-000000/results.json is damaged"),
     ],
 )
 def test_a_damaged_run_is_shown_as_far_as_it_goes_and_the_damage_is_named(file, content, note, tmp_path, capsys):
