@@ -55,24 +55,30 @@ def test_all_checks_pass_on_a_clean_repository(checked: Path) -> None:
 
 @pytest.mark.usefixtures("tools")
 @pytest.mark.parametrize(
-    ("file", "text", "check"),
+    ("changes", "failed"),
     [
-        ("megarl/__init__.py", '"""A package."""\n\nimport os\n', "ruff check"),
-        ("megarl/__init__.py", '"""A package."""\n\nNUMBER: int  =  1\n', "ruff format"),
-        ("megarl/__init__.py", '"""A package."""\n\nNUMBER: int = "one"\n', "python -m mypy"),
-        ("scripts/quickstart.sh", "#!/bin/bash\necho $1\n", "shellcheck"),
-        ("tests/test_it.py", "def test_it() -> None:\n    assert 1 > 2\n", "python -m pytest"),
+        # A module that fails ruff, its format and mypy, and a script that fails shellcheck; the test passes.
+        (
+            {
+                "megarl/__init__.py": '"""A package."""\n\nimport os\n\nNUMBER: int  =  "one"\n',
+                "scripts/quickstart.sh": "#!/bin/bash\necho $1\n",
+            },
+            ["ruff check", "ruff format", "python -m mypy", "shellcheck"],
+        ),
+        ({"tests/test_it.py": "def test_it() -> None:\n    assert 1 > 2\n"}, ["python -m pytest"]),
     ],
+    ids=["all but the tests", "a test alone"],
 )
-def test_each_check_alone_makes_ci_fail_and_the_others_still_run(
-    checked: Path, file: str, text: str, check: str
+def test_what_fails_is_listed_and_makes_ci_fail_and_the_other_checks_still_run(
+    checked: Path, changes: dict[str, str], failed: list[str]
 ) -> None:
-    (checked / file).write_text(text)
+    for file, text in changes.items():
+        (checked / file).write_text(text)
     done = run_checks(checked)
     assert done.returncode == 1
-    failed = done.stdout.split("\nfailed:\n")[1]
-    assert failed.strip().startswith(check)
-    assert len(failed.strip().splitlines()) == 1
+    listed = done.stdout.split("\nfailed:\n")[1].strip().splitlines()
+    assert len(listed) == len(failed)
+    assert all(line.strip().startswith(check) for line, check in zip(listed, failed, strict=True))
     assert done.stdout.count("\n== ") == 5
 
 
