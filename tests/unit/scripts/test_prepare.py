@@ -40,6 +40,26 @@ LLAMA_CPP = {
 }
 
 
+# Writes half a file, and then waits until it is killed.
+HALF_WAY = """
+import sys, time
+from megarl.cli import prepare
+
+def convert(gguf, out):
+    (out / "model.safetensors").write_bytes(b"half")
+    time.sleep(100)
+
+prepare._convert = convert
+prepare.main(["--cache", sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module")
+def source() -> gguf.GGUFReader:
+    """Return the contents of the GGUF file."""
+    return gguf.GGUFReader(prepare.find_gguf())
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
@@ -48,8 +68,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def after_kill(cache: Path) -> list[str]:
     """Return the files in the cache after a conversion was killed while it wrote the weights."""
-    command = [sys.executable, "-m", "megarl.cli.prepare", "--cache", str(cache)]
-    killed = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen([sys.executable, "-c", HALF_WAY, str(cache)], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 100
     while not list(cache.glob(".*.partial/*")) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -73,8 +92,8 @@ def test_model_loads_from_the_folder_alone_and_knows_the_capital_of_france(folde
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
 
 
-def test_weights_are_those_of_ggufs_own_dequantisation_rounded_once(folder: Path) -> None:
-    source = {tensor.name: tensor for tensor in gguf.GGUFReader(prepare.find_gguf()).tensors}
+def test_weights_are_those_of_ggufs_own_dequantisation_rounded_once(folder: Path, source: gguf.GGUFReader) -> None:
+    tensors = {tensor.name: tensor for tensor in source.tensors}
     with safe_open(folder / "model.safetensors", "pt") as file:
         for ours, theirs in {
             "model.embed_tokens.weight": "token_embd.weight",
@@ -82,7 +101,7 @@ def test_weights_are_those_of_ggufs_own_dequantisation_rounded_once(folder: Path
             "model.layers.29.mlp.down_proj.weight": "blk.29.ffn_down.weight",
             "model.layers.0.self_attn.v_proj.weight": "blk.0.attn_v.weight",
         }.items():
-            tensor = source[theirs]
+            tensor = tensors[theirs]
             expected = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy()).to(
                 torch.bfloat16
             )
@@ -103,9 +122,9 @@ def test_tokenizer_splits_as_llama_cpp_does_digits_included(folder: Path, text: 
     assert tokenizer.decode(LLAMA_CPP[text]) == text
 
 
-def test_chat_template_and_end_of_turn_are_those_of_the_gguf_file(folder: Path) -> None:
+def test_chat_template_and_end_of_turn_are_those_of_the_gguf_file(folder: Path, source: gguf.GGUFReader) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    fields = gguf.GGUFReader(prepare.find_gguf()).fields
+    fields = source.fields
     assert tokenizer.chat_template == fields["tokenizer.chat_template"].contents()
     assert tokenizer.eos_token_id == fields["tokenizer.ggml.eos_token_id"].contents() == 2
     assert tokenizer.model_max_length == fields["llama.context_length"].contents()
