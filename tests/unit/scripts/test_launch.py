@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run scripts/launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
+"""Run slurm.sbatch and the program of launch_node.sh with real Ray: two nodes on this machine, each with one CPU."""
 
 import os
 import signal
@@ -15,8 +15,13 @@ import pytest
 from tests.helpers.traced import ROOT, Traced
 
 JOBS = Path(__file__).parent / "jobs"
-SCRIPT = ["bash", str(ROOT / "scripts/launch_node.sh")]
 MODULE = [sys.executable, "-m", "megarl.launch.node"]
+# The same, with less patience: with a head that does not answer, and with a Ray that has lost its head.
+HASTY = [
+    *(sys.executable, "-c"),
+    "import sys; from megarl.launch import node; node.HEAD_SECONDS = 5; node.RAY_GRACE = 2; "
+    "raise SystemExit(node.main(sys.argv[1:]))",
+]
 
 Start = Callable[..., "Launched"]
 
@@ -78,17 +83,6 @@ def start(traced: Traced, port: int, tmp_path: Path, tmp_path_factory: pytest.Te
     subprocess.run(["rm", "-rf", str(ray_folder)], check=True)
 
 
-def test_job_reaches_both_nodes_under_a_token_its_status_is_everyones_and_nothing_is_left(
-    start: Start, traced: Traced
-) -> None:
-    job = ["python", str(JOBS / "every_node.py"), "7", "train.steps=1", "two words"]
-    worker, head = start(1, job, SCRIPT), start(0, job, SCRIPT)
-    assert head.wait(300) == 7, head.err.read_text()
-    assert worker.wait(20) == 7, worker.err.read_text()
-    assert head.out.read_text() == "nodes=2 pinned=True arguments=['train.steps=1', 'two words']\n"
-    assert traced.wait_until_gone() == []
-
-
 def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_job(
     start: Start, traced: Traced, tmp_path: Path
 ) -> None:
@@ -120,13 +114,13 @@ def test_a_signal_to_all_nodes_at_once_leaves_the_job_its_nodes_until_it_has_end
     start: Start, traced: Traced, tmp_path: Path
 ) -> None:
     # The job saves for longer than a launcher takes to leave.
-    job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal"), "6"]
+    job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal"), "4"]
     worker, head = start(1, job), start(0, job)
     head.wait_for_job(tmp_path / "signal")
     of_worker = worker.below()
     for node in (worker, head):
         node.process.send_signal(signal.SIGTERM)
-    time.sleep(5)
+    time.sleep(3)
     assert (tmp_path / "signal").read_text() == "SIGTERM"
     assert [process for process in of_worker if not process.is_running()] == []
     assert head.wait(30) == worker.wait(30) == 128 + signal.SIGTERM
@@ -136,22 +130,15 @@ def test_a_signal_to_all_nodes_at_once_leaves_the_job_its_nodes_until_it_has_end
 
 def test_worker_leaves_by_itself_when_the_head_is_killed(start: Start, traced: Traced, tmp_path: Path) -> None:
     job = [sys.executable, str(JOBS / "wait_for_signal.py"), str(tmp_path / "signal")]
-    worker, head = start(1, job), start(0, job)
+    worker, head = start(1, job, HASTY), start(0, job)
     head.wait_for_job(tmp_path / "signal")
     head.process.kill()
     assert worker.wait(40) == 1
     assert "[node 1] error: the head 127.0.0.1:" in worker.err.read_text()
-    assert "has not answered for 15 s; leaving" in worker.err.read_text()
+    assert "has not answered for 5 s; leaving" in worker.err.read_text()
     # The killed launcher could clean nothing up; the kernel signalled its Ray and its job.
     assert (tmp_path / "signal").read_text() == "SIGTERM"
     assert traced.wait_until_gone(15) == []
-
-
-def test_head_gives_up_on_missing_nodes_with_what_to_look_at(start: Start, traced: Traced) -> None:
-    head = start(0, ["true"], JOIN_TIMEOUT="12")
-    assert head.wait(60) == 1
-    assert "only 1 of 2 nodes joined within 12 s (JOIN_TIMEOUT)" in head.err.read_text()
-    assert traced.wait_until_gone() == []
 
 
 def test_worker_gives_up_on_a_missing_head(start: Start, traced: Traced) -> None:
@@ -161,13 +148,15 @@ def test_worker_gives_up_on_a_missing_head(start: Start, traced: Traced) -> None
     assert traced.wait_until_gone() == []
 
 
-def test_a_node_without_the_heads_token_is_told_what_to_do(start: Start, traced: Traced) -> None:
-    head = start(0, ["true"])
+def test_a_node_without_the_heads_token_is_told_what_to_do_and_the_head_gives_up_on_it(
+    start: Start, traced: Traced
+) -> None:
+    head = start(0, ["true"], JOIN_TIMEOUT="12")
     worker = start(1, ["true"], RAY_AUTH_TOKEN="fedcba9876543210" * 4)
     assert worker.wait(120) == 1
     assert "give every node the head's ~/.ray/auth_token" in worker.err.read_text()
-    head.process.send_signal(signal.SIGTERM)
-    assert head.wait(30) == 128 + signal.SIGTERM
+    assert head.wait(60) == 1
+    assert "only 1 of 2 nodes joined within 12 s (JOIN_TIMEOUT)" in head.err.read_text()
     assert traced.wait_until_gone() == []
 
 
@@ -208,12 +197,13 @@ def sbatch(start: Start, traced: Traced, tmp_path: Path) -> Callable[..., Launch
     return submit
 
 
-def test_sbatch_runs_the_script_on_every_host_of_the_allocation(
+def test_sbatch_runs_the_script_on_every_host_under_a_token_and_its_status_is_everyones(
     sbatch: Callable[..., Launched], traced: Traced
 ) -> None:
-    batch = sbatch(["python", str(JOBS / "every_node.py"), "3", "a=b c"])
+    batch = sbatch(["python", str(JOBS / "every_node.py"), "3", "train.steps=1", "a=b c"])
     assert batch.wait(300) == 3, batch.err.read_text()
-    assert "nodes=2 pinned=True arguments=['a=b c']\n" in batch.out.read_text()
+    assert "nodes=2 pinned=True arguments=['train.steps=1', 'a=b c']\n" in batch.out.read_text()
+    assert "srun: the nodes ended with 3 and 3\n" in batch.out.read_text()
     assert "--ntasks-per-node=1" in batch.out.read_text()
     assert "requeue" not in batch.out.read_text()
     assert traced.wait_until_gone() == []
@@ -270,6 +260,7 @@ export -n NODE_RANK; unset NODE_RANK
 SLURM_NODEID=1 "$@" & other=$!
 SLURM_NODEID=0 "$@"; first=$?
 wait $other; second=$?
+echo "srun: the nodes ended with $first and $second"
 exit $((first > second ? first : second))
 """,
 }
