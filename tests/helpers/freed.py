@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Program of test_freed_models.py: train, drop the model, and print what is left.
 
-    python -m tests.helpers.freed FOLDER FAMILY
+    python -m tests.helpers.freed FOLDER FAMILY ...
 
 It runs in a process of its own, since what other tests imported or left in the fork server must not count.
 """
@@ -59,15 +59,16 @@ def _described(thing: object) -> str:
     return f"{type(thing).__qualname__} {str(thing)[:60]!r}"
 
 
-def main(folder: str, family: str) -> None:
-    """Print one line for each rank that kept something."""
+def main(folder: str, *families: str) -> None:
+    """Print one line for each rank that kept something of a family's model."""
     from tests.helpers.cases import make_case, place
     from tests.helpers.ranks import run_ranks
 
-    case = make_case(Path(folder), family, family=family, tied=False)
-    for left in run_ranks(train_and_drop, 2, place(case, "TP2+SP", {"tensor": 2})):
-        for line in left:
-            print(line)
+    for family in families:
+        case = make_case(Path(folder), family, family=family, tied=False)
+        for left in run_ranks(train_and_drop, 2, place(case, "TP2+SP", {"tensor": 2})):
+            for line in left:
+                print(f"{family}: {line}")
 
 
 if __name__ == "__main__":
