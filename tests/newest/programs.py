@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that the tests of this folder start on another megatron-core: `python -m tests.newest.programs NAME`."""
+"""What the tests of this folder run on another megatron-core: `python -m tests.newest.programs FOLDER`."""
 
 import sys
 import tempfile
@@ -53,9 +53,11 @@ def load(folder: str) -> None:
         torch.save(run_ranks(resume, 2, f"{folder}/{family}", *setup), Path(folder) / family / "resumed.pt")
 
 
-def main(name: str, *arguments: str) -> None:
-    """Run a program, and print the release that it ran on."""
-    {"layouts": layouts, "save": save, "load": load}[name](*arguments)
+def main(folder: str) -> None:
+    """Run all in one process; save in FOLDER/newest, resume those of FOLDER/installed; print the release."""
+    layouts()
+    save(f"{folder}/newest")
+    load(f"{folder}/installed")
     print(f"megatron-core {mcore.release()}")
 
 

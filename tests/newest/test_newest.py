@@ -32,8 +32,21 @@ def release_of(environment: dict[str, str]) -> str:
     return run_on(environment, "-c", "import megatron.core as core; print(core.__shortversion__)").strip()
 
 
-def test_layouts_equal_one_process_of_hugging_face_and_peft(newest):
-    said = run_on(newest, "-m", "tests.newest.programs", "layouts")
+@pytest.fixture(scope="module")
+def on_newest(newest, tmp_path_factory):
+    """Return what one process on the newest release printed, and the folder of both releases' checkpoints."""
+    folder = tmp_path_factory.mktemp("newest")
+    for saver in ("installed", "newest"):
+        for family in programs.SAVED:
+            make_model(folder / saver / family / "model", family, tied=family == "qwen3")
+    programs.save(str(folder / "installed"))
+    said = run_on(newest, "-m", "tests.newest.programs", str(folder))
+    programs.load(str(folder / "newest"))
+    return said, folder
+
+
+def test_layouts_equal_one_process_of_hugging_face_and_peft(newest, on_newest):
+    said, _ = on_newest
     assert f"{len(programs.DENSE + programs.EXPERTS + programs.LATENT)} places, worst" in said
     assert said.endswith(f"megatron-core {release_of(newest)}\n")
 
@@ -44,20 +57,12 @@ def test_the_plugin_trains_an_adapter_that_peft_reproduces(newest):
     assert " passed" in said and "skipped" not in said, said
 
 
-@pytest.mark.parametrize("newest_saves", [True, False], ids=["newest-to-installed", "installed-to-newest"])
-def test_a_checkpoint_of_one_release_goes_on_in_the_other(newest, tmp_path, newest_saves):
+@pytest.mark.parametrize("saver", ["newest", "installed"])
+def test_a_checkpoint_of_one_release_goes_on_in_the_other(newest, on_newest, saver):
     for family in programs.SAVED:
-        make_model(tmp_path / family / "model", family, tied=family == "qwen3")
-    if newest_saves:
-        run_on(newest, "-m", "tests.newest.programs", "save", str(tmp_path))
-        programs.load(str(tmp_path))
-    else:
-        programs.save(str(tmp_path))
-        run_on(newest, "-m", "tests.newest.programs", "load", str(tmp_path))
-    for family in programs.SAVED:
-        folder = tmp_path / family
+        folder = on_newest[1] / saver / family
         state = json.loads((folder / "checkpoint" / "state.json").read_text())
-        assert (state["megatron_core"] == release_of(newest)) is newest_saves
+        assert (state["megatron_core"] == release_of(newest)) is (saver == "newest")
         straight, resumed = (torch.load(folder / name, weights_only=True) for name in ("straight.pt", "resumed.pt"))
         for a, b in zip(straight, resumed, strict=True):
             assert a["state"].keys() == b["state"].keys()
