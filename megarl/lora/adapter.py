@@ -17,52 +17,14 @@ from megarl.lora.files import peft_folder
 from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
 from megarl.lora.files.load import LoadTarget, load_matrices
 from megarl.lora.files.stacked_experts import Place, locate_matrices, pack
-from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
+from megarl.lora.slot import Slot
 from megarl.lora.targets.resolve import resolve_targets, unties
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
-from megarl.peft.names import matrix_name
-
-
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """One adapted part of a linear on this pipeline stage.
-
-    Attributes:
-        part: plan of the part: name, rank, sizes.
-        kind: class of the adapter layer.
-        layer: the wrapped linear; None if another expert-parallel rank holds it.
-        adapter: the adapter's matrices in that layer; None likewise.
-    """
-
-    part: PartPlan
-    kind: type[ParallelLoraLinear]
-    layer: ParallelLoraLinear | None
-    adapter: AdapterMatrices | None
-
-    def matrices(self) -> dict[str, torch.nn.Parameter]:
-        """Map PEFT names to this rank's matrices; empty if another rank holds them."""
-        if self.adapter is None:
-            return {}
-        held = {"A": self.adapter.lora_A, "B": self.adapter.lora_B}
-        return {self.name(side): held[side][self.part.key] for side in self.part.sides}
-
-    def name(self, side: str) -> str:
-        """Return PEFT's name of A or B in the weights file."""
-        return matrix_name(self.part.name, side)
-
-    def shapes(self) -> dict[str, tuple[tuple[int, int], int | None]]:
-        """Map PEFT names to (shape in the file, dimension that is split over the kind's axis)."""
-        part = self.part
-        shapes = {
-            "A": ((part.rank, part.in_features), self.kind.split_of(part, "A")),
-            "B": ((part.out_features, part.rank), self.kind.split_of(part, "B")),
-        }
-        return {self.name(side): shapes[side] for side in part.sides}
 
 
 class LoraAdapter:
