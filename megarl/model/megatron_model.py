@@ -280,19 +280,6 @@ class MegatronModel(WeightExport):
         )
         return extra
 
-    def save_adapter(self, path: str | Path, experts: str = "as_trained") -> None:
-        """Write the adapter as a PEFT directory.
-
-        Args:
-            path: the directory; replaced if it exists.
-            experts: how adapters of experts are written, see ``lora.save_experts``.
-
-        Raises:
-            AdapterError: the directory cannot be written.
-        """
-        self._finish_param_gather()
-        self.adapter.save(path, experts)
-
     def load_adapter(self, path: str | Path) -> None:
         """Load a PEFT adapter directory into the active adapter and reset its optimizer.
 

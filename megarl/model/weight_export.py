@@ -3,6 +3,7 @@
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,19 @@ class WeightExport(CheckpointEngineMixin):
             changed = {block_of(name) for adapter in self.adapters.values() for name in adapter.adapted()}
             tensors = [tensor for tensor in tensors if block_of(tensor.name) in changed]
         return stream_full(self.adapter.merged(tensors), self.groups)
+
+    def save_adapter(self, path: str | Path, experts: str = "as_trained") -> None:
+        """Write the adapter as a PEFT directory.
+
+        Args:
+            path: the directory; replaced if it exists.
+            experts: how adapters of experts are written, see ``lora.save_experts``.
+
+        Raises:
+            AdapterError: the directory cannot be written.
+        """
+        self._finish_param_gather()
+        self.adapter.save(path, experts)
 
     def _finish_param_gather(self) -> None:
         for optimizer in self._optimizers.values():
