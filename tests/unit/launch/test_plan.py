@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
-from megarl.launch.plan import Node, Plan, fit, plan_placement
+from megarl.launch.fit import fit
+from megarl.launch.plan import Node, Plan, plan_placement
 from megarl.parallel.topology import Topology
 
 
