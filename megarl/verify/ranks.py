@@ -17,18 +17,9 @@ from megarl.model.megatron_model import MegatronModel
 from megarl.model.weights.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout
+from megarl.verify.bounds import ADAPTER, BASE_WEIGHTS, CHECKPOINT, UPDATE
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import (
-    ADAPTER,
-    BASE_WEIGHTS,
-    CHECKPOINT,
-    UPDATE,
-    Finding,
-    Outcome,
-    compare,
-    compare_adapters,
-    is_worse,
-)
+from megarl.verify.compare import Finding, Outcome, compare, compare_adapters, is_worse
 from megarl.verify.inputs.layouts import label
 from megarl.verify.launch import free_memory, report_progress
 from megarl.verify.reference.surrogate_loss import SurrogateLoss

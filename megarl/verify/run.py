@@ -8,8 +8,9 @@ from itertools import groupby
 import torch
 
 from megarl.errors import ConfigError
+from megarl.verify.bounds import BOUNDS, EACH_GRADIENT, EXPORTED_WEIGHTS, MERGED_WEIGHTS
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BOUNDS, EACH_GRADIENT, EXPORTED_WEIGHTS, MERGED_WEIGHTS, Finding, Row, worst_of
+from megarl.verify.compare import Finding, Row, worst_of
 from megarl.verify.explain.difference import explain
 from megarl.verify.inputs.layouts import label, other_layout
 from megarl.verify.launch import run_ranks

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.lora.files.peft_folder import WEIGHTS
-from megarl.verify.cases import Case, Place
-from megarl.verify.compare import (
+from megarl.verify.bounds import (
     ADAPTER,
     BASE_LOGPROBS,
     CHECKPOINT,
@@ -21,10 +20,9 @@ from megarl.verify.compare import (
     MERGED_WEIGHTS,
     PEFT_LOAD,
     UPDATE,
-    Finding,
-    Outcome,
-    compare_adapters,
 )
+from megarl.verify.cases import Case, Place
+from megarl.verify.compare import Finding, Outcome, compare_adapters
 from megarl.verify.explain.parts import beyond, first_of, forward_order
 from megarl.verify.reference.reference_runs import exact_sums
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megarl.verify.bounds import ENTROPY, GRADIENTS, LOGPROBS
 from megarl.verify.cases import Place
-from megarl.verify.compare import ENTROPY, GRADIENTS, LOGPROBS, relative_error
+from megarl.verify.compare import relative_error
 from megarl.verify.inputs.samples import make_samples
 from megarl.verify.ranks import Stage, each_layout, train
 from megarl.verify.reference.reference_runs import make_truth, run_shared

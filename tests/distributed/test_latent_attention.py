@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megarl.verify.bounds import GRADIENTS, LOGPROBS
 from megarl.verify.cases import Place
-from megarl.verify.compare import GRADIENTS, LOGPROBS
 from megarl.verify.ranks import Stage, each_layout, train
 from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places

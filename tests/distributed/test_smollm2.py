@@ -2,15 +2,8 @@
 """Verify the quickstart's real model at PP2, in fp32."""
 
 from megarl.cli.prepare import prepare_smollm2
+from megarl.verify.bounds import BASE_WEIGHTS, BOUNDS, ENTROPY, LOGPROBS, MERGED_LOAD, MERGED_WEIGHTS
 from megarl.verify.cases import Case
-from megarl.verify.compare import (
-    BASE_WEIGHTS,
-    BOUNDS,
-    ENTROPY,
-    LOGPROBS,
-    MERGED_LOAD,
-    MERGED_WEIGHTS,
-)
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.run import verify_places
 from tests.helpers.cases import make_config, place

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.verify.compare import (
+from megarl.verify.bounds import (
     ADAPTER,
     BASE_LOGPROBS,
     BOUNDS,

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that `megarl verify` finds errors in what is saved after correct training, and names the tensor."""
 
-from megarl.verify.compare import (
-    BASE_WEIGHTS,
-    CHECKPOINT,
-    EXPORTED_WEIGHTS,
-    MERGED_LOAD,
-    MERGED_WEIGHTS,
-    PEFT_LOAD,
-)
+from megarl.verify.bounds import BASE_WEIGHTS, CHECKPOINT, EXPORTED_WEIGHTS, MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD
 from megarl.verify.run import verify_places
 from tests.helpers.cases import FLOAT32_ROWS, make_case, place
 

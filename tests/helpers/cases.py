@@ -7,8 +7,9 @@ from typing import Any
 
 import tests.helpers.ranks  # noqa: F401  (ranks import pytest with the functions that break megarl in them)
 from megarl.config import RunConfig, parse_config
+from megarl.verify.bounds import BFLOAT16_ONLY, BOUNDS
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BFLOAT16_ONLY, BOUNDS, Finding
+from megarl.verify.compare import Finding
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.inputs.settings import TEMPERATURE, verify_tree
 from megarl.verify.run import Report

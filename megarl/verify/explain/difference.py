@@ -10,8 +10,9 @@ import torch
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.parallel.groups import Groups
+from megarl.verify.bounds import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPROBS, Row, is_worse
+from megarl.verify.compare import Row, is_worse
 from megarl.verify.explain.parts import beyond, first_of, forward_order
 from megarl.verify.explain.trace import LOGPROBS as LM_HEAD
 from megarl.verify.explain.trace import Trace, trace_model, trace_reference

@@ -14,7 +14,8 @@ from megarl.config import RunConfig
 from megarl.lora import load_peft_config
 from megarl.model.weights.full_config import names_of
 from megarl.types import Sample
-from megarl.verify.compare import SLACK, Outcome, relative_error
+from megarl.verify.bounds import SLACK
+from megarl.verify.compare import Outcome, relative_error
 from megarl.verify.explain.experts import hold_zeros, unstack
 from megarl.verify.launch import report_progress
 

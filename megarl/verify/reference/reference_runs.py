@@ -22,19 +22,9 @@ from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 from megarl.parallel.device import pick_device
 from megarl.peft.rules import rank_and_scaling
+from megarl.verify.bounds import EXPORTED_WEIGHTS, MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD
 from megarl.verify.cases import Case, Place
-from megarl.verify.compare import (
-    EXPORTED_WEIGHTS,
-    MERGED_LOAD,
-    MERGED_WEIGHTS,
-    PEFT_LOAD,
-    Finding,
-    Outcome,
-    Rule,
-    compare,
-    compare_logprobs,
-    is_worse,
-)
+from megarl.verify.compare import Finding, Outcome, Rule, compare, compare_logprobs, is_worse
 from megarl.verify.inputs.samples import weights_of
 from megarl.verify.launch import free_memory, report_progress, run_ranks
 from megarl.verify.reference.hf_peft import all_logprobs, gradient_norm, load_reference, run_reference

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.verify.compare import (
+from megarl.verify.bounds import (
     ADAPTER,
     BASE_LOGPROBS,
     BASE_WEIGHTS,
@@ -20,13 +20,8 @@ from megarl.verify.compare import (
     MERGED_WEIGHTS,
     PEFT_LOAD,
     UPDATE,
-    Finding,
-    Outcome,
-    Rule,
-    compare,
-    compare_adapters,
-    worst_of,
 )
+from megarl.verify.compare import Finding, Outcome, Rule, compare, compare_adapters, worst_of
 
 FP32, BF16 = Rule.of("float32", routers=False), Rule.of("bfloat16", routers=False)
 
