@@ -13,7 +13,7 @@ from typing import Any
 from megarl.bench.flops import work_per_token
 from megarl.bench.settings import BenchSettings, model_config
 from megarl.errors import WorkerError
-from megarl.files import FolderLock
+from megarl.folder_lock import FolderLock
 
 GEMM = "gemm"
 LORA = ("te", "local", "peft")

@@ -26,7 +26,8 @@ from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
 from megarl.errors import CheckpointError, first_few
 from megarl.evaluation.files import write_evaluation
-from megarl.files import FolderLock, append_line, read_json, write_text, writing
+from megarl.files import append_line, read_json, write_text, writing
+from megarl.folder_lock import FolderLock
 from megarl.report.panels import evaluation_numbers
 from megarl.run_folder import (
     ADAPTER,

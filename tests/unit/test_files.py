@@ -12,7 +12,8 @@ import pytest
 
 from megarl import files
 from megarl.errors import CheckpointError, ConfigError
-from megarl.files import FolderLock, append_line, discard, publish, user_path, write_text
+from megarl.files import append_line, discard, publish, user_path, write_text
+from megarl.folder_lock import FolderLock
 from megarl.model.checkpoint_writer import BackgroundWriter
 
 
@@ -142,7 +143,9 @@ def test_a_folder_has_one_holder_who_is_named_and_freed_when_it_ends(tmp_path):
         FolderLock(tmp_path)
     first.release()
     first.release()
-    code = "import sys; from pathlib import Path; from megarl.files import FolderLock; FolderLock(Path(sys.argv[1]))"
+    code = (
+        "import sys; from pathlib import Path; from megarl.folder_lock import FolderLock; FolderLock(Path(sys.argv[1]))"
+    )
     for _ in range(2):
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, check=True)
     FolderLock(tmp_path).release()

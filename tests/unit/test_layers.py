@@ -10,13 +10,26 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "megarl"
 
 # Parts that all of megarl may import.
-COMMON = {"types", "errors", "config", "families", "files", "hub", "network", "plugins", "run_folder", "triton_support"}
+COMMON = {
+    "types",
+    "errors",
+    "config",
+    "families",
+    "files",
+    "folder_lock",
+    "hub",
+    "network",
+    "plugins",
+    "run_folder",
+    "triton_support",
+}
 
 # Part -> the other parts that it may import. The longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
     "errors": set(),
     "files": {"errors"},
+    "folder_lock": {"errors", "files"},
     "hub": {"config", "errors", "files"},
     "network": set(),
     "plugins": {"errors", "files"},
@@ -68,6 +81,7 @@ NEVER: dict[str, set[str]] = {
         "errors",
         "families",
         "files",
+        "folder_lock",
         "hub",
         "network",
         "run_folder",

@@ -14,7 +14,7 @@ from megarl.bench.profile import by_kind
 from megarl.bench.settings import model_config, parse_settings
 from megarl.cli.main import main
 from megarl.errors import CheckpointError, ConfigError
-from megarl.files import FolderLock
+from megarl.folder_lock import FolderLock
 
 
 def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
