@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One adapted part of a linear: its matrices on this rank, and their names and shapes in PEFT's file."""
+"""Describe one adapted part of a linear: its matrices on this rank, their names and shapes in PEFT's file."""
 
 import dataclasses
 

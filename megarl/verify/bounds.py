@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the rows of a report, and their bounds (see ``megarl.verify``)."""
+"""Name the rows of a report, and bound their errors (see ``megarl.verify``)."""
 
 LOGPROBS, BASE_LOGPROBS, ENTROPY = "logprobs", "logprobs, adapter off", "entropy"
 GRADIENTS, EACH_GRADIENT, GRADIENT_NORM = "gradients", "each gradient", "gradient norm"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of this folder run on another megatron-core: `python -m tests.newest.programs FOLDER`."""
+"""Run what the tests of this folder need on another megatron-core: `python -m tests.newest.programs FOLDER`."""
 
 import sys
 import tempfile
