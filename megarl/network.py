@@ -12,8 +12,9 @@ import os
 import socket
 
 LOOPBACK = "127.0.0.1"
-# An address behind a router: the interface of the default route leads there.
+# Addresses behind a router: the interface of the default route leads there.
 OUTWARDS = "10.255.255.255"
+OUTWARDS6 = "2001:db8::1"
 
 
 def own_address(toward: str = OUTWARDS) -> str:
@@ -23,13 +24,15 @@ def own_address(toward: str = OUTWARDS) -> str:
 
     Args:
         toward: address or name of another host, or of this one.
-    address or name of another host, or of this one."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect((toward, 1))  # UDP: nothing is sent
+    """
+    # A host without a route of IPv4 is reached by IPv6.
+    for family, target in ((_family(toward), toward), (socket.AF_INET6, OUTWARDS6)):
+        with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):
+            probe.connect((target, 1))  # UDP: nothing is sent
             return probe.getsockname()[0]
-        except OSError:
-            return LOOPBACK
+        if toward != OUTWARDS:
+            break
+    return LOOPBACK
 
 
 def gloo_devices(toward: str = OUTWARDS) -> list[dict[str, str]]:
@@ -57,7 +60,7 @@ def listen(address: str) -> socket.socket:
     Raises:
         OSError: the address is not this host's, or no port is free.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(_family(address), socket.SOCK_STREAM)
     try:
         listener.bind((address, 0))
         listener.listen(1024)
@@ -65,6 +68,15 @@ def listen(address: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def connect(host: str, port: int, timeout: float) -> socket.socket:
+    """Return a connection to a listener; ``host`` may be a name or an address of IPv4 or IPv6. Raises ``OSError``."""
+    return socket.create_connection((host, port), timeout)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(address: str) -> bool:

@@ -5,6 +5,9 @@ A transport moves buckets of bytes from one sender (trainer rank 0) to all recei
 the bytes mean. The sender opens first. Its ``endpoint`` (a small JSON-able dictionary) reaches the receivers by another
 way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that neither host memory nor a ring of
 device buffers must hold the whole model. A new transport is one module and one line in ``TRANSPORTS``.
+
+Some transports are for one transfer (``shm``). Others stay connected (``stays``): the next transfer needs no endpoint,
+and receivers answer the sender itself, so that no other process has a part in a transfer.
 """
 
 from dataclasses import dataclass
@@ -21,8 +24,9 @@ class Frame(NamedTuple):
     """One step of a transfer.
 
     Attributes:
-        header: ``wire.TensorList.to_bytes`` of a bucket, or ``Manifest.to_bytes`` in the last frame.
-        payload: ``[nbytes]`` uint8; None in the last frame. Valid as long as a tensor refers to it.
+        header: ``records.Bucket.to_bytes``, or ``Manifest.to_bytes`` in the last frame.
+        payload: ``[nbytes]`` uint8, on the CPU or a GPU; None in the last frame. Valid until the next ``take`` if the
+            receiver reuses buffers, else as long as a tensor refers to it.
     """
 
     header: bytes
@@ -30,7 +34,15 @@ class Frame(NamedTuple):
 
 
 class Sender(Protocol):
-    """The trainer's half. Used by one thread."""
+    """The trainer's half. Used by one thread at a time.
+
+    Attributes:
+        stays: True if it serves one transfer after the other; then it has ``receipts``.
+        reuses_buffers: True if ``buffer`` returns the same memory again and again.
+    """
+
+    stays: bool
+    reuses_buffers: bool
 
     def endpoint(self) -> dict[str, Any]:
         """Return the JSON-able address by which receivers find this sender."""
@@ -48,16 +60,36 @@ class Sender(Protocol):
         """Send the last frame."""
         ...
 
+    def receipts(self) -> list[bytes]:
+        """Wait for every receiver's answer to the transfer that ended: its receipt. Only if it ``stays``.
+
+        Raises:
+            WeightSyncError: a receiver failed, is gone, or did not answer in time.
+        """
+        ...
+
     def close(self) -> None:
         """Release everything. Called when every receiver is done, or after a failure; may be called twice."""
         ...
 
 
 class Receiver(Protocol):
-    """A sampler worker's half. Used by one thread."""
+    """A sampler worker's half. Used by one thread at a time.
+
+    Attributes:
+        stays: as the sender's; then it has ``answer``.
+        reuses_buffers: True if a payload is overwritten by a later one.
+    """
+
+    stays: bool
+    reuses_buffers: bool
 
     def take(self) -> Frame:
         """Wait for the next frame."""
+        ...
+
+    def answer(self, receipt: bytes) -> None:
+        """Send the receipt of a transfer that was read to its end. Only if it ``stays``."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -88,6 +120,9 @@ class Link:
 TRANSPORTS: dict[str, str] = {
     "shm": "megarl.checkpoint_engine.shm",
     "gloo": "megarl.checkpoint_engine.gloo",
+    "ipc": "megarl.checkpoint_engine.ipc",
+    "nccl": "megarl.checkpoint_engine.nccl",
+    "hccl": "megarl.checkpoint_engine.hccl",
 }
 
 

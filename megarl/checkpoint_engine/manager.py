@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run one sync from the trainer to all samplers: prepare, transfer, verify, flip, retire. Fails closed."""
+"""Run one sync from the trainer to all samplers: prepare, transfer, verify, flip. Fails closed."""
 
 import concurrent.futures
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from megarl.checkpoint_engine.wire import Kind, Manifest, Receipt, check_sync
+from megarl.checkpoint_engine.mixin import Sent
+from megarl.checkpoint_engine.records import Receipt, check_sync
+from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
 
@@ -21,12 +24,12 @@ CLEANUP_SECONDS = 10.0
 class Source(Protocol):
     """The trainer, all ranks together: ``CheckpointEngineMixin`` behind remote calls."""
 
-    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
         """Call ``prepare_sync`` on every rank; return rank 0's endpoint."""
         ...
 
-    def send(self) -> Future[bytes]:
-        """Call ``send_weights`` on every rank; return rank 0's manifest."""
+    def send(self, version: int, kind: Kind) -> Future[Sent]:
+        """Call ``send_weights`` on every rank; return rank 0's result."""
         ...
 
     def finish(self) -> Future[Any]:
@@ -46,15 +49,15 @@ class Sink(Protocol):
     receivers: int
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
-        """Receive and stage in every worker, with receiver indices from ``first`` on; return their receipts."""
+        """Receive and stage in every worker, with receiver indices from ``first`` on.
+
+        Returns:
+            The workers' receipts; none if they send them to the trainer themselves.
+        """
         ...
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future[Any]:
         """Switch to the staged weights, which must have this checksum."""
-        ...
-
-    def retire(self, version: int) -> Future[Any]:
-        """Drop every unused adapter except ``version``'s."""
         ...
 
     def refuse(self, reason: str) -> Future[Any]:
@@ -72,7 +75,7 @@ class SyncReport:
         nbytes: bytes of all tensors, counted once (not per receiver).
         count: number of tensors.
         checksum: checksum of the transfer.
-        seconds: wall seconds of each phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``retire``).
+        seconds: wall seconds of each phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``finish``).
     """
 
     version: int
@@ -94,6 +97,8 @@ class CheckpointEngineManager:
             raise WeightSyncError("there is no sampler to send weights to")
         self._source, self._sinks, self._config = source, tuple(sinks), config
         self._failure: str | None = None
+        # The endpoint of a transport that stays connected.
+        self._endpoint: dict[str, Any] | None = None
 
     def sync(self, version: int, kind: Kind) -> SyncReport:
         """Send one version's weights to every sampler and switch to them.
@@ -113,53 +118,51 @@ class CheckpointEngineManager:
         seconds: dict[str, float] = {}
         deadline = time.monotonic() + self._config.timeout_seconds
         try:
-            manifest = self._run(version, kind, deadline, seconds)
+            sent = self._run(version, kind, deadline, seconds)
         except WeightSyncError as error:
             self._fail(f"{kind} of version {version} was not synced: {error}")
             raise WeightSyncError(str(self._failure)) from error
         except BaseException as error:
             self._fail(f"sync of version {version} was interrupted: {error!r}")
             raise
-        return SyncReport(version, kind, manifest.nbytes, len(manifest.tensors), manifest.checksum, seconds)
+        return SyncReport(version, kind, sent.nbytes, sent.count, sent.checksum, seconds)
 
     def refuse(self, reason: str) -> None:
         """Tell every sampler to refuse, after a check outside of the sync failed; ``sync`` refuses from then on."""
         self._fail(reason)
 
-    def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Manifest:
-        """Run all phases; every failure is a ``WeightSyncError``."""
-        firsts = list(_offsets(sink.receivers for sink in self._sinks))
+    def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Receipt:
+        """Run all phases; return what was sent. Every failure is a ``WeightSyncError``."""
         receivers = sum(sink.receivers for sink in self._sinks)
+        endpoint = self._endpoint
         with _phase("prepare", seconds):
-            prepare = partial(self._source.prepare, version, kind, self._config, receivers)
-            [endpoint] = _gather({"trainer": prepare}, deadline, "prepare")
+            if endpoint is None:
+                prepare = partial(self._source.prepare, self._config, receivers)
+                endpoint = json.loads(_gather({"trainer": prepare}, deadline, "prepare")[0])
+                self._endpoint = endpoint if endpoint.get("stays") else None
+            announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
         with _phase("transfer", seconds):
-            calls: dict[str, Callable[[], Future]] = {"trainer": self._source.send}
-            for sink, first in zip(self._sinks, firsts, strict=True):
-                calls[sink.name] = partial(sink.receive, endpoint, first)
-            sent, *arrived = _gather(calls, deadline, "transfer")
+            calls: dict[str, Callable[[], Future]] = {"trainer": partial(self._source.send, version, kind)}
+            for sink, first in zip(self._sinks, _offsets(sink.receivers for sink in self._sinks), strict=True):
+                calls[sink.name] = partial(sink.receive, announced, first)
+            answer, *arrived = _gather(calls, deadline, "transfer")
         with _phase("verify", seconds):
-            manifest = Manifest.from_bytes(sent)
-            self._verify(manifest, version, kind, [receipt for engine in arrived for receipt in engine])
+            sent = Receipt.from_bytes(answer.manifest)
+            self._verify(sent, version, kind, [*answer.receipts, *(receipt for part in arrived for receipt in part)])
         with _phase("flip", seconds):
-            _gather(
-                {sink.name: partial(sink.flip, version, kind, manifest.checksum) for sink in self._sinks},
-                deadline,
-                "flip",
-            )
-        with _phase("retire", seconds):
-            last: dict[str, Callable[[], Future]] = {"trainer": self._source.finish}
-            if kind == "adapter":
-                last |= {sink.name: partial(sink.retire, version) for sink in self._sinks}
-            _gather(last, deadline, "retire")
-        return manifest
+            flips = {sink.name: partial(sink.flip, version, kind, sent.checksum) for sink in self._sinks}
+            _gather(flips, deadline, "flip")
+        with _phase("finish", seconds):
+            if self._endpoint is None:
+                _gather({"trainer": self._source.finish}, deadline, "finish")
+        return sent
 
-    def _verify(self, manifest: Manifest, version: int, kind: Kind, receipts: Sequence[bytes]) -> None:
+    def _verify(self, sent: Receipt, version: int, kind: Kind, receipts: Sequence[bytes]) -> None:
         """Check that every receiver holds exactly what was sent, and that it is what was asked for."""
-        if (manifest.version, manifest.kind) != (version, kind):
+        if (sent.version, sent.kind) != (version, kind):
             raise WeightSyncError(
-                f"the trainer sent the {manifest.kind} of version {manifest.version}, asked for was the {kind} of "
-                f"version {version}"
+                f"the trainer sent the {sent.kind} of version {sent.version}, asked for was the {kind} of version "
+                f"{version}"
             )
         parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
         expected = list(range(sum(sink.receivers for sink in self._sinks)))
@@ -168,11 +171,11 @@ class CheckpointEngineManager:
                 f"receipts came from receivers {[receipt.receiver for receipt in parsed]}, expected were {expected}"
             )
         for receipt in parsed:
-            receipt.check(manifest)
+            receipt.check(sent)
 
     def _fail(self, reason: str) -> None:
         """Store the reason, tell every sampler, close the transport. Best effort, since any of them may be dead."""
-        self._failure = reason
+        self._failure, self._endpoint = reason, None
         calls: list[Callable[[], Future]] = [partial(sink.refuse, reason) for sink in self._sinks]
         futures = []
         for call in [*calls, self._source.finish]:
@@ -181,7 +184,7 @@ class CheckpointEngineManager:
         concurrent.futures.wait(futures, timeout=CLEANUP_SECONDS)
 
 
-def _gather(calls: dict[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
+def _gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
     """Start all calls, and wait for all of them or for the first failure. Results are in order.
 
     Raises:

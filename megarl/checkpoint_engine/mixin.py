@@ -4,27 +4,43 @@
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from megarl.checkpoint_engine.base import Link, Sender, open_sender
-from megarl.checkpoint_engine.stream import send_tensors
-from megarl.checkpoint_engine.wire import Kind, check_sync
+from megarl.checkpoint_engine.base import Link, open_sender
+from megarl.checkpoint_engine.records import check_sync
+from megarl.checkpoint_engine.stream import Outbox, plan_of
+from megarl.checkpoint_engine.wire import Kind, Plan
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
+
+
+class Sent(NamedTuple):
+    """What rank 0 says after a transfer.
+
+    Attributes:
+        manifest: what was sent, as ``Receipt.to_bytes``.
+        receipts: the receivers' receipts if they answered the sender itself, else none.
+    """
+
+    manifest: bytes
+    receipts: list[bytes]
 
 
 class CheckpointEngineMixin:
     """Adds ``prepare_sync``, ``send_weights`` and ``finish_sync`` to a trainer rank.
 
-    Every rank calls all three in this order with the same arguments. All ranks run the export (a collective). Rank 0
-    sends, and its return values go to the manager.
+    Every rank calls all three in this order with the same arguments; a transport that stays connected is prepared once
+    and may send many times. All ranks run the export (a collective). Rank 0 sends, and its return values go to the
+    manager.
     """
 
     rank: int
-    _sync: "tuple[int, Kind, CheckpointEngineConfig] | None" = None
-    _sender: "Sender | None" = None
+    _config: "CheckpointEngineConfig | None" = None
+    _outbox: "Outbox | None" = None
+    _plans: "dict[str, Plan | None] | None" = None
+    _key: str
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective."""
@@ -46,75 +62,89 @@ class CheckpointEngineMixin:
         """Return the version of this rank's weights, by its own count of optimizer steps."""
         raise NotImplementedError(f"{type(self).__name__} must define policy_version")
 
-    def prepare_sync(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
+    def prepare_sync(self, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
         """Open the transport on rank 0.
 
         Args:
-            version: policy version of the weights.
-            kind: ``"adapter"``, ``"base"`` or ``"merged"``.
             config: transport, bucket size, time limit.
             receivers: number of vLLM workers over all engines.
 
         Returns:
-            On rank 0 the endpoint as JSON (the transport's, plus ``version`` and ``kind``), elsewhere None.
+            On rank 0 the endpoint as JSON: the transport's, with ``"stays"``; elsewhere None.
 
         Raises:
-            WeightSyncError: the weights have another version, or the transport cannot be opened.
+            WeightSyncError: the transport cannot be opened.
         """
         self.finish_sync()
-        check_sync(version, kind)
-        self._check_version(version)
-        if self.rank == 0:
-            self._sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
-        self._sync = (version, kind, config)
-        if self._sender is None:
+        self._config = config
+        if self.rank != 0:
             return None
-        endpoint = {"transport": config.transport, "version": version, "kind": kind}
-        return json.dumps(endpoint | self._sender.endpoint()).encode()
+        sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
+        self._outbox = Outbox(sender, config.bucket_mib * 2**20)
+        return json.dumps({"transport": config.transport, "stays": sender.stays} | sender.endpoint()).encode()
 
-    def send_weights(self) -> bytes | None:
+    def send_weights(self, version: int, kind: Kind) -> Sent | None:
         """Export the weights, and send them on rank 0.
 
+        Args:
+            version: policy version of the weights.
+            kind: ``"adapter"``, ``"base"`` or ``"merged"``.
+
         Returns:
-            On rank 0 the manifest as JSON, elsewhere None.
+            On rank 0 what was sent and, if the transport stays connected, what arrived; elsewhere None.
 
         Raises:
             WeightSyncError: the weights have another version, or the transport failed. The export is still run to its
                 end then, so that no other rank waits in a collective.
             Exception: the export raised it, on any rank.
         """
-        if self._sync is None:
+        if self._config is None:
             raise WeightSyncError("send_weights was called without prepare_sync")
-        (version, kind, config), self._sync = self._sync, None
+        check_sync(version, kind)
         self._check_version(version)
-        if kind == "merged":
-            weights = self.export_merged(changed_only=True)
-        else:
-            weights = self.export_weights(adapter_only=kind == "adapter")
-        if self._sender is None:
-            _run_to_end(weights)
+        streams = self._streams(kind)
+        if self._outbox is None:
+            for stream in streams:
+                _run_to_end(stream)
             return None
         try:
-            manifest = send_tensors(
-                self._sender,
-                weights,
-                version=version,
-                kind=kind,
-                adapter_config=self.export_adapter_config() if kind == "adapter" else None,
-                bucket_bytes=config.bucket_mib * 2**20,
-            )
-            return manifest.to_bytes()
+            manifest = self._outbox.send(streams[-1], version, kind, self._plan(streams) if kind == "adapter" else None)
         except BaseException:
             # Keep the first error, which has the cause; the export may fail as well.
             with contextlib.suppress(Exception):
-                _run_to_end(weights)
+                for stream in streams:
+                    _run_to_end(stream)
             raise
+        sender = self._outbox.sender
+        return Sent(manifest.receipt.to_bytes(), sender.receipts() if sender.stays else [])
 
     def finish_sync(self) -> None:
-        """Close the transport. Safe at any time. The manager calls it after success and after failure."""
-        sender, self._sender, self._sync = self._sender, None, None
-        if sender is not None:
-            sender.close()
+        """Close the transport. Safe at any time, and may be called twice."""
+        outbox, self._outbox, self._config = self._outbox, None, None
+        if outbox is not None:
+            outbox.sender.close()
+
+    def _streams(self, kind: Kind) -> list[Iterator[tuple[str, torch.Tensor]]]:
+        """Return the exports of a transfer: the weights, and before them once more those that a new plan reads."""
+        if kind != "adapter":
+            return [self.export_merged(changed_only=True) if kind == "merged" else self.export_weights(False)]
+        assert self._config is not None
+        self._plans = {} if self._plans is None else self._plans
+        self._key = json.dumps([self.export_adapter_config(), self._config.bucket_mib], sort_keys=True)
+        new = self._key not in self._plans
+        self._plans.setdefault(self._key, None)
+        return [self.export_weights(True) for _ in range(1 + new)]
+
+    def _plan(self, streams: list[Iterator[tuple[str, torch.Tensor]]]) -> Plan:
+        """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
+        assert self._config is not None and self._plans is not None
+        if len(streams) > 1:
+            limit = self._config.bucket_mib * 2**20
+            self._plans[self._key] = plan_of(streams[0], self.export_adapter_config(), limit)
+        plan = self._plans[self._key]
+        if plan is None:
+            raise WeightSyncError("an earlier sync failed before it knew what the adapter consists of")
+        return plan
 
     def _check_version(self, version: int) -> None:
         """Raise ``WeightSyncError`` unless the weights are those of ``version``; the caller's count may be wrong."""

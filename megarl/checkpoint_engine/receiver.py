@@ -7,18 +7,22 @@ decode. Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engin
 """
 
 import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.lora.request import LoRARequest
+import torch
 from vllm.platforms import current_platform
 
 from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe, receiver_plain, receiver_router
-from megarl.checkpoint_engine.base import open_receiver
+from megarl.checkpoint_engine.base import Receiver, open_receiver
 from megarl.checkpoint_engine.receiver_base import load_weights
-from megarl.checkpoint_engine.receiver_lora import StagedAdapter, adapter_differences, build_lora_model, stage_adapter
 from megarl.checkpoint_engine.receiver_moe import check_engine
+from megarl.checkpoint_engine.receiver_slots import Slots
+from megarl.checkpoint_engine.records import Receipt, check_sync
 from megarl.checkpoint_engine.stream import Inbox
-from megarl.checkpoint_engine.wire import Receipt, check_sync, listed
+from megarl.checkpoint_engine.wire import Book, listed
 from megarl.errors import MegarlError, WeightSyncError
 
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
@@ -29,17 +33,52 @@ if current_platform.is_cpu():
     receiver_cpu_moe.install()
 
 
+@dataclass
+class Connection:
+    """An open receiver, and what has come through it."""
+
+    receiver: Receiver
+    index: int
+    book: Book = field(default_factory=Book)
+
+    def run(self, announced: dict[str, Any], take: Callable[[Inbox], Receipt]) -> bytes:
+        """Run one transfer; return the receipt, or send it if the connection stays.
+
+        Raises:
+            WeightSyncError: the transfer failed, or other weights came than were announced. The sender is told.
+        """
+        try:
+            check_sync(announced["version"], announced["kind"])
+            receipt = take(Inbox(self.receiver, self.index, self.book))
+            for asked in ("version", "kind"):
+                if getattr(receipt, asked) != announced[asked]:
+                    raise WeightSyncError(
+                        f"{asked} {announced[asked]!r} was announced, {getattr(receipt, asked)!r} came"
+                    )
+            if not self.receiver.stays:
+                return receipt.to_bytes()
+            self.receiver.answer(receipt.to_bytes())
+            return b""
+        except Exception as error:
+            self.receiver.fail(str(error))
+            if isinstance(error, MegarlError):
+                raise
+            raise WeightSyncError(f"receiver {self.index}: {error!r}") from error
+
+
 class ReceiverExtension:
-    """Mixed into vLLM's ``Worker``. Holds adapters by LoRA id as long as they are resident."""
+    """Mixed into vLLM's ``Worker``. Holds adapters in LoRA slots as long as they are resident."""
 
     model_runner: Any
     vllm_config: Any
     rank: int
-    _megarl_staged: dict[int, StagedAdapter]
+    device: Any
+    _megarl_slots: Slots | None
     _megarl_changed: set[str]
+    _megarl_connections: dict[str, Connection]
 
     def megarl_start(self, merged: bool) -> int:
-        """Make vLLM read adapters from the staged ones instead of from disk. Returns this worker's rank.
+        """Make vLLM take adapters from their slots instead of from disk. Returns this worker's rank.
 
         Args:
             merged: True if merged weights will come, which need an engine without LoRA.
@@ -48,7 +87,7 @@ class ReceiverExtension:
             WeightSyncError: the engine was started without LoRA, or, for merged weights, with it.
             UnsupportedError: the engine holds experts in a layout that is not tested.
         """
-        self._megarl_staged, self._megarl_changed = {}, set()
+        self._megarl_slots, self._megarl_changed, self._megarl_connections = None, set(), {}
         manager = getattr(self.model_runner, "lora_manager", None)
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
@@ -56,70 +95,81 @@ class ReceiverExtension:
             receiver_plain.check_engine(self.model_runner.get_model())
             return self.rank
         check_engine(manager._adapter_manager)
-        manager._load_adapter = self._megarl_load_adapter
+        self._megarl_slots = Slots(manager)
         return self.rank
 
-    def megarl_receive(self, endpoint: bytes, first: int) -> bytes:
-        """Receive one transfer. An adapter is staged, a base or merged weights are loaded.
+    def megarl_receive(self, endpoint: bytes, first: int, kept: list[int]) -> bytes:
+        """Receive one transfer. An adapter goes into an idle LoRA slot; a base or merged weights are loaded.
+
+        If the transport stays connected, an adapter is received by a thread while the engine goes on, and the sender
+        gets the receipt.
 
         Args:
-            endpoint: the sender's endpoint as JSON.
+            endpoint: the sender's endpoint as JSON, with ``"version"`` and ``"kind"``.
             first: receiver index of this engine's first worker.
+            kept: LoRA ids that are current or that requests use; the slots of all others become free.
 
         Returns:
-            ``Receipt.to_bytes``.
+            ``Receipt.to_bytes``; nothing if the sender gets it.
 
         Raises:
             WeightSyncError: the transport failed; or a tensor is damaged, missing, unexpected, not finite or of a wrong
                 shape.
         """
-        index = first + self.rank
         announced = json.loads(endpoint)
-        receiver = open_receiver(announced, index)
+        connection = self._megarl_connect(announced, first + self.rank)
         try:
-            check_sync(announced["version"], announced["kind"])
-            inbox = Inbox(receiver, index)
-            if announced["kind"] == "adapter":
-                receipt = self._megarl_take_adapter(inbox)
-            else:
-                receipt = self._megarl_load(inbox, whole=announced["kind"] == "base")
-            for asked in ("version", "kind"):
-                if getattr(receipt, asked) != announced[asked]:
-                    raise WeightSyncError(
-                        f"{asked} {announced[asked]!r} was announced, {getattr(receipt, asked)!r} came"
-                    )
-            return receipt.to_bytes()
-        except Exception as error:
-            receiver.fail(str(error))
-            if isinstance(error, MegarlError):
-                raise
-            raise WeightSyncError(f"receiver {index}: {error!r}") from error
+            if announced["kind"] != "adapter":
+                whole = announced["kind"] == "base"
+                return connection.run(announced, lambda inbox: self._megarl_load(inbox, whole))
+            take = self._megarl_stage(announced["version"] + 1, kept)
+            if not connection.receiver.stays:
+                return connection.run(announced, take)
+            threading.Thread(target=connection.run, args=(announced, take), daemon=True).start()
+            return b""
         finally:
-            receiver.close()
-
-    def megarl_differences(self, lora_id: int) -> list[str]:
-        """Name the modules whose weights in the kernels' buffers differ in any bit from the staged adapter."""
-        staged = self._megarl_staged.get(lora_id)
-        if staged is None:
-            return [f"LoRA id {lora_id} is not staged"]
-        return adapter_differences(self.model_runner.lora_manager, staged, lora_id)
-
-    def megarl_drop(self, lora_id: int) -> None:
-        """Drop a staged adapter. vLLM's copy is dropped by ``remove_lora``."""
-        self._megarl_staged.pop(lora_id, None)
+            if not connection.receiver.stays:
+                connection.receiver.close()
 
     def megarl_resident(self) -> tuple[list[int], list[int]]:
         """Return the LoRA ids that are staged, and those that vLLM holds."""
-        manager = getattr(self.model_runner, "lora_manager", None)
-        return sorted(self._megarl_staged), sorted(manager.list_adapters()) if manager else []
+        slots, manager = self._megarl_slots, getattr(self.model_runner, "lora_manager", None)
+        return slots.staged if slots else [], sorted(manager.list_adapters()) if manager else []
 
-    def _megarl_take_adapter(self, inbox: Inbox) -> Receipt:
-        """Stage an adapter. Its tensors are cloned, because a view would keep the transport's bucket alive."""
-        tensors = {name: tensor.clone() for name, tensor in inbox}
-        manifest, receipt = inbox.finish()
-        manager = self.model_runner.lora_manager
-        self._megarl_staged[manifest.version + 1] = stage_adapter(manager, tensors, manifest.adapter_config or {})
-        return receipt
+    def _megarl_connect(self, announced: dict[str, Any], index: int) -> Connection:
+        """Return the open connection to a sender, or a new one."""
+        key = json.dumps({name: value for name, value in announced.items() if name not in ("version", "kind")})
+        if not announced.get("stays"):
+            return Connection(open_receiver(announced, index), index)
+        if key not in self._megarl_connections:
+            for old in self._megarl_connections.values():
+                old.receiver.close()
+            self._megarl_connections = {key: Connection(open_receiver(announced, index), index)}
+        return self._megarl_connections[key]
+
+    def _megarl_stage(self, lora_id: int, kept: list[int]) -> Callable[[Inbox], Receipt]:
+        """Free slots, choose one, and return what fills it; that may run in another thread, on a stream of its own."""
+        slots = self._megarl_slots
+        if slots is None:
+            raise WeightSyncError("adapter weights came, but the engine has no LoRA slots")
+        slots.keep(kept)
+        slot = slots.slot_for(lora_id)
+        if not current_platform.is_cuda():
+            return torch.inference_mode()(lambda inbox: slots.stage(inbox, slot))
+        # A step that was launched before may still read the slot.
+        before = torch.cuda.Event()
+        before.record()
+        stream = torch.cuda.Stream(self.device)
+
+        @torch.inference_mode()
+        def stage(inbox: Inbox) -> Receipt:
+            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+                stream.wait_event(before)
+                receipt = slots.stage(inbox, slot)
+                stream.synchronize()
+                return receipt
+
+        return stage
 
     def _megarl_load(self, inbox: Inbox, whole: bool) -> Receipt:
         """Load weights as they arrive: those of the whole model, or of the blocks that came.
@@ -127,8 +177,9 @@ class ReceiverExtension:
         Raises:
             WeightSyncError: also if blocks of an earlier version would stay, because these weights lack them.
         """
-        self._megarl_staged.clear()
-        load_weights(self.model_runner, self.vllm_config, inbox, whole=whole)
+        if self._megarl_slots is not None:
+            self._megarl_slots.clear()
+        load_weights(self.model_runner, self.vllm_config, inbox.tensors(), whole=whole)
         manifest, receipt = inbox.finish()
         came = set() if whole else {place.name for place in manifest.tensors.places}
         if not whole and (left := self._megarl_changed - came):
@@ -138,10 +189,3 @@ class ReceiverExtension:
             )
         self._megarl_changed = came
         return receipt
-
-    def _megarl_load_adapter(self, request: LoRARequest) -> Any:
-        """Return a staged adapter; replaces vLLM's reading from disk."""
-        staged = self._megarl_staged.get(request.lora_int_id)
-        if staged is None:
-            raise WeightSyncError(f"adapter '{request.lora_name}' was never received; there is nothing to load")
-        return build_lora_model(self.model_runner.lora_manager, staged, request.lora_int_id)

@@ -1,143 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convert a received PEFT adapter to vLLM's LoRA weights: names, shapes, scaling. Verify that they are in place.
+"""Plan how a PEFT adapter goes into vLLM's LoRA buffers: names, shapes, scaling, this worker's part of each matrix.
 
-vLLM 0.26's ``PEFTHelper`` has one rank and one alpha. Each module's scaling (PEFT's: ``alpha / r``, or ``alpha /
-sqrt(r)`` with rsLoRA, Kalajdzievski 2023) is therefore multiplied into its B once, in float32, and vLLM is given alpha
-= rank, so that its own scaling is 1.
+A plan is made once per adapter config, on tensors without values (``meta``), by the same renaming, unstacking and
+slicing that values would need. What comes out of that is, for each buffer, the place of its matrix in the received
+bytes. vLLM 0.26's ``PEFTHelper`` has one rank and one alpha; so each module's scaling (PEFT's: ``alpha / r``, or
+``alpha / sqrt(r)`` with rsLoRA, Kalajdzievski 2023) is multiplied into its B, in float32, and vLLM's own is 1.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
 
 from megarl.checkpoint_engine import receiver_moe, receiver_router, receiver_stacked
-from megarl.checkpoint_engine.stream import is_finite
-from megarl.checkpoint_engine.wire import listed
-from megarl.errors import WeightSyncError
+from megarl.checkpoint_engine.stream import DTYPES
+from megarl.checkpoint_engine.wire import Plan, listed
+from megarl.errors import UnsupportedError, WeightSyncError
 from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
 from megarl.peft.rules import rank_and_scaling, read_config
 
 SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 # Modules that vLLM adapts in another layout (lora_embedding_A, logits) than the linear one tested here.
 NOT_LINEAR = (EMBEDDING, OUTPUT)
+# Bytes between the buckets' first bytes in the address space of a plan: more than any bucket has.
+SPACE = 2**44
+
+
+class Source(NamedTuple):
+    """Where a matrix is in the received bytes.
+
+    Attributes:
+        bucket: index of the bucket.
+        dtype: its dtype.
+        offset, shape, strides: in elements of that dtype, from the bucket's begin.
+    """
+
+    bucket: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+
+
+class Job(NamedTuple):
+    """Fill one of vLLM's buffers.
+
+    Attributes:
+        name: the module's Hugging Face name and the side, for messages (``"...q_proj.lora_A"``).
+        buffer: index of the buffer in ``buffers_of``.
+        source: the matrix; None fills the buffer with zeros.
+        scaling: what the matrix is multiplied by.
+    """
+
+    name: str
+    buffer: int
+    source: Source | None
+    scaling: float
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One module's matrices in vLLM's LoRA dtype: ``a`` [rank, in]; ``b`` [out, rank], times the scaling."""
+class SlotPlan:
+    """How one adapter fills a slot: one job per buffer, and for each layer of experts whether it is adapted."""
+
+    jobs: tuple[Job, ...]
+    experts: tuple[tuple[Any, bool], ...]
+
+
+class Pair(NamedTuple):
+    """One module's matrices: ``a`` [rank, in]; ``b`` [out, rank], which is multiplied by ``scaling``."""
 
     a: torch.Tensor
     b: torch.Tensor
+    scaling: float
 
 
-@dataclass(frozen=True)
-class StagedAdapter:
-    """A checked adapter: maps each module's Hugging Face name to its pair."""
-
-    pairs: dict[str, Pair]
-    rank: int
-
-
-def stage_adapter(manager: Any, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> StagedAdapter:
-    """Check an adapter against the model, and multiply its scaling into B.
+def plan_slot(manager: Any, plan: Plan) -> SlotPlan:
+    """Check an adapter against the model, and find the place of each buffer's matrix.
 
     Args:
         manager: vLLM's worker LoRA manager.
-        tensors: maps PEFT's on-disk names to full tensors on the CPU.
-        config: PEFT's ``adapter_config.json``.
+        plan: what the transfer consists of.
 
     Raises:
         WeightSyncError: no module takes a tensor, a target or half of a pair is missing, or a tensor has a wrong shape
-            or rank or is not finite.
+            or rank.
         AdapterError, UnsupportedError: see ``megarl.peft.rules.read_config``. Also if the adapter covers a part of the
             experts, or a router that vLLM would ignore.
     """
-    peft_config = read_config(config)
+    inner = manager._adapter_manager
+    # An address is bucket * SPACE + offset. Every matrix is a view into it, however it was cut.
+    space = torch.empty((max(place.bucket for place in plan.places) + 1) * SPACE, dtype=torch.uint8, device="meta")
+    tensors = {}
+    for place in plan.places:
+        begin = place.bucket * SPACE + place.offset
+        tensors[place.name] = space[begin : begin + place.nbytes].view(DTYPES[place.dtype]).view(place.shape)
+    pairs = _pairs(manager, tensors, read_config(plan.adapter_config))
+    jobs: list[Job] = []
+    experts = []
+    for module, parts in wrapped_modules(inner):
+        held = [pairs.get(part) for part in parts]
+        a, b = [pair and pair.a for pair in held], [pair and pair.b for pair in held]
+        if getattr(module, "tp_size", 1) > 1:
+            a, b = _shards(module, a, b)
+        for side, matrices in (("A", a), ("B", b)):
+            for part, pair, matrix in zip(parts, held, matrices, strict=True):
+                scaling = pair.scaling if pair and side == "B" else 1.0
+                name = f"{part}.lora_{side}"
+                jobs.append(Job(name, len(jobs), _source(name, matrix, space), scaling))
+        if receiver_moe.is_experts(module):
+            experts.append((module, any(pair is not None for pair in held)))
+    return SlotPlan(tuple(jobs), tuple(experts))
+
+
+def buffers_of(manager: Any, slot: int) -> list[torch.Tensor]:
+    """Return the buffers of one slot that the kernels read, each ``[R, C]``, in the order of a plan's jobs."""
+    buffers = []
+    for module, _ in wrapped_modules(manager._adapter_manager):
+        for side in _buffers(module, slot):
+            buffers += side
+    return buffers
+
+
+def _source(name: str, matrix: torch.Tensor | None, space: torch.Tensor) -> Source | None:
+    """Return where a matrix without values is."""
+    if matrix is None:
+        return None
+    if matrix.untyped_storage()._cdata != space.untyped_storage()._cdata:
+        raise UnsupportedError(f"vLLM does not cut '{name}' out of the adapter but copies it; supported are plain cuts")
+    bucket, begin = divmod(matrix.storage_offset() * matrix.itemsize, SPACE)
+    return Source(bucket, matrix.dtype, begin // matrix.itemsize, tuple(matrix.shape), tuple(matrix.stride()))
+
+
+def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -> dict[str, Pair]:
+    """Map each adapted module to its pair; raises as ``plan_slot``."""
     inner, shapes = manager._adapter_manager, linear_shapes(manager)
     halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
-    if peft_config.target_parameters:
-        halves, keys, absent = receiver_stacked.unstack(inner, halves, shapes, peft_config)
-    _check_targets(halves, shapes, peft_config, keys)
-    ranks = {module: rank_and_scaling(peft_config, keys.get(module, module))[0] for module in halves}
-    receiver_moe.check_stackable(inner, ranks | dict.fromkeys(absent, 1))
+    if config.target_parameters:
+        halves, keys, absent = receiver_stacked.unstack(inner, halves, shapes, config)
+    _check_targets(halves, shapes, config, keys)
+    ranks = {module: rank_and_scaling(config, keys.get(module, module)) for module in halves}
+    # vLLM needs all projections of a layer's experts or none; those that the adapter lacks get zeros.
+    expert_ranks = {module: rank for module, (rank, _) in ranks.items()} | dict.fromkeys(absent, 1)
+    receiver_moe.check_stackable(inner, expert_ranks)
     receiver_router.check_routers(inner, halves)
-    dtype, limit = manager.lora_config.lora_dtype, manager.lora_config.max_lora_rank
-    pairs = {
-        module: Pair(torch.zeros(1, inputs, dtype=dtype), torch.zeros(outputs, 1, dtype=dtype))
-        for module, (inputs, outputs) in absent.items()
-    }
+    limit = manager.lora_config.max_lora_rank
+    pairs = {}
     for module, (a, b) in halves.items():
-        rank, scaling = rank_and_scaling(peft_config, keys.get(module, module))
+        rank, scaling = ranks[module]
         if rank > limit:
             raise WeightSyncError(f"'{module}' has rank {rank}, above the engine's max_lora_rank {limit}")
         inputs, outputs = shapes[module]
         for name, tensor, shape in (("lora_A", a, (rank, inputs)), ("lora_B", b, (outputs, rank))):
             if tuple(tensor.shape) != shape:
                 raise WeightSyncError(f"'{module}.{name}' has shape {tuple(tensor.shape)}, the model needs {shape}")
-            if not is_finite(tensor):
-                raise WeightSyncError(f"'{module}.{name}' holds a value that is not finite")
-        pairs[module] = Pair(a.to(dtype).contiguous(), (b.float() * scaling).to(dtype).contiguous())
-    return StagedAdapter(pairs, max(pair.a.shape[0] for pair in pairs.values()))
-
-
-def build_lora_model(manager: Any, staged: StagedAdapter, lora_id: int) -> LoRAModel:
-    """Return a staged adapter in vLLM's form. The staged tensors are not changed."""
-    tensors = {}
-    for module, pair in staged.pairs.items():
-        tensors[PREFIX + module + SUFFIXES["a"]] = pair.a.clone()
-        tensors[PREFIX + module + SUFFIXES["b"]] = pair.b.clone()
-    helper = PEFTHelper.from_dict({"r": staged.rank, "lora_alpha": staged.rank, "target_modules": []})
-    helper.validate_legal(manager.lora_config)
-    model = manager._adapter_manager.model
-    return LoRAModel.from_lora_tensors(
-        lora_id,
-        tensors,
-        helper,
-        device="cpu",
-        dtype=manager.lora_config.lora_dtype,
-        model_vocab_size=manager.vocab_size,
-        weights_mapper=rename_mapper(model),
-        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
-    )
-
-
-def adapter_differences(manager: Any, staged: StagedAdapter, lora_id: int) -> list[str]:
-    """Compare the buffers that vLLM's kernels read with the staged adapter, bit for bit.
-
-    Every wrapped module is compared; those without a pair must hold zeros. This finds what vLLM drops without an error.
-
-    Returns:
-        Names of the modules that differ.
-    """
-    inner = manager._adapter_manager
-    if lora_id not in inner.lora_index_to_id:
-        return [f"LoRA id {lora_id} has no slot"]
-    slot = inner.lora_index_to_id.index(lora_id)
-    different = []
-    for module, parts in _wrapped(inner):
-        pairs = [staged.pairs.get(part) for part in parts]
-        a, b = [pair and pair.a for pair in pairs], [pair and pair.b for pair in pairs]
-        if getattr(module, "tp_size", 1) > 1:
-            a, b = _shards(module, a, b)
-        buffers_a, buffers_b = _buffers(module, slot)
-        for part, buffer, expected in (*zip(parts, buffers_a, a, strict=True), *zip(parts, buffers_b, b, strict=True)):
-            if not _holds(buffer, expected) and part not in different:
-                different.append(part)
-        if receiver_moe.is_experts(module) and not receiver_moe.is_switched(module, slot, any(pairs)):
-            different.append(parts[0])
-    return different
+        pairs[module] = Pair(a, b, scaling)
+    return pairs
 
 
 def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     """Map every linear module that vLLM can adapt to (input size, output size), unsharded, by Hugging Face name."""
     shapes: dict[str, tuple[int, int]] = {}
-    for module, parts in _wrapped(manager._adapter_manager):
+    for module, parts in wrapped_modules(manager._adapter_manager):
         if receiver_moe.is_experts(module):
             shapes |= receiver_moe.shapes(module, parts)
         else:
@@ -191,7 +217,7 @@ def _check_targets(
         raise WeightSyncError(f"tensors came for {listed(extra)}, which adapter_config does not cover")
 
 
-def _wrapped(inner: Any) -> Iterator[tuple[Any, list[str]]]:
+def wrapped_modules(inner: Any) -> Iterator[tuple[Any, list[str]]]:
     """Yield (vLLM's wrapped linear or experts, Hugging Face names of its parts in order)."""
     for name, module in inner.modules.items():
         linear = name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size")
@@ -227,16 +253,3 @@ def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[An
     return [x if x is None else module.slice_lora_a(x) for x in a], [
         x if x is None else module.slice_lora_b(x) for x in b
     ]
-
-
-def _holds(buffer: torch.Tensor, expected: torch.Tensor | None) -> bool:
-    """Return True if a padded buffer holds exactly ``expected`` (None: nothing), and zeros around it."""
-    if expected is None:
-        return not buffer.any()
-    rows, columns = expected.shape
-    inside = buffer[:rows, :columns]
-    return (
-        torch.equal(inside, expected.to(buffer.device, buffer.dtype))
-        and not buffer[rows:].any()
-        and not buffer[:rows, columns:].any()
-    )

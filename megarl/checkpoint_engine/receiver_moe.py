@@ -121,14 +121,14 @@ def shards(module: Any, a: Tensors, b: Tensors) -> tuple[Tensors, Tensors]:
 
 
 def _sliced(matrices: Tensors, slices: list[Callable[[torch.Tensor], torch.Tensor]]) -> Tensors:
-    """Slice the matrices; vLLM slices one projection of all experts at once, ``[experts, rows, columns]``."""
-    parts: Tensors = [None] * len(matrices)
-    for number, cut in enumerate(slices):
-        every = slice(number, None, len(slices))
-        present = [matrix for matrix in matrices[every] if matrix is not None]
-        if present:
-            parts[every] = list(cut(torch.stack(present)))
-    return parts
+    """Slice the matrices as views; vLLM's functions take those of several experts, ``[experts, rows, columns]``."""
+    cuts = (slices[number % len(slices)] for number in range(len(matrices)))
+    return [None if matrix is None else cut(matrix[None])[0] for matrix, cut in zip(matrices, cuts, strict=True)]
+
+
+def switch(module: Any, slot: int, adapted: bool) -> None:
+    """Make the kernels use a slot exactly if it holds an adapter of the experts."""
+    module.adapter_enabled[slot] = int(adapted)
 
 
 def is_switched(module: Any, slot: int, adapted: bool) -> bool:

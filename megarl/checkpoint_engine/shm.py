@@ -40,6 +40,8 @@ def host_id() -> str:
 class ShmSender:
     """Trainer half. Raises ``WeightSyncError`` if space runs out, after the timeout, or when a receiver failed."""
 
+    stays = reuses_buffers = False
+
     def __init__(self, link: Link) -> None:
         remove_stale()
         self._receivers = link.receivers
@@ -102,6 +104,8 @@ class ShmSender:
 
 class ShmReceiver:
     """Worker half. Raises ``WeightSyncError`` on another host, after the timeout, or when the sender died."""
+
+    stays = reuses_buffers = False
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         if endpoint["host"] != host_id():

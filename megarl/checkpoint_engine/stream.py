@@ -1,24 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn tensors into buckets and back, over any transport. Both ends compute digests from the bytes themselves."""
 
+import json
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 
 from megarl.checkpoint_engine.base import Receiver, Sender
-from megarl.checkpoint_engine.plan import plan_buckets
-from megarl.checkpoint_engine.wire import (
-    Kind,
-    Manifest,
-    Place,
-    Receipt,
-    TensorList,
-    listed,
-)
+from megarl.checkpoint_engine.digests import digests_of
+from megarl.checkpoint_engine.plan import by_bucket, end_of, plan_buckets
+from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
+from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Plan, TensorList, listed
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
@@ -26,76 +20,96 @@ Named = tuple[str, torch.Tensor]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
-def send_tensors(
-    sender: Sender,
-    tensors: Iterable[Named],
-    *,
-    version: int,
-    kind: Kind,
-    adapter_config: dict[str, Any] | None,
-    bucket_bytes: int,
-) -> Manifest:
-    """Send a stream of full tensors and its manifest.
+class Outbox:
+    """The sending end of a connection.
 
     Args:
         sender: open sender.
-        tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket.
-        version: policy version.
-        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
-        adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
         bucket_bytes: limit of one bucket in bytes.
-
-    Returns:
-        The manifest that was sent.
-
-    Raises:
-        WeightSyncError: a dtype cannot be sent, or the transport failed.
     """
-    places: list[Place] = []
-    digests: list[str] = []
-    for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, bucket_bytes)):
-        (_, last), offset = bucket[-1]
-        payload = sender.buffer(offset + last.nbytes)
-        filled = [_fill(payload, index, start, name, tensor) for (name, tensor), start in bucket]
-        raw = payload.numpy()
-        part = TensorList(tuple(filled), tuple(digest(raw[p.offset : p.offset + p.nbytes]) for p in filled))
-        sender.put(part.to_bytes(), payload)
-        places += part.places
-        digests += part.digests
-    manifest = Manifest(version, kind, TensorList(tuple(places), tuple(digests)), adapter_config)
-    sender.end(manifest.to_bytes())
-    return manifest
+
+    def __init__(self, sender: Sender, bucket_bytes: int) -> None:
+        self.sender, self._limit, self._book = sender, bucket_bytes, Book()
+        self._views: dict[tuple[int, tuple[Place, ...]], list[torch.Tensor]] = {}
+
+    def send(self, tensors: Iterable[Named], version: int, kind: Kind, plan: Plan | None = None) -> Manifest:
+        """Send a stream of full tensors and its manifest.
+
+        Args:
+            tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket.
+            version: policy version.
+            kind: ``"adapter"``, ``"base"`` or ``"merged"``.
+            plan: for adapters what ``tensors`` will be, else None.
+
+        Returns:
+            The manifest that was sent.
+
+        Raises:
+            WeightSyncError: a dtype cannot be sent, the tensors are not those of the plan, or the transport failed.
+        """
+        parts: list[TensorList] = []
+        buckets = _as_planned(tensors, plan) if plan else _as_they_come(tensors, self._limit)
+        for places, held in buckets:
+            payload = self.sender.buffer(end_of(places))
+            self._fill(payload, places, held)
+            del held
+            parts.append(TensorList(places, digests_of(payload, places)))
+            self.sender.put(Bucket(version, kind, parts[-1], plan).to_bytes(self._book), payload)
+        manifest = Manifest(version, kind, joined(parts), plan.adapter_config if plan else None)
+        self.sender.end(manifest.to_bytes(self._book))
+        return manifest
+
+    def _fill(self, payload: torch.Tensor, places: tuple[Place, ...], tensors: list[torch.Tensor]) -> None:
+        """Copy tensors into a bucket; a bucket that is used again keeps its views."""
+        key = (payload.data_ptr(), places)
+        if (views := self._views.get(key)) is None:
+            views = [view_of(payload, place) for place in places]
+            if self.sender.reuses_buffers:
+                self._views[key] = views
+        torch._foreach_copy_(views, [tensor.detach() for tensor in tensors], non_blocking=payload.is_cuda)
 
 
 class Inbox:
-    """The receiving end of one transfer: iterate over it, then call ``finish``.
+    """The receiving end of one transfer: iterate over ``buckets`` or ``tensors``, then call ``finish``.
 
-    Iterating yields ``(name, tensor)``. Each tensor is a view of its bucket and was checked against its digest.
+    Args:
+        receiver: open receiver.
+        index: its index, for messages and the receipt.
+        book: what the connection's messages may name.
     """
 
-    def __init__(self, receiver: Receiver, index: int) -> None:
-        self._receiver = receiver
-        self._index = index
-        self._places: list[Place] = []
-        self._digests: list[str] = []
+    def __init__(self, receiver: Receiver, index: int, book: Book) -> None:
+        self._receiver, self._index, self._book = receiver, index, book
+        self._parts: list[TensorList] = []
         self._manifest: Manifest | None = None
 
-    def __iter__(self) -> Iterator[Named]:
+    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Yield each bucket's header and its bytes, ``[nbytes]`` uint8, which were checked against the digests.
+
+        Raises:
+            WeightSyncError: the transfer failed, or a tensor arrived damaged.
+        """
         while True:
             header, payload = self._receiver.take()
             if payload is None:
-                self._manifest = Manifest.from_bytes(header)
+                self._manifest = Manifest.from_bytes(header, self._book)
                 return
-            part = TensorList.from_bytes(header)
-            raw = payload.numpy()
-            for place, sent in zip(part.places, part.digests, strict=True):
-                tensor = _view(payload, place)
-                actual = digest(raw[place.offset : place.offset + place.nbytes])
-                if actual != sent:
-                    raise WeightSyncError(f"tensor '{place.name}' arrived damaged: checksum {actual}, sent {sent}")
-                self._places.append(place)
-                self._digests.append(sent)
-                yield place.name, tensor
+            bucket = Bucket.from_bytes(header, self._book)
+            places, sent = bucket.tensors.places, bucket.tensors.digests
+            for place in places:
+                check_fits(payload, place)
+            if (actual := digests_of(payload, places)) != sent:
+                damaged = [place.name for place, at in _cut(places) if actual[at] != sent[at]]
+                raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
+            self._parts.append(bucket.tensors)
+            yield bucket, payload
+
+    def tensors(self) -> Iterator[Named]:
+        """Yield ``(name, tensor)``. Each tensor is a view of its bucket, or a copy if the bucket will be used again."""
+        for bucket, payload in self.buckets():
+            for place in bucket.tensors.places:
+                view = view_of(payload, place)
+                yield place.name, view.clone() if self._receiver.reuses_buffers else view
 
     def finish(self) -> tuple[Manifest, Receipt]:
         """Compare the received tensors with the manifest.
@@ -108,19 +122,27 @@ class Inbox:
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
-        arrived = TensorList(tuple(self._places), tuple(self._digests))
-        if arrived != self._manifest.tensors:
-            _compare(arrived, self._manifest.tensors)
-        receipt = Receipt(
-            version=self._manifest.version,
-            kind=self._manifest.kind,
-            receiver=self._index,
-            count=len(arrived),
-            nbytes=arrived.nbytes,
-            checksum=arrived.checksum(self._manifest.adapter_config),
-        )
-        receipt.check(self._manifest)
-        return self._manifest, receipt
+        arrived, sent = joined(self._parts), self._manifest
+        if arrived != sent.tensors:
+            _compare(arrived, sent.tensors)
+        checksum = arrived.checksum(sent.adapter_config)
+        receipt = Receipt(sent.version, sent.kind, self._index, len(arrived), arrived.nbytes, checksum)
+        receipt.check(sent.receipt)
+        return sent, receipt
+
+
+def plan_of(tensors: Iterable[Named], adapter_config: dict[str, Any], bucket_bytes: int) -> Plan:
+    """Plan the buckets of an adapter from its names, shapes and dtypes. The tensors' values are not read."""
+    places = [place for part, _ in _as_they_come(tensors, bucket_bytes) for place in part]
+    # As it is after it has travelled, so that both ends have equal plans.
+    return Plan(tuple(places), json.loads(json.dumps(adapter_config)))
+
+
+def joined(parts: list[TensorList]) -> TensorList:
+    """Return the tensors of all buckets, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    return TensorList(tuple(p for part in parts for p in part.places), b"".join(part.digests for part in parts))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -128,36 +150,62 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
-def digest(raw: np.ndarray) -> str:
-    """Return the xxh3-64 of bytes ``[n]`` uint8, in hexadecimal."""
-    return xxhash.xxh3_64_hexdigest(raw.data)
+def view_of(payload: torch.Tensor, place: Place) -> torch.Tensor:
+    """Return the tensor inside a bucket."""
+    part = payload[place.offset : place.offset + place.nbytes]
+    return part.view(DTYPES[place.dtype]).view(place.shape)
 
 
-def _fill(payload: torch.Tensor, bucket: int, offset: int, name: str, tensor: torch.Tensor) -> Place:
-    """Copy one tensor into the bucket."""
+def check_fits(payload: torch.Tensor, place: Place) -> None:
+    """Raise ``WeightSyncError`` unless a place is inside its bucket and has the bytes of its shape."""
+    dtype = DTYPES.get(place.dtype)
+    end = place.offset + place.nbytes
+    if dtype is None or end > payload.nbytes or math.prod(place.shape) * dtype.itemsize != place.nbytes:
+        raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
+
+
+def _as_they_come(tensors: Iterable[Named], limit: int) -> Iterator[tuple[tuple[Place, ...], list[torch.Tensor]]]:
+    """Yield each bucket's places and tensors."""
+    for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, limit)):
+        places = tuple(_place(name, tensor, index, offset) for (name, tensor), offset in bucket)
+        yield places, [tensor for (_, tensor), _ in bucket]
+
+
+def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[tuple[tuple[Place, ...], list[torch.Tensor]]]:
+    """Yield the plan's buckets with their tensors; raise ``WeightSyncError`` if others come."""
+    stream = iter(tensors)
+    for places in by_bucket(plan.places):
+        held = []
+        for place in places:
+            name, tensor = next(stream, ("nothing", None))
+            if tensor is None or (name, tuple(tensor.shape), DTYPES[place.dtype]) != (
+                place.name,
+                place.shape,
+                tensor.dtype,
+            ):
+                raise WeightSyncError(f"the adapter changed: tensor '{place.name}' was planned, '{name}' was exported")
+            held.append(tensor)
+        yield places, held
+    if left := next(stream, None):
+        raise WeightSyncError(f"the adapter changed: tensor '{left[0]}' was exported and not planned")
+
+
+def _place(name: str, tensor: torch.Tensor, bucket: int, offset: int) -> Place:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise WeightSyncError(f"tensor '{name}' has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
-    part = payload[offset : offset + tensor.nbytes]
-    part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return Place(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes)
 
 
-def _view(payload: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return the tensor inside a bucket."""
-    dtype, shape = DTYPES.get(place.dtype), place.shape
-    part = payload[place.offset : place.offset + place.nbytes]
-    if dtype is None or part.nbytes != place.nbytes or math.prod(shape) * dtype.itemsize != place.nbytes:
-        raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {shape}) does not fit its bucket")
-    return part.view(dtype).view(shape)
+def _cut(places: tuple[Place, ...]) -> Iterator[tuple[Place, slice]]:
+    """Yield each place with its part of the digests."""
+    for number, place in enumerate(places):
+        yield place, slice(number * DIGEST, (number + 1) * DIGEST)
 
 
 def _compare(received: TensorList, announced: TensorList) -> None:
     """Raise ``WeightSyncError`` that names the tensors in which two lists differ."""
-    arrived, sent = (
-        {place.name: (place, digest) for place, digest in zip(part.places, part.digests, strict=True)}
-        for part in (received, announced)
-    )
+    arrived, sent = received.by_name(), announced.by_name()
     for problem, names in (
         ("did not arrive", sent.keys() - arrived.keys()),
         ("arrived but is not in the manifest", arrived.keys() - sent.keys()),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.manager import CheckpointEngineManager, Sink, SyncReport
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
@@ -108,13 +108,13 @@ class _AllRanks:
         # A thread begins with device 0.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
         """See ``checkpoint_engine.manager.Source``."""
-        return self._call("prepare_sync", version, kind, config, receivers)
+        return self._call("prepare_sync", config, receivers)
 
-    def send(self) -> Future[bytes]:
+    def send(self, version: int, kind: Kind) -> Future[Sent]:
         """See ``checkpoint_engine.manager.Source``."""
-        return self._call("send_weights")
+        return self._call("send_weights", version, kind)
 
     def finish(self) -> Future[Any]:
         """See ``checkpoint_engine.manager.Source``."""

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records that both ends of a weight transfer share, and their JSON form.
+"""Lists of tensors as both ends of a weight transfer know them, and their bytes.
 
 A transfer is a sequence of buckets followed by one manifest. Every tensor has its own digest, so that an error can name
 the tensor. The checksum of a whole transfer covers names, dtypes, shapes and digests in sending order. An adapter of a
-mixture has tens of thousands of tensors, so at every sync only their digests are computed; the rest is encoded once.
+mixture has tens of thousands of tensors, so at every sync only their digests are computed and sent; the rest is encoded
+once, and sent once per connection (``Book``).
 """
 
 import json
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Self, get_args
 
@@ -21,8 +22,10 @@ from megarl.errors import WeightSyncError
 Kind = Literal["adapter", "base", "merged"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
-# Characters of a tensor's digest.
-DIGEST = 16
+# Bytes of a tensor's digest.
+DIGEST = 8
+# Bytes of a blob's key in a ``Book``: its xxh3-128.
+KEY = 16
 # Number of buckets whose encoded and parsed places are cached: more than a run's base and adapter have together.
 CACHED = 4096
 
@@ -47,6 +50,35 @@ class Place(NamedTuple):
     nbytes: int
 
 
+class Book:
+    """Blobs that both ends of a connection know, so that each travels once per connection.
+
+    Sender and receivers have one each. Messages must arrive in the order in which they were packed.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, bytes] = {}
+
+    def pack(self, blob: bytes) -> bytes:
+        """Return the blob's key, and the blob itself the first time."""
+        key = _key_of(blob)
+        new = key not in self._known
+        self._known.setdefault(key, blob)
+        return b"".join((key, len(blob if new else b"").to_bytes(8, "little"), blob if new else b""))
+
+    def unpack(self, data: bytes) -> tuple[bytes, bytes]:
+        """Split the result of ``pack`` from what follows it: (blob, rest). Raises ``WeightSyncError`` if malformed."""
+        key, size, rest = data[:KEY], int.from_bytes(data[KEY : KEY + 8], "little"), data[KEY + 8 :]
+        if size:
+            blob, rest = rest[:size], rest[size:]
+            if len(blob) != size or _key_of(blob) != key:
+                raise WeightSyncError("malformed message: a part is damaged")
+            self._known[key] = blob
+        if key not in self._known:
+            raise WeightSyncError("malformed message: it names a part that never came")
+        return self._known[key], rest
+
+
 @dataclass(frozen=True)
 class TensorList:
     """The tensors of a bucket or of a transfer, in sending order.
@@ -56,11 +88,11 @@ class TensorList:
 
     Attributes:
         places: one place per tensor.
-        digests: xxh3-64 of each tensor's bytes, 16 hexadecimal digits.
+        digests: 64 bits of each tensor's bytes, ``DIGEST`` bytes each, one after the other (``digests``).
     """
 
     places: tuple[Place, ...]
-    digests: tuple[str, ...]
+    digests: bytes
 
     def __len__(self) -> int:
         return len(self.places)
@@ -72,147 +104,75 @@ class TensorList:
 
     def checksum(self, adapter_config: dict[str, Any] | None = None) -> str:
         """Return xxh3-128 over name, dtype, shape and digest of the tensors in order, and over the adapter's config."""
-        state = xxhash.xxh3_128(_encode(adapter_config))
+        state = xxhash.xxh3_128(encode(adapter_config))
         state.update(_identity(self.places))
-        state.update("".join(self.digests).encode())
+        state.update(self.digests)
         return state.hexdigest()
 
-    def to_bytes(self) -> bytes:
-        """Return a line of JSON and the digests."""
-        return _encode_places(self.places) + b"\n" + "".join(self.digests).encode()
+    def by_name(self) -> dict[str, tuple[Place, bytes]]:
+        """Map each tensor's name to its place and digest."""
+        cut = (self.digests[start : start + DIGEST] for start in range(0, len(self.digests), DIGEST))
+        return {place.name: (place, digest) for place, digest in zip(self.places, cut, strict=True)}
+
+    def to_bytes(self, book: Book) -> bytes:
+        """Return the places, as a part that travels once, and the digests."""
+        return book.pack(_encode_places(self.places)) + self.digests
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
+    def from_bytes(cls, data: bytes, book: Book) -> Self:
         """Parse the result of ``to_bytes``. Raises ``WeightSyncError`` if it is malformed."""
-        head, _, digests = data.partition(b"\n")
+        head, digests = book.unpack(data)
         try:
             places = _decode_places(head)
-            text = digests.decode("ascii")
         except (ValueError, TypeError) as error:
             raise WeightSyncError(f"malformed list of tensors: {error!r}") from error
-        if len(text) != DIGEST * len(places):
-            raise WeightSyncError(
-                f"malformed list of tensors: {len(text)} characters of digests for {len(places)} tensors"
-            )
-        return cls(places, tuple(text[start : start + DIGEST] for start in range(0, len(text), DIGEST)))
+        if len(digests) != DIGEST * len(places):
+            raise WeightSyncError(f"malformed list of tensors: {len(digests)} bytes of digests, {len(places)} tensors")
+        return cls(places, digests)
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Contents of one transfer as the sender states them. Each receipt is compared with it.
+class Plan:
+    """What an adapter consists of; the same at every sync until the adapter's config changes.
 
     Attributes:
-        version: policy version.
-        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
-        tensors: all tensors; names are unique.
-        adapter_config: PEFT's ``adapter_config.json`` for adapters, else None.
+        places: all tensors, in sending order; names are unique.
+        adapter_config: PEFT's ``adapter_config.json``.
     """
 
-    version: int
-    kind: Kind
-    tensors: TensorList
-    adapter_config: dict[str, Any] | None = None
+    places: tuple[Place, ...]
+    adapter_config: dict[str, Any]
 
     def __post_init__(self) -> None:
-        check_sync(self.version, self.kind)
-        names = [place.name for place in self.tensors.places]
-        if not names:
-            raise WeightSyncError(f"the {self.kind} of version {self.version} holds no tensor; nothing was exported")
-        if twice := [name for name, count in Counter(names).items() if count > 1]:
-            raise WeightSyncError(f"the {self.kind} of version {self.version} holds twice: {listed(twice)}")
-        if (self.kind == "adapter") != (self.adapter_config is not None):
-            raise WeightSyncError(
-                f"a manifest of kind '{self.kind}' must {'' if self.kind == 'adapter' else 'not '}have adapter_config"
-            )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tensors.nbytes
+        check_names("adapter", self.places)
 
     @cached_property
-    def checksum(self) -> str:
-        """Digest of names, dtypes, shapes and bytes of all tensors and of the adapter's config."""
-        return self.tensors.checksum(self.adapter_config)
+    def key(self) -> bytes:
+        """Equal for equal plans."""
+        return _key_of(self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return a line of JSON, and the tensors."""
-        head = {"version": self.version, "kind": self.kind, "adapter_config": self.adapter_config}
-        return _encode(head) + b"\n" + self.tensors.to_bytes()
+        """Return a line of JSON for the config, and one for the places."""
+        return encode(self.adapter_config) + b"\n" + _encode_places(self.places)
 
     @classmethod
+    @lru_cache(maxsize=16)
     def from_bytes(cls, data: bytes) -> Self:
-        """Parse the result of ``to_bytes``.
-
-        Raises:
-            WeightSyncError: it is not JSON, or a field is missing or unknown.
-        """
-        head, _, tensors = data.partition(b"\n")
-        tree = _decode(head, "manifest")
+        """Parse the result of ``to_bytes``; equal bytes give the same object."""
+        config, _, places = data.partition(b"\n")
         try:
-            return cls(tensors=TensorList.from_bytes(tensors), **tree)
-        except TypeError as error:
-            raise WeightSyncError(f"malformed manifest: {error!r}") from error
+            return cls(_decode_places(places), decode(config, "plan"))
+        except (ValueError, TypeError) as error:
+            raise WeightSyncError(f"malformed plan: {error!r}") from error
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """Contents of one transfer as a receiver holds them, computed from the received bytes.
-
-    Attributes:
-        version: policy version.
-        kind: ``"adapter"``, ``"base"`` or ``"merged"``.
-        receiver: index of the receiver, 0 .. receivers - 1 over all engines.
-        count: number of tensors.
-        nbytes: bytes of all tensors.
-        checksum: checksum of the transfer, as ``Manifest.checksum``.
-    """
-
-    version: int
-    kind: Kind
-    receiver: int
-    count: int
-    nbytes: int
-    checksum: str
-
-    def check(self, manifest: Manifest) -> None:
-        """Compare with what was sent.
-
-        Raises:
-            WeightSyncError: a field differs; the message names the first one and both values.
-        """
-        for field, sent in (
-            ("version", manifest.version),
-            ("kind", manifest.kind),
-            ("count", len(manifest.tensors)),
-            ("nbytes", manifest.nbytes),
-            ("checksum", manifest.checksum),
-        ):
-            if getattr(self, field) != sent:
-                raise WeightSyncError(
-                    f"receiver {self.receiver} holds {field} {getattr(self, field)!r}, but {sent!r} was sent "
-                    f"({manifest.kind} of version {manifest.version})"
-                )
-
-    def to_bytes(self) -> bytes:
-        """Return the JSON form."""
-        return _encode(asdict(self))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Parse the result of ``to_bytes``. Raises ``WeightSyncError`` if it is malformed."""
-        tree = _decode(data, "receipt")
-        if set(tree) != {field.name for field in fields(cls)}:
-            raise WeightSyncError(f"malformed receipt: fields {sorted(tree)}")
-        return cls(**tree)
-
-
-def check_sync(version: int, kind: str) -> None:
-    """Raise ``WeightSyncError`` unless ``version`` is an integer >= 0 and ``kind`` is known."""
-    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
-        raise WeightSyncError(f"version is {version!r}; it must be an integer >= 0")
-    if kind not in KINDS:
-        raise WeightSyncError(f"kind is {kind!r}; known: {', '.join(KINDS)}")
+def check_names(what: str, places: tuple[Place, ...]) -> None:
+    """Raise ``WeightSyncError`` unless there is a tensor, and no two of one name; ``what`` begins the message."""
+    if not places:
+        raise WeightSyncError(f"the {what} holds no tensor; nothing was exported")
+    names = Counter(place.name for place in places)
+    if len(names) < len(places):
+        raise WeightSyncError(f"the {what} holds twice: {listed(name for name, count in names.items() if count > 1)}")
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
@@ -222,9 +182,13 @@ def listed(names: Iterable[str], most: int = 5) -> str:
     return ", ".join(f"'{name}'" for name in ordered[:most]) + more
 
 
+def _key_of(blob: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(blob)
+
+
 @lru_cache(maxsize=CACHED)
 def _encode_places(places: tuple[Place, ...]) -> bytes:
-    return _encode(places)
+    return encode(places)
 
 
 @lru_cache(maxsize=CACHED)
@@ -238,15 +202,15 @@ def _decode_places(data: bytes) -> tuple[Place, ...]:
 @lru_cache(maxsize=CACHED)
 def _identity(places: tuple[Place, ...]) -> bytes:
     """Return the part of the places that a checksum covers; the division into buckets is not in it."""
-    return _encode([place[:3] for place in places])
+    return encode([place[:3] for place in places])
 
 
-def _encode(tree: Any) -> bytes:
+def encode(tree: Any) -> bytes:
     """Encode as compact JSON with sorted keys, so that equal trees have equal bytes."""
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _decode(data: bytes, record: str) -> dict[str, Any]:
+def decode(data: bytes, record: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
         tree = json.loads(data)

@@ -132,13 +132,13 @@ class TrainerGroup:
         limit = Limit("checkpoint_engine.timeout_seconds", seconds)
         return wait_all(self.start("score", tokens), self.watch, limit)[0]
 
-    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future:
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("prepare_sync", version, kind, config, receivers), self.watch)
+        return _later(self.start("prepare_sync", config, receivers), self.watch)
 
-    def send(self) -> Future:
+    def send(self, version: int, kind: Kind) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("send_weights"), self.watch)
+        return _later(self.start("send_weights", version, kind), self.watch)
 
     def finish(self) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
@@ -163,10 +163,6 @@ class EngineHandle:
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
         return _later({self.name: self.actor.flip.remote(version, kind, checksum)}, self.watch)
-
-    def retire(self, version: int) -> Future:
-        """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.retire.remote(version)}, self.watch)
 
     def refuse(self, reason: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""

@@ -68,10 +68,6 @@ class SamplerEngine:
         """See ``checkpoint_engine.manager.Sink``."""
         await self.sampler.flip(version, kind, checksum)
 
-    async def retire(self, version: int) -> None:
-        """See ``checkpoint_engine.manager.Sink``."""
-        await self.sampler.retire(version)
-
     async def refuse(self, reason: str) -> None:
         """See ``checkpoint_engine.manager.Sink``."""
         await self.sampler.refuse(reason)

@@ -128,9 +128,9 @@ class TrainerRank:
         """See ``CheckpointEngineMixin``."""
         return self.model.prepare_sync(*arguments)
 
-    def send_weights(self) -> bytes | None:
+    def send_weights(self, *arguments: Any) -> Any:
         """See ``CheckpointEngineMixin``."""
-        return self.model.send_weights()
+        return self.model.send_weights(*arguments)
 
     def finish_sync(self) -> None:
         """See ``CheckpointEngineMixin``."""

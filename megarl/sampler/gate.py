@@ -4,19 +4,25 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.wire import Kind
 from megarl.errors import StaleVersionError, WeightSyncError
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights that have arrived and are not sampled from yet."""
+    """Weights that have arrived, or are arriving, and are not sampled from yet.
+
+    Attributes:
+        version, kind: of the weights.
+        checksum: of what the workers hold; None if they tell it to the trainer, not to this engine.
+    """
 
     version: int
     kind: Kind
-    checksum: str
+    checksum: str | None
 
 
 class VersionGate:
@@ -76,9 +82,28 @@ class VersionGate:
         received = {Staged(receipt.version, receipt.kind, receipt.checksum) for receipt in receipts}
         if len(received) != 1:
             raise WeightSyncError(f"the engine's workers received different weights: {received}")
-        [self._staged] = received
-        if self._staged.kind == "adapter":
-            self._loaded.add(self._staged.version)
+        self._set_staged(*received)
+
+    def arm(self, version: int, kind: Kind, receipts: list[Receipt]) -> None:
+        """Record that weights have arrived, or that the workers receive them and will tell the trainer.
+
+        Args:
+            version, kind: of the weights.
+            receipts: the workers' receipts; none if the trainer gets them. No worker samples from weights that it has
+                not verified itself.
+
+        Raises:
+            WeightSyncError: the workers' receipts differ.
+        """
+        if receipts:
+            self.stage(receipts)
+        else:
+            self._set_staged(Staged(version, kind, None))
+
+    def _set_staged(self, staged: Staged) -> None:
+        self._staged = staged
+        if staged.kind == "adapter":
+            self._loaded.add(staged.version)
 
     def check_kind(self, kind: Kind) -> None:
         """Raise ``WeightSyncError`` unless the engine was started for such weights."""
@@ -101,9 +126,9 @@ class VersionGate:
     def check_flip(self, version: int, kind: Kind, checksum: str) -> None:
         """Raise ``WeightSyncError`` unless exactly these weights are staged, and for a policy the base is present."""
         self.check_usable()
-        asked = Staged(version, kind, checksum)
-        if self._staged != asked:
-            raise WeightSyncError(f"asked to make {asked} current, but staged is {self._staged}")
+        asked, staged = Staged(version, kind, checksum), self._staged
+        if staged is None or staged != (asked if staged.checksum else replace(asked, checksum=None)):
+            raise WeightSyncError(f"asked to make {asked} current, but staged is {staged}")
         if kind != "base" and not self._base_ready:
             raise WeightSyncError(f"{kind} version {version} came before the base weights; sync kind 'base' first")
 
@@ -135,14 +160,13 @@ class VersionGate:
                 f"{busy} must end first; wait for older requests before the next sync"
             )
 
-    def retirable(self, keep: int | None) -> list[int]:
-        """Return the loaded versions that serve no request, except ``keep``."""
-        return sorted(version for version in self._loaded if version != keep and not self._in_flight[version])
-
-    def retired(self, version: int) -> None:
-        """Forget a version that was dropped."""
-        self._loaded.discard(version)
-        self._in_flight.pop(version, None)
+    def retire_idle(self) -> list[int]:
+        """Forget the versions that serve no request and are not resident; return those that stay."""
+        for version in list(self._loaded):
+            if version != self._resident and not self._in_flight[version]:
+                self._loaded.discard(version)
+                self._in_flight.pop(version, None)
+        return sorted(self._loaded)
 
     def refuse(self, reason: str) -> None:
         """Refuse to generate from now on; the first reason is kept."""

@@ -133,10 +133,6 @@ class SamplerProcess:
         """See ``checkpoint_engine.manager.Sink``."""
         return self._call("flip", version, kind, checksum)
 
-    def retire(self, version: int) -> Future[None]:
-        """See ``checkpoint_engine.manager.Sink``."""
-        return self._call("retire", version)
-
     def refuse(self, reason: str) -> Future[None]:
         """See ``checkpoint_engine.manager.Sink``."""
         return self._call("refuse", reason)

@@ -170,7 +170,7 @@ class Requests:
 
     def _adapter(self, version: int) -> Any:
         """Return vLLM's handle of a version's adapter; merged weights have none."""
-        return None if self._config.checkpoint_engine.content == "merged" else lora_request(version)
+        return None if self._config.checkpoint_engine.content == "merged" else _lora_request(version)
 
     @contextlib.contextmanager
     def _running(self, version: int | None) -> Iterator[tuple[str, int]]:
@@ -270,7 +270,7 @@ class Requests:
         )
 
 
-def lora_request(version: int) -> Any:
+def _lora_request(version: int) -> Any:
     """Return vLLM's handle of a version. The path is never read, but must not be empty."""
     from vllm.lora.request import LoRARequest
 

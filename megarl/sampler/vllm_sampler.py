@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
 from megarl.config.eval import Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.families import add_family
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
-from megarl.sampler.requests import Requests, cause_of, lora_request
+from megarl.sampler.requests import Requests, cause_of
 from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
@@ -196,7 +197,7 @@ class VllmSampler:
             first: receiver index of this engine's first worker.
 
         Returns:
-            Each worker's receipt.
+            Each worker's receipt; none if the transport stays connected and the trainer gets them.
 
         Raises:
             WeightSyncError: the received weights are not exactly those that were sent, or do not fit the model; or
@@ -207,23 +208,27 @@ class VllmSampler:
             self.gate.check_usable()
             announced = json.loads(endpoint)
             self.gate.check_kind(announced["kind"])
+            kept: list[int] = []
             if announced["kind"] != "adapter":
                 if self.gate.resident is not None:
                     await self._requests.pause(self._patience)
                 self.gate.overwrite(announced["kind"])
             else:
-                await self._drop_idle(self.gate.resident)
+                kept = self.gate.retire_idle()
                 self.gate.check_room(announced["version"], LIVE_VERSIONS)
-            receipts = await self._rpc("megarl_receive", endpoint, first)
-            parsed = [Receipt.from_bytes(receipt) for receipt in receipts]
-            self.gate.stage(parsed)
-            return receipts
+            receipts = await self._rpc("megarl_receive", endpoint, first, [version + 1 for version in kept])
+            self.gate.arm(announced["version"], announced["kind"], [Receipt.from_bytes(one) for one in receipts if one])
+            return [receipt for receipt in receipts if receipt]
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
-        """Switch to the staged weights, after checking that vLLM's kernels read exactly them.
+        """Switch to the staged weights, which every worker has verified.
+
+        Args:
+            version, kind: of the weights.
+            checksum: what the receipts of all workers say; the manager has compared them.
 
         Raises:
-            WeightSyncError: other weights are staged, or vLLM does not hold the staged ones.
+            WeightSyncError: other weights are staged.
             WorkerError: the engine died.
         """
         with self._refusing_on_error():
@@ -234,23 +239,10 @@ class VllmSampler:
                 if self.gate.resident is not None:
                     self._requests.resume()
                 return
-            await self._call(self._engine.add_lora(lora_request(version)))
-            different = [name for names in await self._rpc("megarl_differences", version + 1) for name in names]
-            if different:
-                raise WeightSyncError(f"vLLM does not hold version {version} exactly in: {', '.join(different[:5])}")
             async with self._requests.drained(self._patience):
                 self.gate.flip()
             self._requests.resume()  # after a base, requests wait for the adapter
             await self._requests.move(version, self._patience)
-
-    async def retire(self, version: int) -> None:
-        """Drop every adapter except ``version``'s. Versions that still serve a request are dropped by a later call.
-
-        Raises:
-            WorkerError: the engine died.
-        """
-        with self._refusing_on_error():
-            await self._drop_idle(version)
 
     async def refuse(self, reason: str) -> None:
         """Refuse to generate from now on; running requests fail too. Final for this engine."""
@@ -285,13 +277,6 @@ class VllmSampler:
         if self._engine is None:
             raise WorkerError(f"sampler {self._index} is not started or was closed")
         return self._engine
-
-    async def _drop_idle(self, keep: int | None) -> None:
-        """Free the slots of versions that serve no request."""
-        for old in self.gate.retirable(keep):
-            await self._call(self._alive().remove_lora(old + 1))
-            await self._rpc("megarl_drop", old + 1)
-            self.gate.retired(old)
 
     async def _empty_prefix_cache(self) -> None:
         """Drop all cached keys and values, which are those of the weights before."""

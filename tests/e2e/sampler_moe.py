@@ -135,9 +135,9 @@ BASE_FAULTS: dict[str, Callable[[list], list]] = {
 
 def refused(rig: Rig, edit: Callable[[list], list], kind: Any) -> str:
     """Return what sync raises for an edited export. Afterwards the rig can be used again."""
-    rig.trainer.edit = edit
+    rig.trainer.change(edit)
     outcome = raised(lambda: rig.manager.sync(18, kind))
-    rig.trainer.edit = lambda named: named
+    rig.trainer.change(lambda named: named)
     rig.call(rig.sampler.resident())
     rig.renew(base_ready=kind == "adapter")
     return outcome

@@ -51,7 +51,7 @@ def move(rig: Rig, kind: Any, old: int, count: int) -> dict[str, Any]:
         "changed": sum(len(set(one.versions)) > 1 for one in ones),
         "whole": all(one.finish_reason == "stop" or len(one.response_ids) == 16 for one in ones),
         "late_error": version_error(rig, [one for group in late.result(60) for one in group], (old, new)),
-        "held": held[0] == ([new + 1] if kind == "adapter" else []),
+        "held": held[0] == ([old + 1, new + 1] if kind == "adapter" else []),
     }
 
 

@@ -87,6 +87,10 @@ class PeftTrainer(CheckpointEngineMixin):
         self.edit = lambda named: named
         self.pool = ThreadPoolExecutor(1)
 
+    def change(self, edit: Callable[[list], list]) -> None:
+        """Pass every export through ``edit``, as if the adapter had never been another one."""
+        self.edit, self._plans = edit, None
+
     def randomise(self, seed: int) -> None:
         """Draw new adapter weights, large enough to change logprobs."""
         generator = torch.Generator().manual_seed(seed)
@@ -113,11 +117,11 @@ class PeftTrainer(CheckpointEngineMixin):
         return self.version
 
     def prepare(self, *arguments: Any) -> Future:
-        self.version = arguments[0]  # the scenario decides which version the weights are
         return self.pool.submit(self.prepare_sync, *arguments)
 
-    def send(self) -> Future:
-        return self.pool.submit(self.send_weights)
+    def send(self, version: int, kind: Any) -> Future:
+        self.version = version  # the scenario decides which version the weights are
+        return self.pool.submit(self.send_weights, version, kind)
 
     def finish(self) -> Future:
         return self.pool.submit(self.finish_sync)
@@ -177,9 +181,6 @@ class Rig:
 
     def flip(self, version: int, kind: Any, checksum: str) -> Future:
         return self.start(self.sampler.flip(version, kind, checksum))
-
-    def retire(self, version: int) -> Future:
-        return self.start(self.sampler.retire(version))
 
     def refuse(self, reason: str) -> Future:
         return self.start(self.sampler.refuse(reason))

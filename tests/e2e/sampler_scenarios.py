@@ -50,11 +50,11 @@ PATTERNS = {
 
 
 def llama(folder: Path) -> dict[str, Any]:
-    """Untied Llama, temperature 1, shared memory: versions, patterns, faults, leaks, death."""
+    """Untied Llama, temperature 1, mapped memory: versions, patterns, faults, leaks, death."""
     make_model("llama", folder)
     trainer = PeftTrainer(folder, LORA)
     started = time.monotonic()
-    rig = Rig(run_config(folder, lora={"r": 8}), trainer)
+    rig = Rig(run_config(folder, lora={"r": 8}, checkpoint_engine={"transport": "ipc"}), trainer)
     results: dict[str, Any] = {"start_seconds": time.monotonic() - started}
     try:
         results["before_sync"] = raised(lambda: rig.generate(prompts(1), 0))
@@ -183,7 +183,7 @@ def overlap(rig: Rig, count: int) -> dict[str, Any]:
     drawn = running.result(120)
     rig.trainer.randomise(1)
     error = rig.error(drawn)
-    rig.call(rig.sampler.retire(2))
+    rig.manager.sync(3, "adapter")
     return {
         "overlapped": ran_during,
         "overlap_error": error,
@@ -193,7 +193,7 @@ def overlap(rig: Rig, count: int) -> dict[str, Any]:
 
 
 def third_version(rig: Rig, count: int) -> dict[str, Any]:
-    """Check that two versions in use leave no slot for a third; an idle one frees its slot without ``retire``."""
+    """Check that two versions in use leave no slot for a third; an idle one frees its slot."""
     rig.manager.sync(100, "adapter")
     running = rig.start_requests(rig.sampler.generate(prompts(count), 100), count)
     rig.manager.sync(101, "adapter")
@@ -206,7 +206,6 @@ def third_version(rig: Rig, count: int) -> dict[str, Any]:
     rig.manager.sync(103, "adapter")
     results = {"third": refused, "third_overlapped": ran_during, "third_held": alive, "third_ended": ended}
     results["after_third"] = rig.error(rig.generate(prompts(2), 103))
-    rig.call(rig.sampler.retire(-1))
     rig.renew(base_ready=True)
     return results
 
@@ -220,6 +219,7 @@ def patterns(rig: Rig) -> dict[str, Any]:
         rig.renew()
         rig.manager.sync(version, "adapter")
         results[f"patterns_rslora_{rslora}"] = rig.error(rig.generate(prompts(4), version))
+        rig.trainer.finish_sync()
     rig.trainer = plain
     rig.renew()
     return results
@@ -249,9 +249,9 @@ FAULTS: dict[str, Callable[[list], list]] = {
 
 def fault(rig: Rig, edit: Callable[[list], list]) -> list[str]:
     """Return what sync raises, and then generate and another sync."""
-    rig.trainer.edit = edit
+    rig.trainer.change(edit)
     outcome = [raised(lambda: rig.manager.sync(5, "adapter"))]
-    rig.trainer.edit = lambda named: named
+    rig.trainer.change(lambda named: named)
     outcome += [raised(lambda version=version: rig.generate(prompts(1), version)) for version in (4, 5)]
     outcome.append(raised(lambda: rig.manager.sync(6, "adapter")))
     # Answered only after the receive that the failure left running; its refusal belongs to the old gate.
@@ -277,16 +277,19 @@ def many_versions(rig: Rig) -> dict[str, Any]:
     engine = rig.sampler._engine
     before = rig.call(engine.compute_weight_checksums())
     rig.renew(base_ready=True)
-    most = 0
+    most, mapped = 0, [0]
     for version in range(10, 60):
         rig.trainer.randomise(version)
         rig.manager.sync(version, "adapter")
         drawn = rig.generate(prompts(1, seed=version), version)
         most = max(most, *(len(ids) for ids in rig.call(rig.sampler.resident())[0]))
-    maps = Path(f"/proc/{find_engine(psutil.Process()).pid}/maps").read_text()
+        maps = Path(f"/proc/{find_engine(psutil.Process()).pid}/maps").read_text().splitlines()
+        mapped.append(sum("megarl-" in line for line in maps))
+    rig.trainer.finish_sync()
+    rig.renew()
     return {
         "most_resident": most,
-        "still_mapped": [line for line in maps.splitlines() if "megarl-" in line],
+        "mapped": sorted(set(mapped[1:])),
         "base_unchanged": before == rig.call(engine.compute_weight_checksums()),
         "error_after_50": rig.error(drawn),
         "left_in_shm": [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name],

@@ -15,7 +15,8 @@ import torch
 import yaml
 
 from megarl.checkpoint_engine.base import Link, load_transport
-from megarl.checkpoint_engine.stream import Inbox, send_tensors
+from megarl.checkpoint_engine.stream import Inbox, Outbox, plan_of
+from megarl.checkpoint_engine.wire import Book
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
 from megarl.controller.rewards import RewardProcess
 from megarl.controller.trackers.base import TrackedRun
@@ -115,15 +116,15 @@ def run_transport(settings: dict[str, Any], folder: Path) -> None:
 
     def receive(index: int) -> dict[str, torch.Tensor]:
         receiver = transport.open_receiver(sender.endpoint(), index)
-        inbox = Inbox(receiver, index)
-        tensors = {name: tensor.clone() for name, tensor in inbox}
+        inbox = Inbox(receiver, index, Book())
+        tensors = {name: tensor.clone() for name, tensor in inbox.tensors()}
         inbox.finish()
         receiver.close()
         return tensors
 
     with ThreadPoolExecutor(2) as pool:
         arrived = [pool.submit(receive, index) for index in range(2)]
-        send_tensors(sender, iter(weights), version=1, kind="adapter", adapter_config={}, bucket_bytes=4096)
+        Outbox(sender, 4096).send(iter(weights), 1, "adapter", plan_of(weights, {}, 4096))
         for future in arrived:
             assert all(torch.equal(future.result()[name], tensor) for name, tensor in weights)
     sender.close()

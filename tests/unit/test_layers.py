@@ -52,7 +52,8 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
-    "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.receiver*"},
+    "checkpoint_engine.records": COMMON | {"checkpoint_engine.wire"},
+    "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.receiver*"},
     "report": COMMON,
     "evaluation": COMMON | {"tasks"},
     "controller": COMMON

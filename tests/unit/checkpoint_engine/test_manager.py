@@ -14,8 +14,9 @@ import torch
 from megarl.checkpoint_engine.base import open_receiver
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.stream import Inbox
-from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.checkpoint_engine.wire import Book, Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
 
@@ -33,9 +34,9 @@ class Rank(CheckpointEngineMixin):
     def policy_version(self) -> int:
         return self.version if self.version is not None else self.asked
 
-    def prepare_sync(self, version: int, *rest: Any) -> bytes | None:
+    def send_weights(self, version: int, kind: Kind) -> Any:
         self.asked = version
-        return super().prepare_sync(version, *rest)
+        return super().send_weights(version, kind)
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for index in range(6):
@@ -61,11 +62,11 @@ class Trainer:
     def _all(self, method: str, *arguments: Any) -> Future:
         return POOL.submit(lambda: [getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][-1])
 
-    def prepare(self, version: int, kind: Kind, config: CheckpointEngineConfig, receivers: int) -> Future:
-        return self._all("prepare_sync", version, kind, config, receivers)
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
+        return self._all("prepare_sync", config, receivers)
 
-    def send(self) -> Future:
-        return self._all("send_weights")
+    def send(self, version: int, kind: Kind) -> Future:
+        return self._all("send_weights", version, kind)
 
     def finish(self) -> Future:
         return self._all("finish_sync")
@@ -81,6 +82,7 @@ class Engine:
         self.resident: int | None = None
         self.refused: str | None = None
         self.tensors: dict[int, dict[str, torch.Tensor]] = {}
+        self.open: dict[tuple[int, str], tuple[Any, Book]] = {}
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         return POOL.submit(self._receive, json.loads(endpoint), first)
@@ -88,21 +90,24 @@ class Engine:
     def _receive(self, endpoint: dict, first: int) -> list[bytes]:
         with ThreadPoolExecutor(self.receivers) as workers:
             indices = range(first, first + self.receivers)
-            return list(workers.map(lambda index: self._worker(endpoint, index), indices))
+            return [receipt for receipt in workers.map(lambda i: self._worker(endpoint, i), indices) if receipt]
 
     def _worker(self, endpoint: dict, index: int) -> bytes:
-        receiver = open_receiver(endpoint, index)
-        inbox = Inbox(receiver, index)
-        self.tensors[index] = {name: tensor.clone() for name, tensor in inbox}
-        receipt = inbox.finish()[1]
+        stays = {name: value for name, value in endpoint.items() if name not in ("version", "kind")}
+        key = (index, str(stays))
+        receiver, book = self.open.get(key) or (open_receiver(endpoint, index), Book())
+        self.open[key] = receiver, book
+        inbox = Inbox(receiver, index, book)
+        self.tensors[index] = {name: tensor.clone() for name, tensor in inbox.tensors()}
+        receipt = self.spoil(inbox.finish()[1]).to_bytes()
+        if receiver.stays:
+            receiver.answer(receipt)
+            return b""
         receiver.close()
-        return self.spoil(receipt).to_bytes()
+        return receipt
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
         self.resident = version
-        return done(None)
-
-    def retire(self, version: int) -> Future:
         return done(None)
 
     def refuse(self, reason: str) -> Future:
@@ -120,7 +125,7 @@ def config(transport: str = "shm", timeout: float = 20.0) -> CheckpointEngineCon
     return CheckpointEngineConfig(transport=transport, timeout_seconds=timeout, bucket_mib=1)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", ["shm", "gloo", "ipc"])
 def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
     trainer, engines = Trainer(), [Engine(0, 1), Engine(1, 2)]
     manager = CheckpointEngineManager(trainer, engines, config(transport))
@@ -131,8 +136,10 @@ def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
         for tensors in engine.tensors.values():
             assert all(torch.equal(tensors[f"adapter.{i}"], torch.full((1000,), float(i))) for i in range(6))
     assert (report.count, report.nbytes) == (6, 24_000)
-    assert list(report.seconds) == ["prepare", "transfer", "verify", "flip", "retire"]
-    assert [rank.exported for rank in trainer.ranks] == [6, 6], "the export is a collective: every rank runs it whole"
+    assert list(report.seconds) == ["prepare", "transfer", "verify", "flip", "finish"]
+    assert [rank.exported for rank in trainer.ranks] == [12, 12], "the export is a collective: every rank runs it whole"
+    manager.sync(5, "adapter")
+    assert [rank.exported for rank in trainer.ranks] == [18, 18], "an adapter is planned once"
     assert manager.sync(5, "base").kind == "base"
     assert manager.sync(5, "merged").count == 3
     assert all(set(tensors) == {"merged.0", "merged.1", "merged.2"} for tensors in engines[1].tensors.values())
@@ -175,13 +182,17 @@ def test_an_engine_that_never_answers_ends_the_sync_by_name() -> None:
 
 
 def test_a_trainer_that_fails_while_sending_lets_its_other_ranks_finish() -> None:
-    trainer = Trainer()
-    real = trainer.ranks[0].export_adapter_config
-    trainer.ranks[0].export_adapter_config = lambda: [][0]  # type: ignore[method-assign]
-    with pytest.raises(WeightSyncError, match="trainer, transfer"):
-        CheckpointEngineManager(trainer, [Engine(0, 1)], config(timeout=5.0)).sync(0, "adapter")
-    assert [rank.exported for rank in trainer.ranks] == [6, 6]
-    assert real() == {"r": 1}
+    class Odd(Rank):
+        def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().export_weights(adapter_only):
+                yield name, tensor.long() if name.endswith(str(wrong)) else tensor
+
+    for wrong in (0, 3):
+        trainer = Trainer()
+        trainer.ranks[0] = Odd(0)
+        with pytest.raises(WeightSyncError, match=f"trainer, transfer: tensor 'adapter.{wrong}' has dtype int64"):
+            CheckpointEngineManager(trainer, [Engine(0, 1)], config(timeout=5.0)).sync(0, "adapter")
+        assert [rank.exported for rank in trainer.ranks] == [12, 12]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -208,14 +219,14 @@ def test_weights_of_another_version_than_the_one_asked_for_are_refused(rank: int
     with pytest.raises(WeightSyncError, match=f"rank {rank} was asked to send policy version 7, .* those of version 3"):
         CheckpointEngineManager(trainer, [engine], config()).sync(7, kind)
     assert engine.resident is None and engine.refused
-    assert [rank.exported for rank in trainer.ranks] == [0, 0]
+    assert trainer.ranks[rank].exported == 0
 
 
 def test_weights_that_move_on_after_they_were_announced_are_refused() -> None:
     class Moving(Trainer):
-        def send(self) -> Future:
+        def send(self, version: int, kind: Kind) -> Future:
             self.ranks[0].version = 5
-            return super().send()
+            return super().send(version, kind)
 
     with pytest.raises(WeightSyncError, match=r"asked to send policy version 4, .* version 5"):
         CheckpointEngineManager(Moving(), [Engine(0, 1)], config(timeout=5.0)).sync(4, "adapter")
@@ -223,8 +234,8 @@ def test_weights_that_move_on_after_they_were_announced_are_refused() -> None:
 
 def test_what_the_trainer_sent_must_be_what_was_asked_for() -> None:
     class Old(Trainer):
-        def prepare(self, version: int, *rest: Any) -> Future:
-            return super().prepare(version - 1, *rest)
+        def send(self, version: int, kind: Kind) -> Future:
+            return super().send(version - 1, kind)
 
     engine = Engine(0, 1)
     with pytest.raises(WeightSyncError, match="sent the adapter of version 2, asked for was the adapter of version 3"):
@@ -240,4 +251,4 @@ def test_a_sync_of_nothing_known_is_refused(version: int, kind: Any) -> None:
 
 def test_sending_without_preparing_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="without prepare_sync"):
-        Rank().send_weights()
+        Rank().send_weights(0, "base")

@@ -9,12 +9,17 @@ import torch
 
 layers = pytest.importorskip("vllm.lora.layers")
 
+from peft import LoraConfig  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 
 from megarl.checkpoint_engine import receiver_lora, receiver_moe, receiver_router  # noqa: E402
-from megarl.errors import UnsupportedError  # noqa: E402
+from megarl.checkpoint_engine.plan import by_bucket, end_of  # noqa: E402
+from megarl.checkpoint_engine.receiver_writer import HostWriter  # noqa: E402
+from megarl.checkpoint_engine.stream import plan_of, view_of  # noqa: E402
+from megarl.errors import UnsupportedError, WeightSyncError  # noqa: E402
+from megarl.peft.names import PREFIX  # noqa: E402
 
-HIDDEN, INNER, EXPERTS, RANK, SLOT, LORA_ID = 12, 8, 3, 2, 1, 7
+HIDDEN, INNER, EXPERTS, RANK, SLOT = 12, 8, 3, 2, 1
 NAME = "model.layers.0.mlp.experts"
 PARTS = [f"{NAME}.{expert}.{part}" for expert in range(EXPERTS) for part in ("gate_proj", "down_proj", "up_proj")]
 
@@ -44,60 +49,90 @@ def experts(tp_size: int = 1, tp_rank: int = 0, kind: str = "FusedMoEWithLoRA", 
 
 def manager(module: Any, **others: Any) -> Any:
     """Return a worker LoRA manager around it."""
-    inner = SimpleNamespace(
-        modules={NAME: module, **others}, packed_modules={NAME: PARTS}, lora_index_to_id=[None, LORA_ID]
-    )
-    return SimpleNamespace(_adapter_manager=inner)
+    inner = SimpleNamespace(modules={NAME: module, **others}, packed_modules={NAME: PARTS}, lora_slots=2)
+    return SimpleNamespace(_adapter_manager=inner, lora_config=SimpleNamespace(max_lora_rank=4))
 
 
-def staged(module: Any) -> receiver_lora.StagedAdapter:
-    """Return a random adapter of all experts, after vLLM has copied it into the module's buffers."""
+def adapter() -> dict[str, torch.Tensor]:
+    """Return a random adapter of all experts, under PEFT's names."""
     generator = torch.Generator().manual_seed(3)
-    pairs = {
-        part: receiver_lora.Pair(
-            torch.randn(RANK, inputs, generator=generator), torch.randn(outputs, RANK, generator=generator)
-        )
-        for part, (inputs, outputs) in receiver_lora.linear_shapes(manager(module)).items()
-    }
-    packed = PackedLoRALayerWeights.pack_moe(
-        [LoRALayerWeights(part, RANK, RANK, pairs[part].a, pairs[part].b) for part in PARTS], NAME
-    )
-    module.set_lora(SLOT, packed.lora_a, packed.lora_b)
-    return receiver_lora.StagedAdapter(pairs, RANK)
+    tensors = {}
+    for part, (inputs, outputs) in receiver_lora.linear_shapes(manager(experts())).items():
+        tensors[f"{PREFIX}{part}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator)
+        tensors[f"{PREFIX}{part}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator)
+    return tensors
+
+
+def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) -> receiver_lora.SlotPlan:
+    """Write an adapter into the module's slot, from several buckets, over values of another one; alpha is 3 r."""
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules=targets).to_dict() | {"target_modules": targets}
+    plan = plan_of(tensors.items(), config, 512)
+    slot_plan = receiver_lora.plan_slot(manager(module), plan)
+    buffers = receiver_lora.buffers_of(manager(module), SLOT)
+    for buffer in buffers:
+        buffer.fill_(7)
+    buckets = by_bucket(plan.places)
+    assert len(buckets) > 2
+    writer = HostWriter([*map(spoil, buffers)] if spoil else buffers)
+    for number, places in enumerate(buckets):
+        payload = torch.zeros(end_of(places), dtype=torch.uint8)
+        for place in places:
+            view_of(payload, place).copy_(tensors[place.name])
+        writer.write(slot_plan, number, payload)
+    return slot_plan
 
 
 @pytest.mark.parametrize(("size", "rank"), [(1, 0), (2, 0), (2, 1)])
-def test_what_vllm_loaded_compares_bit_for_bit(size: int, rank: int) -> None:
-    module = experts(size, rank)
-    adapter = staged(module)
-    assert adapter.pairs[PARTS[0]].b.shape == (INNER, RANK)
-    assert receiver_lora.adapter_differences(manager(module), adapter, LORA_ID) == []
+def test_a_slot_gets_what_vllm_itself_would_have_written(size: int, rank: int) -> None:
+    module, theirs = experts(size, rank), experts(size, rank)
+    tensors = adapter()
+    plan = written(module, tensors)
+    layers = [
+        LoRALayerWeights(part, RANK, RANK, *(tensors[f"{PREFIX}{part}.lora_{x}.weight"] for x in "AB"))
+        for part in PARTS
+    ]
+    packed = PackedLoRALayerWeights.pack_moe(layers, NAME)
+    theirs.set_lora(SLOT, packed.lora_a, [b * 3 for b in packed.lora_b])
+    for name in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
+        for mine, other in zip(getattr(module, f"{name}_stacked"), getattr(theirs, f"{name}_stacked"), strict=True):
+            assert other[SLOT].any() and torch.equal(mine[SLOT], other[SLOT]) and not mine[1 - SLOT].any()
+    assert [(one is module, adapted) for one, adapted in plan.experts] == [(True, True)]
 
 
-@pytest.mark.parametrize("buffer", ["w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"])
-@pytest.mark.parametrize("entry", ["first", "last"])
-def test_a_changed_element_is_found_by_name(buffer: str, entry: str) -> None:
-    module = experts(2, 1)
-    adapter = staged(module)
-    matrices = getattr(module, f"{buffer}_stacked")[-1]
-    matrices[SLOT, 2].view(-1)[0 if entry == "first" else -1] += 1
-    part = "down_proj" if "w2" in buffer else "up_proj"
-    assert receiver_lora.adapter_differences(manager(module), adapter, LORA_ID) == [f"{NAME}.2.{part}"]
+def test_a_value_that_is_not_finite_is_refused_by_name() -> None:
+    tensors = adapter()
+    tensors[f"{PREFIX}{PARTS[4]}.lora_B.weight"][3, 1] = float("inf")
+    with pytest.raises(WeightSyncError, match=f"not finite in '{PARTS[4]}.lora_B'"):
+        written(experts(), tensors)
 
 
-def test_a_slot_that_is_switched_off_is_found() -> None:
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_buffer_that_keeps_another_value_is_found_by_name(padding: bool) -> None:
+    class Stuck(torch.Tensor):
+        """Takes the matrix but keeps its padding, or the other way round."""
+
+        def __setitem__(self, at: Any, value: Any) -> None:
+            if torch.is_tensor(value) is padding:
+                super().__setitem__(at, value)
+
+    with pytest.raises(WeightSyncError, match=r"do not hold the adapter exactly in '.*lora_A'"):
+        written(experts(2, 1), adapter(), spoil=lambda buffer: buffer.as_subclass(Stuck))
+
+
+def test_a_copy_instead_of_a_cut_is_refused_by_name() -> None:
+    module = experts(2, 0)
+    module._slice_w2_a = lambda matrices: matrices.clone()
+    with pytest.raises(UnsupportedError, match=r"does not cut '.*0\.down_proj\.lora_A'"):
+        written(module, adapter())
+
+
+def test_experts_are_switched_on_exactly_where_they_are_adapted() -> None:
     module = experts()
-    adapter = staged(module)
-    module.adapter_enabled[SLOT] = 0
-    assert receiver_lora.adapter_differences(manager(module), adapter, LORA_ID) == [PARTS[0]]
-
-
-def test_experts_without_an_adapter_must_hold_zeros() -> None:
-    module = experts()
-    nothing = receiver_lora.StagedAdapter({}, RANK)
-    assert receiver_lora.adapter_differences(manager(module), nothing, LORA_ID) == []
-    staged(module)
-    assert set(receiver_lora.adapter_differences(manager(module), nothing, LORA_ID)) == set(PARTS)
+    for adapted in (True, False):
+        receiver_moe.switch(module, SLOT, adapted)
+        assert receiver_moe.is_switched(module, SLOT, adapted)
+        assert not receiver_moe.is_switched(module, SLOT, not adapted)
 
 
 @pytest.mark.parametrize(

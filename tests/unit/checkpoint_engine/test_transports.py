@@ -15,12 +15,16 @@ import psutil
 import pytest
 import torch
 
-from megarl.checkpoint_engine.base import TRANSPORTS, Link, open_receiver, open_sender
+from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
+from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.shm_folders import ROOT, remove_stale
-from megarl.checkpoint_engine.stream import Inbox, is_finite, send_tensors
+from megarl.checkpoint_engine.stream import Inbox, Outbox, is_finite, plan_of
+from megarl.checkpoint_engine.wire import Book
 from megarl.errors import ConfigError, WeightSyncError
 
 RECEIVERS = 2
+# Those that a host without GPUs has.
+HERE = ["shm", "gloo", "ipc"]
 
 
 def weights() -> list[tuple[str, torch.Tensor]]:
@@ -41,9 +45,12 @@ def weights() -> list[tuple[str, torch.Tensor]]:
 def receive(endpoint: dict, index: int) -> tuple[dict[str, torch.Tensor], object]:
     receiver = open_receiver(endpoint, index)
     try:
-        inbox = Inbox(receiver, index)
-        tensors = {name: tensor.clone() for name, tensor in inbox}
-        return tensors, inbox.finish()
+        inbox = Inbox(receiver, index, Book())
+        tensors = {name: tensor.clone() for name, tensor in inbox.tensors()}
+        finished = inbox.finish()
+        if receiver.stays:
+            receiver.answer(finished[1].to_bytes())
+        return tensors, finished
     except WeightSyncError as error:
         receiver.fail(str(error))
         raise
@@ -57,19 +64,21 @@ def transfer(transport: str, timeout: float = 20.0, receivers: int = RECEIVERS, 
     pool = ThreadPoolExecutor(receivers + 1)
     endpoint = sender.endpoint()
     arrived = [pool.submit(receive, endpoint, index) for index in range(receivers if joined is None else joined)]
-    arguments = {"version": 7, "kind": "adapter", "adapter_config": {"r": 1}, "bucket_bytes": 4096}
-    sent: Future = pool.submit(send_tensors, sender, weights(), **arguments)
+    plan = plan_of(weights(), {"r": 1}, 4096)
+    sent: Future = pool.submit(Outbox(sender, 4096).send, weights(), 7, "adapter", plan)
     return sender, sent, arrived
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HERE)
 def test_every_bit_reaches_every_receiver(transport: str) -> None:
     sender, sent, arrived = transfer(transport)
     manifest = sent.result(30)
+    if sender.stays:
+        assert [Receipt.from_bytes(data).receiver for data in sender.receipts()] == [0, 1]
     for index, future in enumerate(arrived):
         tensors, (received, receipt) = future.result(30)
         assert received == manifest and receipt.receiver == index
-        receipt.check(manifest)
+        receipt.check(manifest.receipt)
         for name, tensor in weights():
             assert tensors[name].dtype == tensor.dtype and tensors[name].shape == tensor.shape
             raw = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -78,7 +87,7 @@ def test_every_bit_reaches_every_receiver(transport: str) -> None:
     sender.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HERE)
 def test_a_receiver_that_never_comes_is_a_sync_error_within_the_timeout(transport: str) -> None:
     started = time.monotonic()
     sender, sent, arrived = transfer(transport, timeout=1.0, joined=1)
@@ -90,7 +99,7 @@ def test_a_receiver_that_never_comes_is_a_sync_error_within_the_timeout(transpor
     assert time.monotonic() - started < 15
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HERE)
 def test_a_receivers_failure_reaches_the_sender_with_its_reason(transport: str) -> None:
     sender = open_sender(transport, Link(1, 20.0))
 
@@ -109,7 +118,7 @@ def test_a_receivers_failure_reaches_the_sender_with_its_reason(transport: str) 
     sender.close()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", HERE)
 def test_no_default_process_group_is_touched(transport: str) -> None:
     sender, sent, arrived = transfer(transport, receivers=1)
     sent.result(30), arrived[0].result(30)
@@ -118,16 +127,15 @@ def test_no_default_process_group_is_touched(transport: str) -> None:
 
 
 def test_an_unknown_transport_names_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"unknown transport 'shn'; did you mean 'shm'\? \(known: gloo, shm\)"):
+    known = r"unknown transport 'shn'; did you mean 'shm'\? \(known: gloo, hccl, ipc, nccl, shm\)"
+    with pytest.raises(ConfigError, match=known):
         open_sender("shn", Link(1, 1.0))
 
 
 def test_a_dtype_that_is_not_a_weights_is_refused_by_name() -> None:
     sender = open_sender("shm", Link(1, 1.0))
     with pytest.raises(WeightSyncError, match="'ids' has dtype int64"):
-        send_tensors(
-            sender, [("ids", torch.arange(3))], version=0, kind="base", adapter_config=None, bucket_bytes=1 << 20
-        )
+        Outbox(sender, 1 << 20).send([("ids", torch.arange(3))], 0, "base")
     sender.close()
 
 
@@ -148,7 +156,7 @@ class TestShm:
         with ThreadPoolExecutor(1) as pool:
             arrived = pool.submit(receive, sender.endpoint(), 0)
             named = [(f"t{i}", torch.randn(1 << 16)) for i in range(20)]
-            send_tensors(sender, named, version=0, kind="base", adapter_config=None, bucket_bytes=1 << 18)
+            Outbox(sender, 1 << 18).send(named, 0, "base")
             arrived.result(20)
         sender.close()
         watcher.join()
@@ -217,3 +225,72 @@ def test_gloo_listens_on_the_address_that_it_tells_and_on_no_other(monkeypatch: 
         assert all(future.result(30) for future in arrived)
         sender.close()
     assert heard == {sender.endpoint()["host"]}
+
+
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_a_connection_that_stays_serves_one_transfer_after_the_other(transport: str) -> None:
+    sender = open_sender(transport, Link(RECEIVERS, 20.0))
+    outbox, book_of = Outbox(sender, 4096), [Book() for _ in range(RECEIVERS)]
+    sizes: list[int] = []
+    put = sender.put
+    sender.put = lambda header, payload: sizes.append(len(header)) or put(header, payload)
+
+    def serve(index: int) -> list[dict[str, torch.Tensor]]:
+        receiver = open_receiver(sender.endpoint(), index)
+        got = []
+        for _ in range(5):
+            inbox = Inbox(receiver, index, book_of[index])
+            got.append(dict(inbox.tensors()))
+            receiver.answer(inbox.finish()[1].to_bytes())
+        receiver.close()
+        return got
+
+    plan = plan_of(weights(), {"r": 1}, 4096)
+    with ThreadPoolExecutor(RECEIVERS) as pool:
+        arrived = [pool.submit(serve, index) for index in range(RECEIVERS)]
+        for version in range(5):
+            changed = [(name, tensor + version) for name, tensor in weights()]
+            outbox.send(changed, version, "adapter", plan)
+            assert len(sender.receipts()) == RECEIVERS
+        for future in arrived:
+            for version, tensors in enumerate(future.result(20)):
+                for name, tensor in weights():
+                    torch.testing.assert_close(tensors[name], tensor + version, rtol=0, atol=0, equal_nan=True)
+    sender.close()
+    buckets = len(sizes) // 5
+    assert buckets > 2 and sizes[buckets] < 0.3 * sizes[0], "metadata travels once"
+
+
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+def test_a_receiver_that_dies_is_named_at_once(transport: str) -> None:
+    sender, _, arrived = transfer(transport, receivers=1)
+    arrived[0].result(20)
+    sender.receipts()
+    began = time.monotonic()
+    with pytest.raises(WeightSyncError, match="receiver 0 is gone"):
+        Outbox(sender, 4096).send(weights(), 8, "base")
+    assert time.monotonic() - began < 5
+    sender.close()
+
+
+def test_nobody_without_the_endpoints_token_is_a_receiver() -> None:
+    sender = open_sender("ipc", Link(1, 1.0))
+    receiver = open_receiver({**sender.endpoint(), "token": "0" * 32}, 0)
+    with pytest.raises(WeightSyncError, match="receivers 0 did not connect in time"):
+        sender.buffer(10)
+    with pytest.raises(WeightSyncError, match="the sender is gone"):
+        receiver.take()
+    sender.close()
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    sender = open_sender("ipc", Link(1, 1.0))
+    with pytest.raises(WeightSyncError, match=r"receiver 0 is on host .* and trainer rank 0 on GPU 7; use transport"):
+        open_receiver({**sender.endpoint(), "device": "GPU 7"}, 0)
+    sender.close()
+
+
+@pytest.mark.parametrize(("transport", "needs"), [("nccl", "needs GPUs"), ("hccl", "needs torch_npu")])
+def test_transports_of_other_devices_say_what_they_need(transport: str, needs: str) -> None:
+    with pytest.raises(WeightSyncError, match=needs):
+        open_sender(transport, Link(1, 1.0))

@@ -4,6 +4,7 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -11,14 +12,16 @@ from hypothesis import strategies as st
 
 from megarl.checkpoint_engine import wire
 from megarl.checkpoint_engine.plan import ALIGNMENT, plan_buckets
-from megarl.checkpoint_engine.wire import Manifest, Place, Receipt, TensorList
+from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
+from megarl.checkpoint_engine.wire import KEY, Book, Place, Plan, TensorList
 from megarl.errors import WeightSyncError
 
 PLACE = Place("a.lora_A.weight", "bfloat16", (4, 8), 0, 0, 64)
 OTHER = PLACE._replace(name="b.lora_A.weight", offset=64)
-DIGEST = "0123456789abcdef"
-LIST = TensorList((PLACE, OTHER), (DIGEST, DIGEST[::-1]))
-ONE = TensorList((PLACE,), (DIGEST,))
+DIGEST = b"01234567"
+LIST = TensorList((PLACE, OTHER), DIGEST + DIGEST[::-1])
+ONE = TensorList((PLACE,), DIGEST)
+PACKED = LIST.to_bytes(Book())
 MANIFEST = Manifest(3, "adapter", LIST, {"r": 4})
 
 
@@ -27,25 +30,26 @@ def receipt(manifest: Manifest) -> Receipt:
 
 
 def test_records_survive_the_wire() -> None:
-    assert Manifest.from_bytes(MANIFEST.to_bytes()) == MANIFEST
-    assert TensorList.from_bytes(LIST.to_bytes()) == LIST
-    assert [type(place) for place in TensorList.from_bytes(LIST.to_bytes()).places] == [Place, Place]
+    assert Manifest.from_bytes(MANIFEST.to_bytes(Book()), Book()) == MANIFEST
+    assert TensorList.from_bytes(LIST.to_bytes(Book()), Book()) == LIST
+    assert [type(place) for place in TensorList.from_bytes(LIST.to_bytes(Book()), Book()).places] == [Place, Place]
+    for bucket in (Bucket(3, "base", ONE), Bucket(4, "adapter", ONE, Plan(LIST.places, {"r": 4}))):
+        assert Bucket.from_bytes(bucket.to_bytes(Book()), Book()) == bucket
     assert Receipt.from_bytes(receipt(MANIFEST).to_bytes()) == receipt(MANIFEST)
 
 
-@pytest.mark.parametrize(
-    "change", [{"name": "c"}, {"dtype": "float16"}, {"shape": (8, 4)}, {"digest": "f123456789abcdef"}]
-)
+@pytest.mark.parametrize("change", [{"name": "c"}, {"dtype": "float16"}, {"shape": (8, 4)}, {"digest": b"f1234567"}])
 def test_the_checksum_covers_every_tensors_name_dtype_shape_and_bytes(change: dict) -> None:
-    digests = (change.pop("digest", DIGEST), LIST.digests[1])
+    digests = change.pop("digest", DIGEST) + DIGEST[::-1]
     changed = replace(MANIFEST, tensors=TensorList((PLACE._replace(**change), OTHER), digests))
     assert changed.checksum != MANIFEST.checksum
     with pytest.raises(WeightSyncError, match="checksum"):
-        receipt(changed).check(MANIFEST)
+        receipt(changed).check(MANIFEST.receipt)
 
 
 def test_the_checksum_covers_order_and_the_adapters_config() -> None:
-    for tensors in (TensorList(LIST.places[::-1], LIST.digests[::-1]), replace(LIST, digests=LIST.digests[::-1])):
+    assert DIGEST[::-1] + DIGEST != LIST.digests[::-1]
+    for tensors in (TensorList(LIST.places[::-1], DIGEST[::-1] + DIGEST), replace(LIST, digests=DIGEST * 2)):
         assert replace(MANIFEST, tensors=tensors).checksum != MANIFEST.checksum
     assert replace(MANIFEST, adapter_config={"r": 8}).checksum != MANIFEST.checksum
 
@@ -53,7 +57,7 @@ def test_the_checksum_covers_order_and_the_adapters_config() -> None:
 @pytest.mark.parametrize("change", [{"version": 4}, {"kind": "base"}, {"count": 1}, {"nbytes": 0}, {"checksum": ""}])
 def test_a_receipt_that_differs_is_refused_by_field(change: dict) -> None:
     with pytest.raises(WeightSyncError, match=f"receiver 0 holds {next(iter(change))}"):
-        replace(receipt(MANIFEST), **change).check(MANIFEST)
+        replace(receipt(MANIFEST), **change).check(MANIFEST.receipt)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,8 @@ def test_a_receipt_that_differs_is_refused_by_field(change: dict) -> None:
         ((-1, "adapter", ONE, {}), "version is -1"),
         ((True, "adapter", ONE, {}), "version is True"),
         ((0, "delta", ONE, {}), "kind is 'delta'"),
-        ((0, "adapter", TensorList((), ()), {}), "holds no tensor"),
-        ((0, "adapter", TensorList((PLACE, PLACE), (DIGEST, DIGEST)), {}), "holds twice: 'a.lora_A.weight'"),
+        ((0, "adapter", TensorList((), b""), {}), "holds no tensor"),
+        ((0, "adapter", TensorList((PLACE, PLACE), DIGEST * 2), {}), "holds twice: 'a.lora_A.weight'"),
         ((0, "adapter", ONE, None), "adapter_config"),
         ((0, "base", ONE, {}), "adapter_config"),
     ],
@@ -75,30 +79,42 @@ def test_an_impossible_manifest_cannot_be_made(arguments: tuple, message: str) -
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"tensors": 3}', b'{"tensors": [{"name": "a"}]}', b"\xff"])
 def test_a_malformed_record_is_a_sync_error(data: bytes) -> None:
-    for parse in (Manifest.from_bytes, Receipt.from_bytes):
+    parsers = [Receipt.from_bytes, *(partial(kind.from_bytes, book=Book()) for kind in (Manifest, Bucket))]
+    for parse in parsers:
         with pytest.raises(WeightSyncError, match="malformed"):
             parse(data)
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"3\n", b"[]\n0", b'[["a", "float32", [1], 0, 0]]\n' + b"0" * 16, LIST.to_bytes()[:-1],
-     LIST.to_bytes() + b"0", b"\n" + LIST.to_bytes(), LIST.to_bytes()[:-1] + b"\xff", b"[3]\n" + b"0" * 16],
+    [b"", PACKED[:30], PACKED[:-1], PACKED + b"0", b"\n" + PACKED, PACKED.replace(b"float", b"fl0at"),
+     Book().pack(b"3"), Book().pack(b"[]") + b"0", Book().pack(b"[3]") + b"0" * 8,
+     Book().pack(b'[["a", "float32", [1], 0, 0]]') + b"0" * 8],
 )  # fmt: skip
 def test_a_malformed_list_of_tensors_is_a_sync_error(data: bytes) -> None:
-    with pytest.raises(WeightSyncError, match="malformed list of tensors"):
-        TensorList.from_bytes(data)
+    with pytest.raises(WeightSyncError, match="malformed"):
+        TensorList.from_bytes(data, Book())
+
+
+def test_what_both_ends_know_travels_once_per_connection() -> None:
+    ours, theirs = Book(), Book()
+    first, second = LIST.to_bytes(ours), replace(LIST, digests=DIGEST * 2).to_bytes(ours)
+    assert TensorList.from_bytes(first, theirs) == LIST
+    assert TensorList.from_bytes(second, theirs) == replace(LIST, digests=DIGEST * 2)
+    assert len(second) == KEY + 8 + 2 * len(DIGEST) < len(first)
+    with pytest.raises(WeightSyncError, match="names a part that never came"):
+        TensorList.from_bytes(second, Book())
 
 
 def test_places_are_encoded_and_parsed_once_whatever_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
     wire._encode_places.cache_clear()
     wire._decode_places.cache_clear()
     calls = Counter()
-    monkeypatch.setattr(wire, "_encode", lambda tree, real=wire._encode: calls.update(["encode"]) or real(tree))
+    monkeypatch.setattr(wire, "encode", lambda tree, real=wire.encode: calls.update(["encode"]) or real(tree))
     monkeypatch.setattr(wire.json, "loads", lambda data, real=json.loads: calls.update(["parse"]) or real(data))
     for version in range(20):
-        part = TensorList(LIST.places, (f"{version:016x}", DIGEST))
-        assert TensorList.from_bytes(part.to_bytes()) == part
+        part = TensorList(LIST.places, version.to_bytes(8, "little") + DIGEST)
+        assert TensorList.from_bytes(part.to_bytes(Book()), Book()) == part
     assert calls == {"encode": 1, "parse": 1}
 
 

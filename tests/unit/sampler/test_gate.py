@@ -5,7 +5,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from megarl.checkpoint_engine.wire import Kind, Receipt
+from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.wire import Kind
 from megarl.errors import StaleVersionError, WeightSyncError
 from megarl.sampler.gate import VersionGate
 
@@ -33,6 +34,20 @@ def test_only_the_resident_version_is_answered() -> None:
             StaleVersionError, match=f"asked for policy version {stale}, but the sampler holds version 1"
         ):
             use(gate, stale)
+
+
+def test_weights_whose_receipts_the_trainer_gets_are_armed_by_version_and_kind_alone() -> None:
+    gate = VersionGate(base_ready=True)
+    gate.arm(4, "adapter", [])
+    for version, kind in ((5, "adapter"), (4, "base")):
+        with pytest.raises(WeightSyncError, match="but staged is"):
+            gate.check_flip(version, kind, "c")
+    gate.check_flip(4, "adapter", "c")
+    gate.flip()
+    use(gate, 4)
+    gate.arm(5, "adapter", [Receipt(5, "adapter", 0, 1, 1, "c")])
+    with pytest.raises(WeightSyncError, match="but staged is"):
+        gate.check_flip(5, "adapter", "d")
 
 
 def test_staging_alone_changes_nothing() -> None:
@@ -88,7 +103,7 @@ def test_merged_weights_need_their_base_and_an_idle_engine_and_end_the_version_b
         use(gate, 0)
     sync(gate, 1, "merged")  # the base is still there
     use(gate, 1)
-    assert gate.retirable(keep=None) == []
+    assert gate.retire_idle() == []
 
 
 @pytest.mark.parametrize(("content", "other"), [("merged", "adapter"), ("adapter", "merged")])
@@ -120,10 +135,9 @@ def test_a_version_is_retired_only_when_no_request_uses_it() -> None:
     with ExitStack() as running:
         running.enter_context(gate.request(0))
         sync(gate, 1)
-        assert gate.retirable(keep=1) == []
-    assert gate.retirable(keep=1) == [0]
-    gate.retired(0)
-    assert gate.retirable(keep=1) == []
+        assert gate.retire_idle() == [0, 1]
+    assert gate.retire_idle() == [1]
+    assert gate.retire_idle() == [1]
 
 
 def test_versions_in_use_leave_no_room_for_one_more_than_there_are_slots() -> None:
@@ -132,10 +146,9 @@ def test_versions_in_use_leave_no_room_for_one_more_than_there_are_slots() -> No
     with gate.request(0):
         gate.check_room(1, slots=2)
         sync(gate, 1)
-        assert gate.retirable(keep=1) == []
+        assert gate.retire_idle() == [0, 1]
         with pytest.raises(WeightSyncError, match=r"2 would be live version 3 .* holds 2: version 0 \(1 requests"):
             gate.check_room(2, slots=2)
         gate.check_room(1, slots=2)  # the same version again takes no other slot
-    for idle in gate.retirable(keep=1):
-        gate.retired(idle)
+    assert gate.retire_idle() == [1]
     gate.check_room(2, slots=2)

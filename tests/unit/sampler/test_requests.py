@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megarl.checkpoint_engine.wire import Receipt
+from megarl.checkpoint_engine.records import Receipt
 from megarl.config import CheckpointEngineConfig, EngineConfig, ModelConfig, SamplerConfig
 from megarl.errors import StaleVersionError, UnsupportedError, WeightSyncError
 from megarl.sampler.gate import VersionGate

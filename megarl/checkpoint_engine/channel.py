@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between one sender and its receivers over TCP, for transports that stay connected.
+
+The sender listens on one address (``network``). A receiver proves with the endpoint's token that it was told of the
+sender. Messages are short: headers, manifests, receipts; weights travel another way. A closed connection is a dead
+process, which the other end notices at once.
+"""
+
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import time
+from typing import Any
+
+from megarl.errors import WeightSyncError
+from megarl.network import connect, listen, own_address
+
+# Tags of messages: hello (token, receiver's index), bucket, end of transfer; acknowledgement, receipt, failure.
+HELLO, BUCKET, END, ACK, RECEIPT, FAILED = (tag.encode() for tag in "HBEARF")
+_HEAD = struct.Struct("<cQ")
+
+
+class Line:
+    """One end of a connection."""
+
+    def __init__(self, peer: socket.socket, name: str) -> None:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.socket, self._name = peer, name
+
+    def send(self, tag: bytes, data: bytes, deadline: float) -> None:
+        """Send a message. Raises ``WeightSyncError`` if the other end is gone or does not read in time."""
+        try:
+            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            self.socket.sendall(_HEAD.pack(tag, len(data)) + data)
+        except OSError as error:
+            raise WeightSyncError(f"{self._name} is gone or does not read: {error}") from error
+
+    def receive(self, deadline: float) -> tuple[bytes, bytes]:
+        """Return the next message's tag and data. Raises ``WeightSyncError`` as ``send``."""
+        tag, size = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
+        return tag, self._exactly(size, deadline)
+
+    def close(self) -> None:
+        """Close the connection; whoever waits on it is woken."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+    def _exactly(self, size: int, deadline: float) -> bytes:
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        try:
+            while done < size:
+                self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+                count = self.socket.recv_into(view[done:])
+                if not count:
+                    raise WeightSyncError(f"{self._name} is gone")
+                done += count
+        except TimeoutError as error:
+            raise WeightSyncError(f"{self._name} did not answer in time") from error
+        except OSError as error:
+            raise WeightSyncError(f"{self._name} is gone: {error}") from error
+        return bytes(data)
+
+
+class Hub:
+    """The sender's end of the connections to all receivers.
+
+    Args:
+        receivers: number of receivers.
+        timeout: seconds that any wait may take.
+    """
+
+    def __init__(self, receivers: int, timeout: float) -> None:
+        self._receivers, self._timeout = receivers, timeout
+        self.host, self._token = own_address(), secrets.token_hex(16)
+        self._lines: dict[int, Line] = {}
+        try:
+            self._listener = listen(self.host)
+        except OSError as error:
+            raise WeightSyncError(f"cannot listen on {self.host}: {error}") from error
+        self._port = self._listener.getsockname()[1]
+
+    def endpoint(self) -> dict[str, Any]:
+        """Return what a receiver needs to connect."""
+        return {"host": self.host, "port": self._port, "token": self._token, "timeout": self._timeout}
+
+    def connect(self, deadline: float) -> None:
+        """Wait until every receiver has connected. Raises ``WeightSyncError`` with those that have not."""
+        while len(self._lines) < self._receivers:
+            try:
+                self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+                line = Line(self._listener.accept()[0], "a receiver")
+            except OSError as error:
+                missing = ", ".join(str(i) for i in range(self._receivers) if i not in self._lines)
+                raise WeightSyncError(f"receivers {missing} did not connect in time: {error}") from error
+            tag, data = line.receive(deadline)
+            token, _, index = data.decode(errors="replace").partition(" ")
+            if tag != HELLO or not hmac.compare_digest(token, self._token):
+                line.close()  # not one of ours
+                continue
+            line._name = f"receiver {index}"
+            self._lines[int(index)] = line
+
+    def send(self, tag: bytes, data: bytes, deadline: float) -> None:
+        """Send a message to all receivers. Raises ``WeightSyncError``, with the reason if a receiver gave one."""
+        self.check()
+        for line in self._lines.values():
+            line.send(tag, data, deadline)
+
+    def collect(self, tag: bytes, deadline: float) -> list[bytes]:
+        """Wait for one message with this tag from each receiver, in the order of the receivers.
+
+        Raises:
+            WeightSyncError: a receiver failed, is gone, or did not answer in time.
+        """
+        answers: dict[int, bytes] = {}
+        with selectors.DefaultSelector() as selector:
+            for index, line in self._lines.items():
+                selector.register(line.socket, selectors.EVENT_READ, index)
+            while len(answers) < len(self._lines):
+                ready = selector.select(max(deadline - time.monotonic(), 0.0))
+                if not ready:
+                    late = ", ".join(str(index) for index in sorted(self._lines.keys() - answers.keys()))
+                    raise WeightSyncError(f"receivers {late} did not answer in time")
+                for key, _ in ready:
+                    answers[key.data] = self._message(key.data, tag, deadline)
+                    selector.unregister(key.fileobj)
+        return [answers[index] for index in sorted(answers)]
+
+    def check(self) -> None:
+        """Raise ``WeightSyncError`` if a receiver has failed or is gone."""
+        with selectors.DefaultSelector() as selector:
+            for index, line in self._lines.items():
+                selector.register(line.socket, selectors.EVENT_READ, index)
+            for key, _ in selector.select(0) if self._lines else ():
+                line = self._lines[key.data]
+                line.socket.settimeout(1.0)
+                head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
+                if head[:1] in (b"", FAILED):
+                    self._message(key.data, b"", time.monotonic() + 1.0)
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        for line in self._lines.values():
+            line.close()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _message(self, index: int, wanted: bytes, deadline: float) -> bytes:
+        tag, data = self._lines[index].receive(deadline)
+        if tag == FAILED:
+            raise WeightSyncError(f"receiver {index}: {data.decode(errors='replace')}")
+        if tag != wanted:
+            raise WeightSyncError(f"receiver {index} sent a message {tag!r} out of turn")
+        return data
+
+
+def open_line(endpoint: dict[str, Any], index: int) -> Line:
+    """Connect a receiver to its sender. Raises ``WeightSyncError`` if it cannot be reached."""
+    host, port, timeout = endpoint["host"], endpoint["port"], endpoint["timeout"]
+    try:
+        line = Line(connect(host, port, timeout), "the sender")
+    except OSError as error:
+        raise WeightSyncError(f"receiver {index} cannot reach the sender at {host}:{port}: {error}") from error
+    line.send(HELLO, f"{endpoint['token']} {index}".encode(), time.monotonic() + timeout)
+    return line

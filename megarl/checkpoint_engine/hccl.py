@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transport between Ascend NPUs: the broadcasts of ``collective`` on a process group of ``torch_npu``'s HCCL.
+
+No NPU was at hand, so this has never run; what it shares with ``gloo`` and ``nccl`` is tested through gloo. Digests are
+computed in host memory, because the kernels of ``kernels/`` are for CUDA.
+"""
+
+import importlib.util
+from datetime import timedelta
+from typing import Any
+
+from megarl.checkpoint_engine.base import Link
+from megarl.checkpoint_engine.collective import Backend, CollectiveReceiver, CollectiveSender
+from megarl.errors import WeightSyncError
+
+
+def build(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:
+    """Return a HCCL group on this process's current NPU."""
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    options = ProcessGroupHCCL.Options()
+    options.op_timeout = timedelta(seconds=timeout)
+    return ProcessGroupHCCL(store, rank, size, options)
+
+
+HCCL = Backend("hccl", "npu", build)
+
+
+def open_sender(link: Link) -> CollectiveSender:
+    """See ``base.open_sender``. Raises ``WeightSyncError`` without ``torch_npu``."""
+    _check()
+    return CollectiveSender(link, HCCL)
+
+
+def open_receiver(endpoint: dict[str, Any], index: int) -> CollectiveReceiver:
+    """See ``base.open_receiver``. Raises ``WeightSyncError`` without ``torch_npu``."""
+    _check()
+    return CollectiveReceiver(endpoint, index, HCCL)
+
+
+def _check() -> None:
+    if importlib.util.find_spec("torch_npu") is None:
+        raise WeightSyncError("checkpoint_engine.transport is 'hccl', which needs torch_npu and Ascend NPUs")

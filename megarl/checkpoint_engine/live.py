@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all transports share that stay connected: a ring of two buffers, messages beside the weights, receipts.
+
+A transport derives both classes, and says how a buffer is made and how its bytes reach the receivers.
+"""
+
+import contextlib
+import struct
+import time
+from typing import Any, ClassVar
+
+import torch
+
+from megarl.checkpoint_engine.base import Frame, Link
+from megarl.checkpoint_engine.channel import ACK, BUCKET, END, FAILED, RECEIPT, Hub, open_line
+from megarl.errors import WeightSyncError
+
+DEPTH = 2
+# Before a bucket's header: its buffer's number, its bytes, and the bytes of what opens a new buffer.
+_HEAD = struct.Struct("<IQQ")
+
+
+class LiveSender:
+    """Trainer half. Raises ``WeightSyncError`` after the timeout, or when a receiver failed or is gone.
+
+    Attributes:
+        transport: its name in ``base.TRANSPORTS``.
+        acknowledged: True if receivers read the sender's own buffer, and say when they are done.
+    """
+
+    stays = reuses_buffers = True
+    transport: str
+    acknowledged: ClassVar[bool] = False
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._hub = link, Hub(link.receivers, link.timeout)
+        self._buffers: list[torch.Tensor | None] = [None] * DEPTH
+        self._news: list[bytes] = [b""] * DEPTH
+        self._count = self._released = 0
+        self._deadline: float | None = None
+
+    def endpoint(self) -> dict[str, Any]:
+        """Return the address of the messages, and what the transport adds."""
+        return self._hub.endpoint() | {"transport": self.transport, "receivers": self._link.receivers}
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Return the older one of two buffers, once nobody reads it any more."""
+        self._begin()
+        number = self._count % DEPTH
+        while self._count - self._released >= DEPTH:
+            self._release(self._released % DEPTH)
+            self._released += 1
+        held = self._buffers[number]
+        if held is None or held.numel() < nbytes:
+            self._buffers[number] = None
+            self._buffers[number], self._news[number] = self._allocate(number, nbytes)
+            held = self._buffers[number]
+        assert held is not None
+        return held[:nbytes]
+
+    def put(self, header: bytes, payload: torch.Tensor) -> None:
+        """Send the bucket that ``buffer`` returned last."""
+        number = self._count % DEPTH
+        news, self._news[number] = self._news[number], b""
+        self._settle(payload)
+        message = _HEAD.pack(number, payload.numel(), len(news)) + news + header
+        self._hub.send(BUCKET, message, self._begin())
+        self._move(payload)
+        self._count += 1
+
+    def end(self, manifest: bytes) -> None:
+        """Send the manifest."""
+        self._hub.send(END, manifest, self._begin())
+
+    def receipts(self) -> list[bytes]:
+        """Wait for every receiver's receipt."""
+        deadline = self._begin()
+        while self._released < self._count:
+            self._release(self._released % DEPTH)
+            self._released += 1
+        receipts = self._hub.collect(RECEIPT, deadline)
+        # The next transfer begins with the first buffer, so that small ones need no other.
+        self._count, self._released, self._deadline = 0, 0, None
+        return receipts
+
+    def close(self) -> None:
+        """Disconnect, and release the buffers."""
+        self._hub.close()
+        self._buffers = [None] * DEPTH
+
+    def _begin(self) -> float:
+        """Return the time at which the transfer must be over. It begins when this is called first."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._link.timeout
+            self._hub.connect(self._deadline)
+        return self._deadline
+
+    def _release(self, number: int) -> None:
+        """Wait until a buffer that was put may be overwritten."""
+        if self.acknowledged:
+            self._hub.collect(ACK, self._begin())
+
+    def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
+        """Return a new buffer, ``[nbytes]`` uint8, and what the receivers need to open it."""
+        raise NotImplementedError
+
+    def _settle(self, payload: torch.Tensor) -> None:
+        """Wait until the bytes of a bucket are in its buffer."""
+        if payload.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _move(self, payload: torch.Tensor) -> None:
+        """Bring the bytes to the receivers, who have been told of them."""
+
+
+class LiveReceiver:
+    """Worker half. Raises ``WeightSyncError`` after the timeout, or when the sender is gone."""
+
+    stays = reuses_buffers = True
+    acknowledges: ClassVar[bool] = False
+
+    def __init__(self, endpoint: dict[str, Any], index: int) -> None:
+        self._timeout, self._index, self._unread = endpoint["timeout"], index, False
+        self._line = open_line(endpoint, index)
+
+    def take(self) -> Frame:
+        """Wait for the next bucket or the manifest. The bucket before may be overwritten from now on."""
+        deadline = time.monotonic() + self._timeout
+        if self._unread:
+            self._unread = False
+            self._line.send(ACK, b"", deadline)
+        tag, message = self._line.receive(deadline)
+        if tag == END:
+            return Frame(message, None)
+        if tag != BUCKET:
+            raise WeightSyncError(f"the sender sent a message {tag!r} out of turn")
+        number, nbytes, size = _HEAD.unpack_from(message)
+        news = message[_HEAD.size : _HEAD.size + size]
+        payload = self._fetch(number, nbytes, news, deadline)
+        self._unread = self.acknowledges
+        return Frame(message[_HEAD.size + size :], payload)
+
+    def answer(self, receipt: bytes) -> None:
+        """Send the receipt to the sender."""
+        self._line.send(RECEIPT, receipt, time.monotonic() + self._timeout)
+
+    def fail(self, reason: str) -> None:
+        """Tell the sender, and disconnect."""
+        with contextlib.suppress(WeightSyncError):
+            self._line.send(FAILED, reason.encode(), time.monotonic() + 1.0)
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect. May be called twice."""
+        self._line.close()
+
+    def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
+        """Return the bytes of a bucket, ``[nbytes]`` uint8.
+
+        Args:
+            number: number of the sender's buffer.
+            nbytes: bytes of the bucket.
+            news: what opens the buffer, if it is a new one.
+            deadline: when to give up, by ``time.monotonic``.
+        """
+        raise NotImplementedError

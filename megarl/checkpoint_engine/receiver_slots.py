@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold adapters in vLLM's LoRA slots: write a version into an idle slot, verify it, let vLLM use it.
+
+vLLM keeps every slot's matrices in tensors of a fixed place, which the kernels of all requests read. An adapter is
+written straight into those of an idle slot, while requests of other versions run. vLLM learns of the slot when the
+first request of the new version comes: it then asks for the adapter and activates it, and gets the slot's number
+instead of weights. Nothing else in vLLM is told of a version that was not verified.
+"""
+
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.request import LoRARequest
+
+from megarl.checkpoint_engine import receiver_moe
+from megarl.checkpoint_engine.receiver_lora import SlotPlan, buffers_of, plan_slot
+from megarl.checkpoint_engine.receiver_writer import Writer, writer_for
+from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.stream import Inbox
+from megarl.checkpoint_engine.wire import Plan
+from megarl.errors import WeightSyncError
+
+
+class Slots:
+    """The slots of one worker.
+
+    Args:
+        manager: vLLM's worker LoRA manager, whose loading and activation this object takes over.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._inner = manager, manager._adapter_manager
+        self._slot_of: dict[int, int] = {}
+        self._checksums: dict[int, str] = {}
+        self._plans: dict[bytes, SlotPlan] = {}
+        self._writers: dict[int, Writer] = {}
+        manager._load_adapter = self._load
+        self._inner._add_adapter = self._add
+        self._inner.activate_adapter = self._activate
+
+    @property
+    def staged(self) -> list[int]:
+        """LoRA ids of the verified versions."""
+        return sorted(self._slot_of)
+
+    def keep(self, lora_ids: list[int]) -> None:
+        """Forget all other versions; their slots are idle then. Call it between two steps of the engine."""
+        for lora_id in self._slot_of.keys() - set(lora_ids):
+            self._inner.remove_adapter(lora_id)
+            del self._slot_of[lora_id]
+
+    def clear(self) -> None:
+        """Forget all versions, after vLLM dropped them."""
+        self._slot_of.clear()
+
+    def slot_for(self, lora_id: int) -> int | None:
+        """Return an idle slot; None if the version is already held. Raises ``WeightSyncError`` if all are in use."""
+        if lora_id in self._slot_of:
+            return None
+        free = set(range(self._inner.lora_slots)) - set(self._slot_of.values())
+        if not free:
+            raise WeightSyncError(f"all {self._inner.lora_slots} LoRA slots are in use")
+        return min(free)
+
+    def stage(self, inbox: Inbox, slot: int | None) -> Receipt:
+        """Receive an adapter into an idle slot, and read back what the slot holds.
+
+        Args:
+            inbox: the transfer.
+            slot: an idle slot; None if the version is already held, which must be the same then.
+
+        Raises:
+            WeightSyncError: a tensor is damaged, missing, unexpected, not finite or of a wrong shape, or the slot does
+                not hold what was written.
+            AdapterError, UnsupportedError: as ``plan_slot``.
+        """
+        if slot is None:
+            return self._compare(inbox)
+        if slot not in self._writers:
+            self._writers[slot] = writer_for(buffers_of(self._manager, slot))
+        writer, plan = self._writers[slot], None
+        for number, (bucket, payload) in enumerate(inbox.buckets()):
+            if bucket.plan is None:
+                raise WeightSyncError("the adapter came without its plan")
+            plan = self._plan(bucket.plan)
+            writer.write(plan, number, payload)
+        manifest, receipt = inbox.finish()
+        if plan is None:
+            raise WeightSyncError("the adapter came without any tensor")
+        for module, adapted in plan.experts:
+            receiver_moe.switch(module, slot, adapted)
+            if not receiver_moe.is_switched(module, slot, adapted):
+                raise WeightSyncError(f"vLLM's experts do not take slot {slot}")
+        self._slot_of[manifest.version + 1], self._checksums[manifest.version + 1] = slot, receipt.checksum
+        return receipt
+
+    def _compare(self, inbox: Inbox) -> Receipt:
+        """Receive a version that is held. Other weights under its name would be sampled with the KV of these."""
+        for _ in inbox.buckets():
+            pass
+        manifest, receipt = inbox.finish()
+        if self._checksums.get(manifest.version + 1) != receipt.checksum:
+            raise WeightSyncError(f"version {manifest.version} came again with other weights than before")
+        return receipt
+
+    def _plan(self, plan: Plan) -> SlotPlan:
+        """Return the jobs of an adapter; worked out once."""
+        key = plan.key
+        if key not in self._plans:
+            self._plans = {key: plan_slot(self._manager, plan)}
+        return self._plans[key]
+
+    def _load(self, request: LoRARequest) -> LoRAModel:
+        """Stand in for an adapter whose weights are in their slot; replaces vLLM's reading from disk."""
+        if request.lora_int_id not in self._slot_of:
+            raise WeightSyncError(f"adapter '{request.lora_name}' was never received; there is nothing to load")
+        return LoRAModel(request.lora_int_id, 1, {})
+
+    def _add(self, model: LoRAModel) -> None:
+        """Register a version; replaces vLLM's stacking of its weights."""
+        self._inner._registered_adapters[model.id] = model
+
+    def _activate(self, lora_id: int) -> bool:
+        """Tell vLLM's kernels the slot of a version; replaces vLLM's copying of weights into a slot."""
+        inner = self._inner
+        activated = lora_id not in inner._active_adapters
+        if activated:
+            if lora_id not in self._slot_of:
+                raise WeightSyncError(f"LoRA id {lora_id} has no slot")
+            inner._active_adapters[lora_id] = None
+            inner.lora_index_to_id[self._slot_of[lora_id]] = lora_id
+        inner._active_adapters.touch(lora_id)
+        return activated

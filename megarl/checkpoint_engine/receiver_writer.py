@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write matrices into padded buffers and read them back: with torch on a CPU, with two kernels per bucket on a GPU."""
+
+from typing import Protocol
+
+import torch
+
+from megarl.checkpoint_engine.receiver_lora import Job, SlotPlan, Source
+from megarl.checkpoint_engine.stream import is_finite
+from megarl.checkpoint_engine.wire import listed
+from megarl.errors import WeightSyncError
+
+
+class Writer(Protocol):
+    """Fills the buffers of one slot."""
+
+    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
+        """Do the jobs of one bucket, and those without a source with the first bucket. Returns when all is read back.
+
+        Args:
+            plan: the jobs.
+            bucket: index of the bucket.
+            payload: its bytes, ``[nbytes]`` uint8.
+
+        Raises:
+            WeightSyncError: a value is not finite, or a buffer does not hold what was written; names the matrices.
+        """
+        ...
+
+
+def writer_for(buffers: list[torch.Tensor]) -> Writer:
+    """Return the writer for one slot's buffers, each ``[R, C]``, in the order of the jobs."""
+    if buffers and buffers[0].is_cuda:
+        from megarl.checkpoint_engine.receiver_gpu import GpuWriter
+
+        return GpuWriter(buffers)
+    return HostWriter(buffers)
+
+
+def jobs_of(plan: SlotPlan, bucket: int) -> list[Job]:
+    """Return the jobs that a bucket allows."""
+    first = bucket == 0
+    return [job for job in plan.jobs if (first if job.source is None else job.source.bucket == bucket)]
+
+
+def refuse(not_finite: list[str], different: list[str]) -> None:
+    """Raise ``WeightSyncError`` if there are names of matrices in either list."""
+    if not_finite:
+        raise WeightSyncError(f"the adapter holds a value that is not finite in {listed(not_finite)}")
+    if different:
+        raise WeightSyncError(f"vLLM's buffers do not hold the adapter exactly in {listed(different)}")
+
+
+class HostWriter:
+    """See ``Writer``."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+        self._jobs: dict[int, tuple[SlotPlan, list[Job]]] = {}
+
+    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
+        """See ``Writer``."""
+        if bucket not in self._jobs or self._jobs[bucket][0] is not plan:
+            self._jobs[bucket] = plan, jobs_of(plan, bucket)
+        not_finite, different = [], []
+        for job in self._jobs[bucket][1]:
+            buffer = self._buffers[job.buffer]
+            if job.source is None:
+                buffer.zero_()
+                if buffer.any():
+                    different.append(job.name)
+                continue
+            matrix = matrix_of(payload, job.source)
+            block = matrix.to(buffer.dtype) if job.scaling == 1 else (matrix.float() * job.scaling).to(buffer.dtype)
+            rows, columns = block.shape
+            buffer[:rows, :columns] = block
+            buffer[rows:] = 0
+            buffer[:rows, columns:] = 0
+            if not is_finite(block):
+                not_finite.append(job.name)
+            elif not _holds(buffer, block):
+                different.append(job.name)
+        refuse(not_finite, different)
+
+
+def matrix_of(payload: torch.Tensor, source: Source) -> torch.Tensor:
+    """Return a view of a matrix in a bucket."""
+    size = source.dtype.itemsize
+    flat = payload[: payload.numel() // size * size].view(source.dtype)
+    return flat.as_strided(source.shape, source.strides, flat.storage_offset() + source.offset)
+
+
+def _holds(buffer: torch.Tensor, block: torch.Tensor) -> bool:
+    """Return True if a padded buffer holds exactly ``block``, and zeros around it."""
+    rows, columns = block.shape
+    inside = torch.equal(buffer[:rows, :columns], block)
+    return inside and not buffer[rows:].any() and not buffer[:rows, columns:].any()
