@@ -15,13 +15,14 @@ PHASES = ("forward", "logprobs", "backward", "optimizer")
 def table(report: dict[str, Any]) -> str:
     """Return the comparison as text, with one row per contender and times in milliseconds."""
     done = [result for result in report["contenders"] if "error" not in result]
-    lines = _aligned([COLUMNS, *(_row(result) for result in done)])
+    lines = aligned([COLUMNS, *(_row(result) for result in done)])
     lines += [f"{r['name']} failed: {r['error']}" for r in report["contenders"] if "error" in r]
     profiled = [result for result in done if "device_ms" in result]
     return "\n".join([_head(report), "", *lines, "", *_notes(report), *_profiles(profiled)])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line per row, with columns aligned to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
@@ -35,7 +36,7 @@ def _profiles(results: list[dict[str, Any]]) -> list[str]:
         rows.append((kind, *(f"{result['device_ms'][kind]:.1f}" for result in results)))
     idle = (max(0.0, result["step_ms"] - sum(result["device_ms"].values())) for result in results)
     rows.append(("idle", *(f"{time:.1f}" for time in idle)))
-    return ["", *_aligned(rows)]
+    return ["", *aligned(rows)]
 
 
 def _head(report: dict[str, Any]) -> str:

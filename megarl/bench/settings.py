@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `megarl bench train`. Imports neither torch nor transformers, so that a typo is reported at once."""
+"""Settings of `megarl bench`. Imports neither torch nor transformers, so that a typo is reported at once."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -58,8 +58,38 @@ class BenchSettings(Section):
         return self.sequences * max(1, round(self.response * self.length))
 
 
+class SyncBenchSettings(Section):
+    model: str
+    """A named shape with random weights, or a Hugging Face folder."""
+    contents: list[Literal["adapter", "merged"]] = Field(["adapter", "merged"], min_length=1)
+    """What a sync sends; each is measured with engines of its own. The base that comes first is measured too."""
+    transport: str = "auto"
+    """``checkpoint_engine.transport``. ``auto``: ``ipc`` if trainer and engine share the device, else ``nccl``."""
+    engines: int = Field(1, ge=1)
+    """Number of engines. Engine i gets GPU i + 1 if there are as many, else GPU 0, which the trainer uses."""
+    r: int = Field(32, ge=1)
+    """Rank of the adapter, on all linears."""
+    rounds: int = Field(20, ge=2)
+    """Timed syncs of each kind; their median is reported."""
+    bucket_mib: int = Field(256, ge=1)
+    """``checkpoint_engine.bucket_mib``."""
+    kv_cache_gib: float = Field(2.0, gt=0.0)
+    """``sampler.kv_cache_gib``."""
+    disk: bool = True
+    """Measure vLLM's own way too: save the adapter to memory-backed files, load them into a running engine."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` uses CUDA if torch sees a GPU."""
+    seed: int = 0
+    """Seed of the weights."""
+
+
+S = TypeVar("S", BenchSettings, SyncBenchSettings)
+
+
 def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
-    """Parse the settings for a named shape or a folder.
+    """Parse the settings of `bench train` for a named shape or a folder.
 
     Args:
         model: a key of ``SHAPES``, or a folder with a config.json, or a hub id.
@@ -69,17 +99,25 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
         ConfigError: a shape, key or value is unknown.
         UnsupportedError: the model is a mixture of experts.
     """
-    tree: dict[str, Any] = {"model": model if model in SHAPES else local_model(model)}
-    if model in SHAPES:
-        tree |= {"sequences": SHAPES[model].sequences, "length": SHAPES[model].length}
+    batch = {"sequences": SHAPES[model].sequences, "length": SHAPES[model].length} if model in SHAPES else {}
+    return _parse(BenchSettings, model, batch, overrides)
+
+
+def parse_sync_settings(model: str, overrides: Sequence[str] = ()) -> SyncBenchSettings:
+    """Parse the settings of `bench sync`; arguments and errors as ``parse_settings``."""
+    return _parse(SyncBenchSettings, model, {}, overrides)
+
+
+def _parse(kind: type[S], model: str, defaults: dict[str, Any], overrides: Sequence[str]) -> S:
+    tree: dict[str, Any] = {"model": model if model in SHAPES else local_model(model)} | defaults
     try:
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([_checked(override) for override in overrides]))
         tree |= given
-        settings = BenchSettings.model_validate(tree)
+        settings = kind.model_validate(tree)
     except OmegaConfBaseException as error:
         raise ConfigError(f"bench: {str(error).splitlines()[0]}") from error
     except ValidationError as error:
-        raise ConfigError(explain(error, tree, BenchSettings)) from None
+        raise ConfigError(explain(error, tree, kind)) from None
     shape = model_config(settings.model)
     if family_of(shape).moe:
         raise UnsupportedError(f"bench: '{model}' is a mixture of experts; dense models can be compared")

@@ -76,6 +76,9 @@ class SyncReport:
         count: number of tensors.
         checksum: checksum of the transfer.
         seconds: wall seconds of each phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``finish``).
+        stages: wall seconds of what the phase ``transfer`` consists of: on the trainer's rank 0 (``trainer/export``,
+            ``gather``, ``hash``, ``wire``, ``receipts``) and on the slowest receiver (``receiver/wire``, ``hash``,
+            ``load``, ``check``). The two sides overlap.
     """
 
     version: int
@@ -84,6 +87,7 @@ class SyncReport:
     count: int
     checksum: str
     seconds: dict[str, float] = field(default_factory=dict)
+    stages: dict[str, float] = field(default_factory=dict)
 
 
 class CheckpointEngineManager:
@@ -118,21 +122,23 @@ class CheckpointEngineManager:
         seconds: dict[str, float] = {}
         deadline = time.monotonic() + self._config.timeout_seconds
         try:
-            sent = self._run(version, kind, deadline, seconds)
+            sent, stages = self._run(version, kind, deadline, seconds)
         except WeightSyncError as error:
             self._fail(f"{kind} of version {version} was not synced: {error}")
             raise WeightSyncError(str(self._failure)) from error
         except BaseException as error:
             self._fail(f"sync of version {version} was interrupted: {error!r}")
             raise
-        return SyncReport(version, kind, sent.nbytes, sent.count, sent.checksum, seconds)
+        return SyncReport(version, kind, sent.nbytes, sent.count, sent.checksum, seconds, stages)
 
     def refuse(self, reason: str) -> None:
         """Tell every sampler to refuse, after a check outside of the sync failed; ``sync`` refuses from then on."""
         self._fail(reason)
 
-    def _run(self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]) -> Receipt:
-        """Run all phases; return what was sent. Every failure is a ``WeightSyncError``."""
+    def _run(
+        self, version: int, kind: Kind, deadline: float, seconds: dict[str, float]
+    ) -> tuple[Receipt, dict[str, float]]:
+        """Run all phases; return what was sent, and the stages. Every failure is a ``WeightSyncError``."""
         receivers = sum(sink.receivers for sink in self._sinks)
         endpoint = self._endpoint
         with _phase("prepare", seconds):
@@ -148,17 +154,18 @@ class CheckpointEngineManager:
             answer, *arrived = _gather(calls, deadline, "transfer")
         with _phase("verify", seconds):
             sent = Receipt.from_bytes(answer.manifest)
-            self._verify(sent, version, kind, [*answer.receipts, *(receipt for part in arrived for receipt in part)])
+            receipts = [*answer.receipts, *(receipt for part in arrived for receipt in part)]
+            stages = self._verify(sent, version, kind, receipts)
         with _phase("flip", seconds):
             flips = {sink.name: partial(sink.flip, version, kind, sent.checksum) for sink in self._sinks}
             _gather(flips, deadline, "flip")
         with _phase("finish", seconds):
             if self._endpoint is None:
                 _gather({"trainer": self._source.finish}, deadline, "finish")
-        return sent
+        return sent, stages
 
-    def _verify(self, sent: Receipt, version: int, kind: Kind, receipts: Sequence[bytes]) -> None:
-        """Check that every receiver holds exactly what was sent, and that it is what was asked for."""
+    def _verify(self, sent: Receipt, version: int, kind: Kind, receipts: Sequence[bytes]) -> dict[str, float]:
+        """Check that every receiver holds exactly what was sent, and that it is what was asked for; return stages."""
         if (sent.version, sent.kind) != (version, kind):
             raise WeightSyncError(
                 f"the trainer sent the {sent.kind} of version {sent.version}, asked for was the {kind} of version "
@@ -172,6 +179,9 @@ class CheckpointEngineManager:
             )
         for receipt in parsed:
             receipt.check(sent)
+        slowest = {name: max(receipt.seconds.get(name, 0.0) for receipt in parsed) for name in parsed[0].seconds}
+        sides = {"trainer": sent.seconds, "receiver": slowest}
+        return {f"{side}/{name}": value for side, stages in sides.items() for name, value in stages.items()}
 
     def _fail(self, reason: str) -> None:
         """Store the reason, tell every sampler, close the transport. Best effort, since any of them may be dead."""

@@ -4,6 +4,7 @@
 import contextlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Sent(NamedTuple):
     """What rank 0 says after a transfer.
 
     Attributes:
-        manifest: what was sent, as ``Receipt.to_bytes``.
+        manifest: what was sent, as ``Receipt.to_bytes``, with the seconds of the trainer's stages.
         receipts: the receivers' receipts if they answered the sender itself, else none.
     """
 
@@ -115,8 +116,11 @@ class CheckpointEngineMixin:
                 for stream in streams:
                     _run_to_end(stream)
             raise
-        sender = self._outbox.sender
-        return Sent(manifest.receipt.to_bytes(), sender.receipts() if sender.stays else [])
+        sender, stages = self._outbox.sender, self._outbox.stages
+        stages.end("wire")
+        receipts = sender.receipts() if sender.stays else []
+        stages.end("receipts")
+        return Sent(replace(manifest.receipt, seconds=stages.seconds).to_bytes(), receipts)
 
     def finish_sync(self) -> None:
         """Close the transport. Safe at any time, and may be called twice."""

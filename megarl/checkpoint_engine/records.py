@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of one transfer: the header of a bucket, the sender's manifest, a receiver's receipt."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -114,6 +114,7 @@ class Receipt:
         count: number of tensors.
         nbytes: bytes of all tensors.
         checksum: checksum of the transfer, as ``Manifest.checksum``.
+        seconds: wall seconds of the stages on this side; not compared.
     """
 
     version: int
@@ -122,6 +123,7 @@ class Receipt:
     count: int
     nbytes: int
     checksum: str
+    seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
     def check(self, sent: "Receipt") -> None:
         """Compare with what was sent.
@@ -129,10 +131,10 @@ class Receipt:
         Raises:
             WeightSyncError: a field differs; the message names the first one and both values.
         """
-        for field in ("version", "kind", "count", "nbytes", "checksum"):
-            if (held := getattr(self, field)) != (expected := getattr(sent, field)):
+        for name in ("version", "kind", "count", "nbytes", "checksum"):
+            if (held := getattr(self, name)) != (expected := getattr(sent, name)):
                 raise WeightSyncError(
-                    f"receiver {self.receiver} holds {field} {held!r}, but {expected!r} was sent "
+                    f"receiver {self.receiver} holds {name} {held!r}, but {expected!r} was sent "
                     f"({sent.kind} of version {sent.version})"
                 )
 
@@ -144,7 +146,7 @@ class Receipt:
     def from_bytes(cls, data: bytes) -> Self:
         """Parse the result of ``to_bytes``. Raises ``WeightSyncError`` if it is malformed."""
         tree = decode(data, "receipt")
-        if set(tree) != {field.name for field in fields(cls)}:
+        if set(tree) != {one.name for one in fields(cls)}:
             raise WeightSyncError(f"malformed receipt: fields {sorted(tree)}")
         return cls(**tree)
 

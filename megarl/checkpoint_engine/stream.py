@@ -3,6 +3,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,24 @@ Named = tuple[str, torch.Tensor]
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
+class Stages:
+    """Wall seconds of the stages of one transfer. On a GPU a stage that does not wait ends in the next that does."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def begin(self) -> None:
+        """Forget all stages; the first begins."""
+        self.seconds, self._last = {}, time.perf_counter()
+
+    def end(self, stage: str) -> None:
+        """End a stage, and begin the next."""
+        now = time.perf_counter()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
+        self._last = now
+
+
 class Outbox:
     """The sending end of a connection.
 
@@ -30,6 +49,7 @@ class Outbox:
 
     def __init__(self, sender: Sender, bucket_bytes: int) -> None:
         self.sender, self._limit, self._book = sender, bucket_bytes, Book()
+        self.stages = Stages()
         self._views: dict[tuple[int, tuple[Place, ...]], list[torch.Tensor]] = {}
 
     def send(self, tensors: Iterable[Named], version: int, kind: Kind, plan: Plan | None = None) -> Manifest:
@@ -48,13 +68,19 @@ class Outbox:
             WeightSyncError: a dtype cannot be sent, the tensors are not those of the plan, or the transport failed.
         """
         parts: list[TensorList] = []
+        self.stages.begin()
         buckets = _as_planned(tensors, plan) if plan else _as_they_come(tensors, self._limit)
         for places, held in buckets:
+            self.stages.end("export")
             payload = self.sender.buffer(end_of(places))
+            self.stages.end("wire")
             self._fill(payload, places, held)
             del held
+            self.stages.end("gather")
             parts.append(TensorList(places, digests_of(payload, places)))
+            self.stages.end("hash")
             self.sender.put(Bucket(version, kind, parts[-1], plan).to_bytes(self._book), payload)
+            self.stages.end("wire")
         manifest = Manifest(version, kind, joined(parts), plan.adapter_config if plan else None)
         self.sender.end(manifest.to_bytes(self._book))
         return manifest
@@ -82,6 +108,7 @@ class Inbox:
         self._receiver, self._index, self._book = receiver, index, book
         self._parts: list[TensorList] = []
         self._manifest: Manifest | None = None
+        self.stages = Stages()
 
     def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """Yield each bucket's header and its bytes, ``[nbytes]`` uint8, which were checked against the digests.
@@ -91,6 +118,7 @@ class Inbox:
         """
         while True:
             header, payload = self._receiver.take()
+            self.stages.end("wire")
             if payload is None:
                 self._manifest = Manifest.from_bytes(header, self._book)
                 return
@@ -102,7 +130,9 @@ class Inbox:
                 damaged = [place.name for place, at in _cut(places) if actual[at] != sent[at]]
                 raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
             self._parts.append(bucket.tensors)
+            self.stages.end("hash")
             yield bucket, payload
+            self.stages.end("load")
 
     def tensors(self) -> Iterator[Named]:
         """Yield ``(name, tensor)``. Each tensor is a view of its bucket, or a copy if the bucket will be used again."""
@@ -126,7 +156,9 @@ class Inbox:
         if arrived != sent.tensors:
             _compare(arrived, sent.tensors)
         checksum = arrived.checksum(sent.adapter_config)
-        receipt = Receipt(sent.version, sent.kind, self._index, len(arrived), arrived.nbytes, checksum)
+        self.stages.end("check")
+        seconds = self.stages.seconds
+        receipt = Receipt(sent.version, sent.kind, self._index, len(arrived), arrived.nbytes, checksum, seconds)
         receipt.check(sent.receipt)
         return sent, receipt
 

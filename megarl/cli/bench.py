@@ -9,8 +9,8 @@ from megarl.cli.progress import progress
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `bench train` to the command line."""
-    bench = commands.add_parser("bench", help="measure speed and memory beside Hugging Face + PEFT")
+    """Add `bench train` and `bench sync` to the command line."""
+    bench = commands.add_parser("bench", help="measure speed and memory beside Hugging Face + PEFT, and weight syncs")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="a training step on one device")
     train.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
@@ -18,6 +18,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     train.add_argument("--profile", action="store_true", help="write a table of the top kernels of each contender")
     train.add_argument("--out", default="runs/bench", help="folder for logs, results and profiles")
     train.set_defaults(run=_train, online=True)
+    sync = kinds.add_parser("sync", help="bring new weights from the trainer into a live engine")
+    sync.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
+    sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, r, rounds, ...")
+    sync.add_argument("--out", default="runs/bench", help="folder for logs and results")
+    sync.set_defaults(run=_sync, online=True)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -30,4 +35,18 @@ def _train(arguments: argparse.Namespace) -> None:
     with progress("starting") as show:
         report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=show)
     print(table(report))
+    print(json.dumps(report))
+
+
+def _sync(arguments: argparse.Namespace) -> None:
+    """Print the table, and the whole report as one line of JSON."""
+    from megarl.bench.settings import parse_sync_settings
+
+    settings = parse_sync_settings(arguments.model, arguments.overrides)
+    from megarl.bench.sync import bench_sync
+    from megarl.bench.sync_report import sync_table
+
+    with progress("starting") as show:
+        report = bench_sync(settings, Path(arguments.out).expanduser(), report=show)
+    print(sync_table(report))
     print(json.dumps(report))

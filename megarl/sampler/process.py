@@ -115,7 +115,11 @@ class SamplerProcess:
     ) -> list[list[Completion]]:
         """Sample from one policy version; see ``VllmSampler.generate``."""
         given = None if seeds is None else list(seeds)
-        return self._call("generate", list(prompts), version, given, sampling).result()
+        return self.start_generate(prompts, version, given, sampling).result()
+
+    def start_generate(self, prompts: Sequence[np.ndarray], version: int, *rest: Any) -> Future[list[list[Completion]]]:
+        """Start to sample from one policy version; ``rest`` as for ``generate``."""
+        return self._call("generate", list(prompts), version, *rest)
 
     def sample(self, prompts: Sequence[np.ndarray], seeds: Sequence[int]) -> Future[list[list[Completion]]]:
         """Start to sample from whichever version is current; see ``VllmSampler.sample``."""

@@ -7,8 +7,9 @@ output is a table. Every log, table and profile is in OUT/logs.tar.gz, which is 
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, parity      tests of this folder
+    smoke, kernels, graphs, parity, weights     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
+    sync:SHAPE[:SETTING,...]            `megarl bench sync`
     models                              writes the models of the next two
     matrix:FAMILY:BACKEND:DTYPE:RANKS[:SECTION.KEY=VALUE,...]   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
@@ -37,6 +38,7 @@ TESTS = {
     "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py", "test_row_kernels.py"],
     "graphs": ["test_graphs.py"],
     "parity": ["test_parity_cuda.py"],
+    "weights": ["test_weight_path.py"],
 }
 ARCHIVING = threading.Lock()
 # Patterns of the lines to show: of a test or verification, of any other log.
@@ -59,6 +61,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             options = options_of(settings)
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
+        case "sync", [shape, *settings]:
+            return [*MEGARL, "bench", "sync", shape, *options_of(settings), "--out", str(out / file_name(stage))], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:
             options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", *options_of(settings)]
             return [*MEGARL, "verify", str(MODELS / family), *options, "--matrix", "--ranks", ranks, *page], VERIFIED

@@ -60,7 +60,7 @@ INTERNAL: dict[str, set[str]] = {
     | {"report", "evaluation", "parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
     "launch": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "evaluation"},
-    "bench": COMMON | {"parallel", "loss", "model", "lora"},
+    "bench": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}

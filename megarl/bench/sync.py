@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `megarl bench sync`: time how new weights come from a trainer into live engines, beside ceilings and peers."""
+
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.bench.random_weights import fill_randomly
+from megarl.bench.settings import SyncBenchSettings, model_config
+from megarl.bench.shapes import SHAPES
+from megarl.checkpoint_engine.manager import SyncReport
+from megarl.checkpoint_engine.weight_sync import WeightSync
+from megarl.config import TrainConfig
+from megarl.lora import build_model
+from megarl.model.megatron_model import MegatronModel
+from megarl.sampler.plain_engine import time_plain_engine
+from megarl.sampler.process import SamplerProcess
+from megarl.types import Sample
+
+# Tokens that trainer and engine both score after the syncs, and requests that run while weights arrive.
+SCORED, REQUESTS, RESPONSE = 64, 16, 64
+# Memory-backed files.
+TMPFS = "/dev/shm"
+
+
+def bench_sync(
+    settings: SyncBenchSettings, out: Path, *, report: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure syncs of every content.
+
+    Args:
+        settings: what to measure.
+        out: folder for the engines' logs.
+        report: called with a line before each part.
+
+    Returns:
+        ``settings``, ``transport``, ``rows`` (one per kind of weights), ``ceilings`` (GB/s), and ``disk`` if measured.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
+        folder = _folder(settings, Path(scratch))
+        report("the trainer builds")
+        model = _build(settings, folder)
+        transport = _transport(settings, model)
+        result: dict[str, Any] = {"settings": settings.model_dump(), "transport": transport, "rows": []}
+        for content in settings.contents:
+            report(f"{content}: {settings.engines} engines start; log: {out}/sync-{content}-0.log")
+            with _engines(settings, folder, content, transport, out) as (engines, seconds):
+                result["engine_start_seconds"] = seconds
+                result["rows"] += _measure(settings, model, engines, content, transport, report)
+        result["ceilings"] = {"copy": _copy_rate(model, max(row["nbytes"] for row in result["rows"]))}
+        if settings.disk:
+            report("vLLM's own way: save, and load into a running engine")
+            result["disk"] = _disk(settings, model, folder, Path(scratch), out)
+        return result
+
+
+def _build(settings: SyncBenchSettings, folder: Path) -> MegatronModel:
+    lora = {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"}
+    train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
+    section = {"path": str(folder), "dtype": settings.dtype}
+    if settings.model in SHAPES:
+        fill = partial(_fill, seed=settings.seed)
+        model = build_model(section, lora=lora, train=train, fill_base=fill)
+    else:
+        model = build_model(section, lora=lora, train=train)
+    _change(model, settings.seed)
+    return model
+
+
+def _fill(chunks: Any, *_: Any, seed: int) -> None:
+    fill_randomly(chunks, seed)
+
+
+def _folder(settings: SyncBenchSettings, scratch: Path) -> Path:
+    """Return a folder that vLLM can read the model's config from."""
+    if settings.model not in SHAPES:
+        return Path(settings.model)
+    (scratch / "model").mkdir()
+    (scratch / "model" / "config.json").write_text(json.dumps(model_config(settings.model)))
+    return scratch / "model"
+
+
+def _transport(settings: SyncBenchSettings, model: MegatronModel) -> str:
+    if settings.transport != "auto":
+        return settings.transport
+    alone = model.groups.device.type == "cpu" or torch.cuda.device_count() <= settings.engines
+    return "ipc" if alone else "nccl"
+
+
+@contextlib.contextmanager
+def _engines(
+    settings: SyncBenchSettings, folder: Path, content: str, transport: str, out: Path
+) -> Iterator[tuple[list[SamplerProcess], float]]:
+    """Start the engines; yield them and the seconds that the slowest needed."""
+    began = time.perf_counter()
+    spread = torch.cuda.device_count() > settings.engines
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                SamplerProcess(
+                    {"path": str(folder), "dtype": settings.dtype},
+                    lora={"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"},
+                    sampler={
+                        "samples_per_prompt": 2,
+                        "max_prompt_tokens": SCORED,
+                        "max_response_tokens": RESPONSE,
+                        "max_num_seqs": REQUESTS,
+                        "kv_cache_gib": settings.kv_cache_gib,
+                        "enforce_eager": True,
+                    },
+                    checkpoint_engine={"transport": transport, "content": content},
+                    device=settings.device,
+                    gpus=[i + 1 if spread else 0] if torch.cuda.is_available() else None,
+                    log=out / f"sync-{content}-{i}.log",
+                    index=i,
+                )
+            )
+            for i in range(settings.engines)
+        ]
+        for engine in engines:
+            engine.wait()
+        yield engines, time.perf_counter() - began
+
+
+def _measure(
+    settings: SyncBenchSettings,
+    model: MegatronModel,
+    engines: list[SamplerProcess],
+    content: str,
+    transport: str,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Time the base and then many versions; check that every engine computes what the trainer does."""
+    section = {"transport": transport, "content": content, "bucket_mib": settings.bucket_mib}
+    weights = WeightSync(model, engines, section)
+    rows = [_row("base", [_timed(model, lambda: weights.sync("base"))])]
+    weights.sync()
+    times = []
+    for round in range(settings.rounds):
+        report(f"{content}: sync {round + 1} of {settings.rounds}")
+        _change(model, settings.seed + round + 1)
+        model.version += 1
+        times.append(_timed(model, weights.sync))
+    row = _row(content, times)
+    row["logprob_difference"] = max(_difference(model, engine) for engine in engines)
+    if content == "adapter":
+        report("adapter: syncs while requests run")
+        row["pause_ms"] = _pause(settings, model, engines, weights)
+    return [*rows, row]
+
+
+def _change(model: MegatronModel, seed: int) -> None:
+    """Give the adapter other values, as an optimizer step does."""
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(model.adapter.parameters()):
+            generator = torch.Generator(parameter.device).manual_seed(seed * 100_003 + number)
+            parameter.normal_(std=0.01, generator=generator)
+
+
+def _timed(model: MegatronModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:
+    """Return the seconds from the end of the device's work until the new version serves, and the report."""
+    if model.groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    done = sync()
+    return time.perf_counter() - began, done
+
+
+def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
+    reports = [report for _, report in times]
+    stages = {
+        name: statistics.median(getattr(one, part).get(name, 0.0) for one in reports) * 1e3
+        for part in ("seconds", "stages")
+        for name in getattr(reports[-1], part)
+    }
+    return {
+        "kind": kind,
+        "nbytes": reports[-1].nbytes,
+        "tensors": reports[-1].count,
+        "ms": statistics.median(seconds for seconds, _ in times) * 1e3,
+        "worst_ms": max(seconds for seconds, _ in times) * 1e3,
+        "syncs": len(times),
+        "stages_ms": stages,
+    }
+
+
+def _difference(model: MegatronModel, engine: SamplerProcess) -> float:
+    """Return the largest difference between the logprobs of trainer and engine on random tokens."""
+    tokens = np.random.default_rng(0).integers(0, model.hf_config["vocab_size"], SCORED)
+    scored = engine.score(tokens, model.version)
+    expected = model.forward(model.pack([Sample(tokens, np.arange(SCORED) > 0)]), temperature=1.0)[0]
+    return float(np.abs(scored - expected).max())
+
+
+def _pause(
+    settings: SyncBenchSettings, model: MegatronModel, engines: list[SamplerProcess], weights: WeightSync
+) -> float:
+    """Return by how many milliseconds a sync delays requests that run: median over pairs with and without one."""
+    draw = np.random.default_rng(1)
+    prompts = [draw.integers(0, model.hf_config["vocab_size"], 8) for _ in range(REQUESTS)]
+
+    def generate(sync: bool) -> float:
+        began = time.perf_counter()
+        version = model.version
+        running = engines[0].start_generate(prompts, version)
+        if sync:
+            model.version += 1
+            weights.sync()
+        running.result()
+        return (time.perf_counter() - began) * 1e3
+
+    generate(False)
+    return statistics.median(generate(True) - generate(False) for _ in range(max(3, settings.rounds // 2)))
+
+
+def _copy_rate(model: MegatronModel, nbytes: int) -> float:
+    """Return GB/s of one copy inside the trainer's device: the ceiling of a sync that copies every byte once."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=model.groups.device).random_()
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        target.copy_(source)
+        if source.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return nbytes / statistics.median(seconds) / 1e9
+
+
+def _disk(settings: SyncBenchSettings, model: MegatronModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:
+    """Time PEFT's file format through memory-backed files into a plain vLLM engine."""
+    saved = []
+    for number in range(3):
+        began = time.perf_counter()
+        model.save_adapter(scratch / f"adapter-{number}")
+        saved.append(time.perf_counter() - began)
+    paths = [str(scratch / f"adapter-{number}") for number in range(3)]
+    loaded = time_plain_engine(
+        {"path": str(folder), "dtype": settings.dtype, "rank": settings.r, "kv_cache_gib": settings.kv_cache_gib},
+        paths,
+        out / "sync-plain.log",
+    )
+    return {"save_ms": statistics.median(saved) * 1e3, **loaded}

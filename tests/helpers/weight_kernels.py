@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the kernels of the weight path with plain references: digests with ``mix64``, slots with torch.
+
+Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and Triton's interpreter.
+"""
+
+import torch
+
+from megarl.checkpoint_engine.digests import mix64
+from megarl.checkpoint_engine.receiver_lora import Job, SlotPlan, Source
+from megarl.checkpoint_engine.receiver_writer import HostWriter
+from megarl.checkpoint_engine.wire import Place
+from megarl.errors import WeightSyncError
+
+
+def check_digests(device: str) -> None:
+    """Every range's digest is that of its bytes, at any offset and length; a flipped bit or two swapped words show."""
+    from megarl.checkpoint_engine.kernels.ranges import range_digests
+
+    generator = torch.Generator().manual_seed(0)
+    host = torch.randint(0, 256, (70_000,), dtype=torch.uint8, generator=generator)
+    sizes = [6, 0, 2, 8192, 8194, 40_000]
+    starts = [0, 64, 64, 128, 8384, 20_000]
+    places = tuple(
+        Place(f"t{i}", "bfloat16", (n // 2,), 0, at, n) for i, (at, n) in enumerate(zip(starts, sizes, strict=True))
+    )
+
+    def expected(payload: torch.Tensor) -> list[int]:
+        words = (payload[p.offset : p.offset + p.nbytes].clone().view(torch.uint16) for p in places)
+        return [mix64(part.numpy()) for part in words]
+
+    def actual(payload: torch.Tensor) -> list[int]:
+        data = range_digests(payload.to(device), places)
+        return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+
+    first = actual(host)
+    assert first == expected(host) and first[1] == 0
+    for change in ((30_001, 30_001), (30_000, 30_002)):
+        other = host.clone()
+        other[change[0]], other[change[1]] = host[change[1]], host[change[0]] ^ (change[0] == change[1])
+        changed = actual(other)
+        assert changed == expected(other) and changed[:5] == first[:5] and changed[5] != first[5]
+
+
+def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> None:
+    """A slot holds what ``HostWriter`` writes: cut, transposed, scaled, padded, or zeros; bad values have names."""
+    generator = torch.Generator().manual_seed(1)
+    payload = torch.zeros(1 << 16, dtype=torch.uint8)
+    payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))
+    # (offset, shape, strides, scaling) in elements; shape of the buffer.
+    cases = [
+        ((0, (3, 5), (5, 1), 1.0), (8, 16)),
+        ((640, (64, 30), (30, 1), 2.0), (64, 30)),
+        ((4096, (7, 33), (66, 2), 0.5), (16, 40)),
+        ((2048, (40, 8), (1, 40), 4.0), (40, 8)),
+        (None, (24, 100)),
+    ]
+    jobs, buffers = [], []
+    for number, (given, shape) in enumerate(cases):
+        source = None if given is None else Source(0, dtype, *given[:3])
+        jobs.append(Job(f"job{number}", number, source, 1.0 if given is None else given[3]))
+        # Buffers are slices of larger tensors, as vLLM's are.
+        buffers.append(torch.full((2, shape[0], shape[1] + 3), 7.0, dtype=dtype)[1, :, : shape[1]])
+    plan = SlotPlan(tuple(jobs), ())
+    theirs = [buffer.to(device) for buffer in buffers]
+    HostWriter(buffers).write(plan, 0, payload)
+    filler = writer(theirs)
+    filler.write(plan, 0, payload.to(device))
+    for mine, other in zip(buffers, theirs, strict=True):
+        if exact:
+            assert torch.equal(mine, other.cpu())
+        torch.testing.assert_close(mine, other.cpu())
+    payload[640 * dtype.itemsize :].view(dtype)[31] = float("inf")
+    try:
+        filler.write(plan, 0, payload.to(device))
+    except WeightSyncError as error:
+        assert "not finite in 'job1'" in str(error)
+    else:
+        raise AssertionError("a value that is not finite was taken")
+
+
+def main() -> None:
+    """Check all with the interpreter, which does not round bfloat16 as GPUs do."""
+    from megarl.checkpoint_engine.receiver_gpu import GpuWriter
+
+    check_digests("cpu")
+    for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
+        check_slots("cpu", GpuWriter, dtype, exact)
+
+
+if __name__ == "__main__":
+    main()
