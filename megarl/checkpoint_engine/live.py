@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all transports share that stay connected: a ring of two buffers, messages beside the weights, receipts.
+"""Keep a transport connected: a ring of two buffers, messages beside the weights, receipts.
 
 A transport derives both classes, and says how a buffer is made and how its bytes reach the receivers.
 """

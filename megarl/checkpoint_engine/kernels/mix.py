@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels of this folder share: the mixing function of ``digests.mix64``, and tables of programs."""
+"""Mix words as ``digests.mix64`` does, and divide items among programs: shared by the kernels of this folder."""
 
 from collections.abc import Sequence
 
