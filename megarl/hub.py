@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.load import parse_section
-from megarl.config.model import ModelConfig
+from megarl.config.sections.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.files import user_path
 

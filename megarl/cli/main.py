@@ -31,7 +31,7 @@ examples:
   megarl bench train qwen3-0.6b                               the speed of a training step
   eval "$(megarl completion bash)"                            complete commands and settings
 
-`megarl COMMAND --help` tells more of each. Settings are documented in megarl/config/, one file per section."""
+`megarl COMMAND --help` tells more of each. Settings are documented in megarl/config/sections/."""
 OVERRIDES = "values that replace the recipe's; `--section.key=value` means the same"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import RunConfig, check_run, load_config
-from megarl.config.train import AUTO
+from megarl.config.sections.train import AUTO
 from megarl.errors import ConfigError
 from megarl.files import user_path
 from megarl.hub import local_model

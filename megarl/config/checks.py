@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.config.model import ModelConfig
-from megarl.config.parallel import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.config.sampler import EngineParallel
+from megarl.config.sections.model import ModelConfig
+from megarl.config.sections.parallel import ParallelConfig
+from megarl.config.sections.sampler import EngineParallel
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES, add_family

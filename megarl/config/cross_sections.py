@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check one section against another, without reading files. ``megarl.config.checks`` compares with the model."""
 
-from megarl.config.loss import LossConfig
-from megarl.config.parallel import ParallelConfig
-from megarl.config.sampler import SamplerConfig
-from megarl.config.train import TrainConfig
+from megarl.config.sections.loss import LossConfig
+from megarl.config.sections.parallel import ParallelConfig
+from megarl.config.sections.sampler import SamplerConfig
+from megarl.config.sections.train import TrainConfig
 from megarl.errors import ConfigError, UnsupportedError
 
 

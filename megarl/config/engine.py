@@ -4,10 +4,10 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.config.checkpoint_engine import CheckpointEngineConfig
-from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelConfig
-from megarl.config.sampler import SamplerConfig
+from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.sections.lora import LoraConfig
+from megarl.config.sections.model import ModelConfig
+from megarl.config.sections.sampler import SamplerConfig
 
 
 @dataclass(frozen=True)

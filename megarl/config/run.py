@@ -4,17 +4,17 @@
 from pydantic import Field, model_validator
 
 from megarl.config.base import Section
-from megarl.config.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.cross_sections import check_overlong, check_sections, check_staleness
 from megarl.config.engine import EngineConfig
-from megarl.config.eval import HELD_OUT, EvalConfig, EvalTaskConfig, check_eval
-from megarl.config.lora import LoraConfig
-from megarl.config.loss import LossConfig
-from megarl.config.model import ModelConfig
-from megarl.config.parallel import ParallelConfig
-from megarl.config.sampler import SamplerConfig
-from megarl.config.task import TaskConfig
-from megarl.config.train import TrainConfig
+from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
+from megarl.config.sections.eval import HELD_OUT, EvalConfig, EvalTaskConfig, check_eval
+from megarl.config.sections.lora import LoraConfig
+from megarl.config.sections.loss import LossConfig
+from megarl.config.sections.model import ModelConfig
+from megarl.config.sections.parallel import ParallelConfig
+from megarl.config.sections.sampler import SamplerConfig
+from megarl.config.sections.task import TaskConfig
+from megarl.config.sections.train import TrainConfig
 from megarl.config.trainer import TrainerConfig
 
 

@@ -3,10 +3,10 @@
 
 from dataclasses import dataclass, field
 
-from megarl.config.lora import LoraConfig
-from megarl.config.model import ModelConfig
-from megarl.config.parallel import ParallelConfig
-from megarl.config.train import TrainConfig
+from megarl.config.sections.lora import LoraConfig
+from megarl.config.sections.model import ModelConfig
+from megarl.config.sections.parallel import ParallelConfig
+from megarl.config.sections.train import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.controller.buffer import ScoredGroup
 from megarl.controller.loop import (
     RunState,
     check_canary,
@@ -23,8 +22,9 @@ from megarl.controller.loop import (
     scored,
     timed,
 )
-from megarl.controller.producer import Producer
-from megarl.controller.rollout import Rollout
+from megarl.controller.rollouts.buffer import ScoredGroup
+from megarl.controller.rollouts.producer import Producer
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig
-from megarl.controller.actor_handles import SamplerGroup, TrainerGroup
+from megarl.controller.actors.actor_handles import SamplerGroup, TrainerGroup
 from megarl.controller.canary import Canary
-from megarl.controller.data import EncodedPrompt, PromptStream
-from megarl.controller.dynamic_sampling import draw_until_signal, dropped_groups
-from megarl.controller.evaluation import Evaluation
-from megarl.controller.length_penalty import trained_scores
-from megarl.controller.metrics import Recorder
-from megarl.controller.rewards import RewardProcess
-from megarl.controller.rollout import Decode, Rollout, score
+from megarl.controller.recording.metrics import Recorder
+from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
+from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
+from megarl.controller.rollouts.evaluation import Evaluation
+from megarl.controller.rollouts.length_penalty import trained_scores
+from megarl.controller.rollouts.rewards import RewardProcess
+from megarl.controller.rollouts.rollout import Decode, Rollout, score
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.loss.advantages import build_advantages

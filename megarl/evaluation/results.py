@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.eval import EvalTaskConfig
+from megarl.config.sections.eval import EvalTaskConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.evaluation.estimates import maj_at_k, pass_at_k
 from megarl.evaluation.intervals import Estimate, average, share

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import RunConfig, TaskConfig
-from megarl.config.eval import HELD_OUT, EvalTaskConfig, Sampling
+from megarl.config.sections.eval import HELD_OUT, EvalTaskConfig, Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, first_few
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task

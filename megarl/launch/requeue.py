@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from megarl.config import RunConfig, load_config
-from megarl.config.train import AUTO
+from megarl.config.sections.train import AUTO
 from megarl.errors import MegarlError
 from megarl.files import user_path
 from megarl.run_folder import CONFIG, SUMMARY, checkpoints, run_prefix

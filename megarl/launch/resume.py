@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config import RunConfig
 from megarl.controller import loop
-from megarl.controller.resumption import Resumption
+from megarl.controller.recording.resumption import Resumption
 from megarl.errors import AdapterError
 from megarl.tasks.base import Task
 from megarl.tasks.identity import task_contents

@@ -16,19 +16,19 @@ from megarl.config import RunConfig, check_run
 from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import async_loop, loop
-from megarl.controller.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.actors.actor_handles import Limit, SamplerGroup, TrainerGroup, wait_all
+from megarl.controller.actors.logs import LOGS, log_file
+from megarl.controller.actors.pulse import Watch
+from megarl.controller.actors.sampler_actor import SamplerEngine
+from megarl.controller.actors.trainer import TrainerRank
 from megarl.controller.canary import Canary
-from megarl.controller.data import PromptStream
-from megarl.controller.evaluation import Evaluation
-from megarl.controller.logs import LOGS, log_file
-from megarl.controller.metrics import Recorder
-from megarl.controller.producer import most_ahead
-from megarl.controller.pulse import Watch
-from megarl.controller.resumption import find_resumption
-from megarl.controller.rewards import DRY_RESPONSE, RewardProcess
-from megarl.controller.sampler_actor import SamplerEngine
-from megarl.controller.screen import Screen
-from megarl.controller.trainer import TrainerRank
+from megarl.controller.recording.metrics import Recorder
+from megarl.controller.recording.resumption import find_resumption
+from megarl.controller.recording.screen import Screen
+from megarl.controller.rollouts.data import PromptStream
+from megarl.controller.rollouts.evaluation import Evaluation
+from megarl.controller.rollouts.producer import most_ahead
+from megarl.controller.rollouts.rewards import DRY_RESPONSE, RewardProcess
 from megarl.errors import ConfigError, MegarlError, ModelError
 from megarl.evaluation.sets import build_sets
 from megarl.files import user_path

@@ -3,7 +3,7 @@
 
 from peft import LoraConfig
 
-from megarl.config.lora import LoraConfig as LoraSection
+from megarl.config.sections.lora import LoraConfig as LoraSection
 from megarl.families import WeightMap
 from megarl.lora.files.peft_folder import load_peft_config
 from megarl.lora.targets.parameters import as_peft_reads

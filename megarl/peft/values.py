@@ -14,7 +14,7 @@ from peft.utils.other import get_pattern_key
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megarl.config.explain import explain
-from megarl.config.lora import Pattern
+from megarl.config.sections.lora import Pattern
 from megarl.errors import AdapterError, nearest
 
 Rank = Annotated[int, Field(ge=1, le=2**20)]

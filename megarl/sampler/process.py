@@ -23,8 +23,8 @@ import psutil
 
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
-from megarl.config.eval import Sampling
 from megarl.config.load import parse_section
+from megarl.config.sections.eval import Sampling
 from megarl.errors import WorkerError
 from megarl.hub import local_section
 from megarl.sampler.environment import resolve_device

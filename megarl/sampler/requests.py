@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import EngineConfig
-from megarl.config.eval import Sampling
+from megarl.config.sections.eval import Sampling
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.seeds import seed_from

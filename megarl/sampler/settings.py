@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
-from megarl.config.eval import Sampling
+from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport

@@ -21,7 +21,7 @@ import numpy as np
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
-from megarl.config.eval import Sampling
+from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.families import add_family
 from megarl.sampler.environment import resolve_device

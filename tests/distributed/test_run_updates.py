@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megarl.config import RunConfig, parse_config
-from megarl.controller.adapters import REFERENCE, attach_adapters, check_start, load_start
-from megarl.controller.updates import plan, run_updates
+from megarl.controller.actors.adapters import REFERENCE, attach_adapters, check_start, load_start
+from megarl.controller.actors.updates import plan, run_updates
 from megarl.errors import CheckpointError
 from megarl.loss import build_loss
 from megarl.types import Sample

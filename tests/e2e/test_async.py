@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.config import load_config
-from megarl.controller.data import PromptStream
+from megarl.controller.rollouts.data import PromptStream
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.held_out import training_part
 from tests.e2e.test_train import make_recipe

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import ray
 
-from megarl.controller.actor_handles import Limit, wait_all
-from megarl.controller.logs import logs_exceptions
-from megarl.controller.pulse import Participant, Watch
+from megarl.controller.actors.actor_handles import Limit, wait_all
+from megarl.controller.actors.logs import logs_exceptions
+from megarl.controller.actors.pulse import Participant, Watch
 from megarl.errors import DataError, WorkerError
 
 HANG_SECONDS = 3.0

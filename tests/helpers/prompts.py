@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from megarl.controller.data import PromptStream
+from megarl.controller.rollouts.data import PromptStream
 from megarl.types import Prompt
 
 

@@ -18,7 +18,7 @@ from megarl.checkpoint_engine.base import Link, load_transport
 from megarl.checkpoint_engine.stream import Inbox, Outbox, plan_of
 from megarl.checkpoint_engine.wire import Book
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
-from megarl.controller.rewards import RewardProcess
+from megarl.controller.rollouts.rewards import RewardProcess
 from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
 from megarl.families import FAMILIES, add_family

@@ -37,7 +37,8 @@ INTERNAL: dict[str, set[str]] = {
     "triton_support": set(),
     "torch_addons": set(),
     "families": {"errors", "peft.names", "plugins"},
-    "config": {"errors", "families", "files"},
+    "config": {"errors", "families", "files", "config"},
+    "config.sections": {"errors", "config.base"},
     "parallel": COMMON,
     "loss": COMMON,
     "peft": COMMON,
@@ -57,7 +58,24 @@ INTERNAL: dict[str, set[str]] = {
     "report": COMMON,
     "evaluation": COMMON | {"tasks"},
     "controller": COMMON
-    | {"report", "evaluation", "parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler"},
+    | {
+        "report",
+        "evaluation",
+        "parallel",
+        "loss",
+        "model",
+        "lora",
+        "tasks",
+        "checkpoint_engine",
+        "sampler",
+        "controller",
+    },
+    "controller.actors": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
+    "controller.rollouts": COMMON | {"loss.advantages", "tasks", "evaluation", "sampler.seeds", "controller.actors"},
+    "controller.trackers": COMMON | {"report"},
+    "controller.recording": COMMON
+    | {"model.checkpoint_digests", "evaluation", "report", "checkpoint_engine.manager"}
+    | {"controller.actors", "controller.rollouts", "controller.trackers"},
     "launch": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "evaluation"},
     "bench": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},

@@ -15,10 +15,10 @@ from megarl.cli.resume import load_resumed_config
 from megarl.config import RunConfig, check_run, load_config
 from megarl.config.resume import settings_of
 from megarl.controller import loop
-from megarl.controller.metrics import Recorder
-from megarl.controller.resumption import find_resumption
-from megarl.controller.rollout import Rollout
-from megarl.controller.screen import Screen
+from megarl.controller.recording.metrics import Recorder
+from megarl.controller.recording.resumption import find_resumption
+from megarl.controller.recording.screen import Screen
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.errors import MegarlError
 from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.resume import contents_of, resume

@@ -4,7 +4,7 @@
 import pytest
 
 from megarl.config import override_config
-from megarl.config.eval import Sampling
+from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError
 from megarl.sampler.settings import longest_sequence
 

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.controller import async_loop, loop
-from megarl.controller.buffer import GroupBuffer
-from megarl.controller.producer import seed_of
+from megarl.controller.rollouts.buffer import GroupBuffer
+from megarl.controller.rollouts.producer import seed_of
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks.base import Reward
 from megarl.types import Completion

@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.controller import loop
-from megarl.controller.dynamic_sampling import dropped_groups
-from megarl.controller.updates import divide, total
+from megarl.controller.actors.updates import divide, total
+from megarl.controller.rollouts.dynamic_sampling import dropped_groups
 from megarl.loss import build_loss
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Sample

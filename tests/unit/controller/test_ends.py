@@ -4,7 +4,7 @@
 import pytest
 from rich.console import Console
 
-from megarl.controller.screen import Screen
+from megarl.controller.recording.screen import Screen
 from megarl.errors import WorkerError
 from megarl.launch.run import stop_engines
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megarl.controller.logs import CAUSED, log_file, logs_exceptions, root_exception
-from megarl.controller.sampler_actor import SamplerEngine
+from megarl.controller.actors.logs import CAUSED, log_file, logs_exceptions, root_exception
+from megarl.controller.actors.sampler_actor import SamplerEngine
 from megarl.errors import DataError, WorkerError
 
 PRINT = """
 import subprocess, sys
 from pathlib import Path
-from megarl.controller.logs import redirect_output
+from megarl.controller.actors.logs import redirect_output
 before = redirect_output(Path(sys.argv[1]))
 print("from python")
 subprocess.run(["sh", "-c", "echo from a child >&2"])

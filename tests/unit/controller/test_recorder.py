@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config import load_config, parse_config
-from megarl.controller.metrics import Recorder
-from megarl.controller.rollout import Rollout
-from megarl.controller.screen import Screen
-from megarl.controller.summary import summarise
+from megarl.controller.recording.metrics import Recorder
+from megarl.controller.recording.screen import Screen
+from megarl.controller.recording.summary import summarise
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.errors import CheckpointError
 from megarl.run_folder import last_checkpoint
 from tests.helpers.models import make_model
@@ -231,7 +231,7 @@ class DoneTrainers:
 
 
 def test_prompts_that_were_left_out_are_said_and_counted_in_the_summary(recorder, capsys, monkeypatch):
-    monkeypatch.setattr("megarl.controller.plot.plot_run", lambda rows, file, evaluated: None)
+    monkeypatch.setattr("megarl.controller.recording.plot.plot_run", lambda rows, file, evaluated: None)
     recorder.screen.console.file = sys.stdout
     recorder.note_dropped(3, 7)
     said = " ".join(capsys.readouterr().out.split())

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
-from megarl.controller.resumption import find_resumption
+from megarl.controller.recording.resumption import find_resumption
 from megarl.errors import CheckpointError, ConfigError
 from megarl.model.checkpoint_digests import seal, verify
 from megarl.run_folder import last_checkpoint

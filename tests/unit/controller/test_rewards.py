@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from megarl.config import TaskConfig
-from megarl.controller.rewards import RewardProcess
-from megarl.controller.scoring import Group
+from megarl.controller.rollouts.rewards import RewardProcess
+from megarl.controller.rollouts.scoring import Group
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks import Reward, TaskContext
 from megarl.tasks.custom_reward import load_reward

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megarl.controller import screen as module
-from megarl.controller.data import EncodedPrompt
-from megarl.controller.plot import plot_run
-from megarl.controller.rollout import Rollout
-from megarl.controller.screen import Screen, shorten
-from megarl.controller.stall import PATIENCE, StallWatch
+from megarl.controller.recording import screen as module
+from megarl.controller.recording.plot import plot_run
+from megarl.controller.recording.screen import Screen, shorten
+from megarl.controller.recording.stall import PATIENCE, StallWatch
+from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.tasks import Reward
 from megarl.types import Completion, Prompt
 

@@ -10,8 +10,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from megarl.controller.actor_handles import TrainerGroup
-from megarl.controller.pulse import Watch
+from megarl.controller.actors.actor_handles import TrainerGroup
+from megarl.controller.actors.pulse import Watch
 from megarl.errors import ConfigError, WorkerError
 from megarl.launch import placement
 from megarl.launch.plan import Plan, plan_placement

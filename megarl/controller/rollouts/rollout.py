@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.controller.data import EncodedPrompt
-from megarl.controller.scoring import Group
+from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.scoring import Group
 from megarl.errors import DataError
 from megarl.files import replacing
 from megarl.loss.advantages import Advantages

@@ -22,7 +22,7 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.controller.logs import log_file, redirect_output
+from megarl.controller.actors.logs import log_file, redirect_output
 from megarl.errors import WorkerError
 
 NAMESPACE = b"megarl-pulse"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megarl.config import RunConfig
-from megarl.controller.rollout import Rollout
+from megarl.controller.rollouts.rollout import Rollout
 
 
 def draw_until_signal(draw: Callable[[int], Rollout], wanted: int, factor: int) -> Rollout:

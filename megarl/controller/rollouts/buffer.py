@@ -5,8 +5,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megarl.controller.data import Place
-from megarl.controller.rollout import Rollout
+from megarl.controller.rollouts.data import Place
+from megarl.controller.rollouts.rollout import Rollout
 
 # Seconds between two checks that the participants live, while the trainer waits.
 LOOK_SECONDS = 0.5

@@ -7,11 +7,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megarl.config.eval import Sampling
-from megarl.controller.data import EncodedPrompt
-from megarl.controller.logs import log_file
-from megarl.controller.rewards import RewardProcess
-from megarl.controller.rollout import Decode, Rollout, score
+from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.logs import log_file
+from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.rewards import RewardProcess
+from megarl.controller.rollouts.rollout import Decode, Rollout, score
 from megarl.evaluation.results import SetResult, check_reward, measure
 from megarl.evaluation.sets import EvalSet
 from megarl.sampler.seeds import seed_from

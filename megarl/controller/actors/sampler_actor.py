@@ -10,9 +10,9 @@ import numpy as np
 import ray
 
 from megarl.config import RunConfig
-from megarl.config.eval import Sampling
-from megarl.controller.logs import logs_exceptions, root_exception, with_cause
-from megarl.controller.pulse import Participant
+from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.logs import logs_exceptions, root_exception, with_cause
+from megarl.controller.actors.pulse import Participant
 from megarl.errors import WorkerError
 from megarl.types import Completion
 

@@ -13,9 +13,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, SamplerConfig, TrainConfig
-from megarl.config.eval import Sampling
-from megarl.controller.logs import root_of
-from megarl.controller.pulse import Watch
+from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.logs import root_of
+from megarl.controller.actors.pulse import Watch
 from megarl.errors import MegarlError, WorkerError
 from megarl.types import Completion, Sample
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from megarl.controller.logs import redirect_output
-from megarl.controller.scoring import Group, Scorer
+from megarl.controller.actors.logs import redirect_output
+from megarl.controller.rollouts.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
 from megarl.tasks.base import Reward

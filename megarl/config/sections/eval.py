@@ -8,8 +8,8 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import Field, field_validator
 
 from megarl.config.base import Section
-from megarl.config.sampler import SamplerConfig
-from megarl.config.task import TaskConfig
+from megarl.config.sections.sampler import SamplerConfig
+from megarl.config.sections.task import TaskConfig
 from megarl.errors import ConfigError
 
 # Name of the set that ``task.held_out`` makes.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.config import RunConfig
-from megarl.controller.adapters import reference_of
+from megarl.controller.actors.adapters import reference_of
 from megarl.loss.aggregation import sequence_weights
 from megarl.loss.base import Loss
 from megarl.types import Sample

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 from megarl.config import RunConfig
-from megarl.controller.actor_handles import SamplerGroup
-from megarl.controller.buffer import GroupBuffer, ScoredGroup
-from megarl.controller.data import EncodedPrompt, Place, PromptStream
-from megarl.controller.rollout import Rollout
+from megarl.controller.actors.actor_handles import SamplerGroup
+from megarl.controller.rollouts.buffer import GroupBuffer, ScoredGroup
+from megarl.controller.rollouts.data import EncodedPrompt, Place, PromptStream
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.errors import WorkerError
 from megarl.sampler.seeds import seed_from
 from megarl.types import Completion

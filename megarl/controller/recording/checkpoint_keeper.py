@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.controller.actor_handles import TrainerGroup
+from megarl.controller.actors.actor_handles import TrainerGroup
 from megarl.files import discard
 from megarl.run_folder import CHECKPOINTS, STEP, checkpoints, is_complete
 

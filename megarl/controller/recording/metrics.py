@@ -12,16 +12,16 @@ from typing import Any
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.config import RunConfig, dump_config
 from megarl.config.resume import settings_of
-from megarl.controller.actor_handles import TrainerGroup
-from megarl.controller.background import Background
-from megarl.controller.checkpoint_keeper import CheckpointKeeper
-from megarl.controller.evaluation import Evaluated
-from megarl.controller.memory import MemoryWatch
-from megarl.controller.resumption import Resumption
-from megarl.controller.rollout import Rollout
-from megarl.controller.screen import Screen
-from megarl.controller.stall import StallWatch
-from megarl.controller.summary import coverage, summarise
+from megarl.controller.actors.actor_handles import TrainerGroup
+from megarl.controller.recording.background import Background
+from megarl.controller.recording.checkpoint_keeper import CheckpointKeeper
+from megarl.controller.recording.memory import MemoryWatch
+from megarl.controller.recording.resumption import Resumption
+from megarl.controller.recording.screen import Screen
+from megarl.controller.recording.stall import StallWatch
+from megarl.controller.recording.summary import coverage, summarise
+from megarl.controller.rollouts.evaluation import Evaluated
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
 from megarl.errors import CheckpointError, first_few
@@ -232,7 +232,7 @@ class Recorder:
 
     def finish(self, trainers: TrainerGroup) -> dict[str, Any]:
         """Write the adapter, the summary and the plot; return the summary."""
-        from megarl.controller.plot import plot_run
+        from megarl.controller.recording.plot import plot_run
 
         self._checkpoints.finish(trainers)
         self.check_folder()

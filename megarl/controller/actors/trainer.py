@@ -9,9 +9,9 @@ import numpy as np
 import ray
 
 from megarl.config import RunConfig
-from megarl.controller.adapters import attach_adapters, check_start, load_start
-from megarl.controller.logs import logs_exceptions
-from megarl.controller.pulse import Participant
+from megarl.controller.actors.adapters import attach_adapters, check_start, load_start
+from megarl.controller.actors.logs import logs_exceptions
+from megarl.controller.actors.pulse import Participant
 from megarl.network import LOOPBACK
 from megarl.types import Sample
 
@@ -93,7 +93,7 @@ class TrainerRank:
         Returns:
             Metrics, averaged over the steps (for names ending in ``_max``: the maximum).
         """
-        from megarl.controller.updates import run_updates
+        from megarl.controller.actors.updates import run_updates
 
         return run_updates(self.model, self.loss, self.config, samples, rates)
 
