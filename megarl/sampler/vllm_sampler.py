@@ -12,6 +12,7 @@ composition of vLLM's batches, hence on timing.
 import asyncio
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,9 @@ class VllmSampler:
         self._config = config
         self._index = engine_index
         self._device = resolve_device(config.device)
+        if self._device == "cuda":
+            # The engine's process could not use CUDA if it were forked: this one has asked torch for GPUs.
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         content = config.checkpoint_engine.content
         self._engine: Any = None
         self._requests = Requests(
