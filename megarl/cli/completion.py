@@ -12,7 +12,7 @@ PREAMBLE = {
     "bash": '_megarl_keys() {{ compopt -o nospace; compgen -W "{keys}" -- "$1"; }}',
     "zsh": "_megarl_keys() {{ compadd -S '' -- {keys} }}",
 }
-FOLDERS = {"RUN"}
+FOLDERS = {"RUN", "TARGET"}
 FILES = {"RECIPE", "RECIPE_OR_RUN", "MODEL", "MODEL_OR_SHAPE", "FILE"}
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.errors import CheckpointError, ConfigError
 from megarl.families import add_family
-from megarl.run_folder import ADAPTER, checkpoints, saved_config
+from megarl.run_folder import ADAPTER, checkpoints, saved_config, step_of
 
 
 def export_run(run: Path, form: str, out: Path) -> None:
@@ -53,14 +53,21 @@ def export_run(run: Path, form: str, out: Path) -> None:
         shutil.copytree(adapter, partial, dirs_exist_ok=True)
 
 
-def find_adapter(run: Path) -> Path:
-    """Return the final adapter, or that of the newest checkpoint.
+def find_adapter(run: Path, step: int | None = None) -> Path:
+    """Return the final adapter, or that of the newest checkpoint, or that of a step.
 
     Raises:
-        CheckpointError: there is neither, or the checkpoint is damaged.
+        CheckpointError: there is none, or the checkpoint is damaged.
     """
     from megarl.model.checkpoint_digests import verify
 
+    if step is not None:
+        held = {step_of(checkpoint): checkpoint for checkpoint in checkpoints(run)}
+        if step not in held:
+            steps = ", ".join(map(str, held)) or "none"
+            raise CheckpointError(f"'{run}' has no checkpoint of step {step}; it has complete ones of steps: {steps}")
+        verify(held[step])
+        return held[step] / ADAPTER
     if (run / ADAPTER / "adapter_config.json").is_file():
         return run / ADAPTER
     for last in checkpoints(run)[-1:]:

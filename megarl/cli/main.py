@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megarl
-from megarl.cli import bench, completion, report, verify
+from megarl.cli import bench, completion, evaluate, report, sample, serve, verify
 from megarl.cli.arguments import Parser, parse
 from megarl.errors import ConfigError, MegarlError
 
@@ -26,6 +26,9 @@ examples:
   megarl resume runs/RUN                                      go on from the last checkpoint
   megarl export runs/RUN --format peft --out adapter          the adapter, for PEFT and vLLM
   megarl export runs/RUN --format merged --out model          the model with the adapter merged
+  megarl eval runs/RUN MODEL --task arithmetic                a run beside its base model
+  megarl sample runs/RUN "What is 3 + 4?"                     talk to what was trained
+  megarl serve runs/RUN                                       vLLM's OpenAI server with the adapter
   megarl report runs/RUN runs/OTHER --out page.html           curves and completions, as one page
   megarl verify MODEL parallel.tensor=2                       a layout against Hugging Face + PEFT
   megarl bench train qwen3-0.6b                               the speed of a training step
@@ -87,6 +90,9 @@ def parser() -> Parser:
     )
     export.add_argument("--out", required=True, help="folder to write; must not exist")
     export.set_defaults(run=_export)
+    evaluate.add_parser(commands)
+    sample.add_parser(commands)
+    serve.add_parser(commands)
     report.add_parser(commands)
     bench.add_parser(commands)
     verify.add_parser(commands)

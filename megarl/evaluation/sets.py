@@ -46,7 +46,13 @@ class EvalSet:
         return self.config.key
 
 
-def build_sets(config: RunConfig, recipe_dir: Path, tokenizer: Any, task: Callable[[], Task]) -> list[EvalSet]:
+def build_sets(
+    config: RunConfig,
+    recipe_dir: Path,
+    tokenizer: Any,
+    task: Callable[[], Task],
+    entries: Sequence[EvalTaskConfig] | None = None,
+) -> list[EvalSet]:
     """Build the sets of a run, and encode their prompts.
 
     Args:
@@ -54,13 +60,14 @@ def build_sets(config: RunConfig, recipe_dir: Path, tokenizer: Any, task: Callab
         recipe_dir: folder of the recipe, to which relative paths refer.
         tokenizer: a Hugging Face tokenizer with a chat template.
         task: function that returns the run's task; called if a set is its held-out prompts.
+        entries: the sets to build; None: all that the run is evaluated on.
 
     Raises:
         ConfigError: wrong options, a missing file, a set without prompts.
         DataError: bad rows, or prompts that are too long.
     """
     sets = []
-    for one in config.evaluations:
+    for one in config.evaluations if entries is None else entries:
         try:
             sets.append(_build(one, config, recipe_dir, tokenizer, task))
         except MegarlError as error:

@@ -29,7 +29,7 @@ from megarl.controller.rollouts.data import PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
 from megarl.controller.rollouts.producer import most_ahead
 from megarl.controller.rollouts.rewards import DRY_RESPONSE, RewardProcess
-from megarl.errors import ConfigError, MegarlError, ModelError
+from megarl.errors import ConfigError, MegarlError
 from megarl.evaluation.sets import build_sets
 from megarl.files import user_path
 from megarl.hub import offline_children
@@ -40,6 +40,7 @@ from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.launch.resume import contents_of, resume
+from megarl.launch.tokenizer import load_tokenizer
 from megarl.run_folder import CONFIG, run_prefix
 from megarl.sampler.settings import check_device
 from megarl.tasks import TaskContext, build_task
@@ -138,15 +139,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
     """Return the task and the tokenizer, after checking every prompt, before anything is started."""
-    from transformers import AutoTokenizer
-
     task = build_task(TaskContext(config.task, recipe_dir, config.train.seed))
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
-    except Exception as error:  # transformers may raise anything on unexpected files
-        raise ModelError(
-            f"model.path '{config.model.path}' holds no tokenizer that transformers can load: {error}"
-        ) from error
+    tokenizer = load_tokenizer(config.model.path)
     lengths = check_prompts(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
     return ShortPrompts(task, lengths.dropped) if lengths.dropped else task, tokenizer
 

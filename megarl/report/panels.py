@@ -47,8 +47,8 @@ def _evaluation_cells(flat: Mapping[str, float]) -> dict[str, list[str]]:
     found = [{name.removeprefix(end): flat[name] for name in flat if name.startswith(end)} for end in (BEFORE, AFTER)]
     ends = [end for end in found if end]
     names = {name: None for end in ends for name in end if is_metric(name)}
-    arrow = " before -> after," if len(ends) > 1 else ""
-    return {f"{name},{arrow} 95% interval": [with_interval(end, name) for end in ends if name in end] for name in names}
+    arrow = ", before -> after" if len(ends) > 1 else ""
+    return {f"{name} [95%]{arrow}": [with_interval(end, name) for end in ends if name in end] for name in names}
 
 
 def is_metric(name: str) -> bool:

@@ -51,6 +51,7 @@ class SamplerProcess:
         threads: CPU threads of the engine; default: all cores that this process may use.
         log: file that takes what the child prints; default: this process's standard error.
         index: number of this engine among several; shifts its seeds.
+        longest_response: most tokens of any completion; default: ``sampler.max_response_tokens``.
 
     Raises:
         ConfigError, UnsupportedError: what the sampler cannot do is refused before the child is started.
@@ -68,6 +69,7 @@ class SamplerProcess:
         threads: int | None = None,
         log: str | Path | None = None,
         index: int = 0,
+        longest_response: int | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=local_section(model),
@@ -75,6 +77,7 @@ class SamplerProcess:
             sampler=parse_section(SamplerConfig, "sampler", sampler),
             checkpoint_engine=parse_section(CheckpointEngineConfig, "checkpoint_engine", checkpoint_engine),
             device=device,
+            longest_response=longest_response,
         )
         check_sampled(self.config)
         check_device(self.config, resolve_device(device))
@@ -128,6 +131,10 @@ class SamplerProcess:
     def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return the logprobs of a sequence's tokens but the first; see ``VllmSampler.score``."""
         return self._call("score", tokens, version).result()
+
+    def use_base(self, version: int) -> None:
+        """Make the base model alone the version to sample from; see ``VllmSampler.use_base``."""
+        self._call("use_base", version).result()
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
         """See ``checkpoint_engine.manager.Sink``."""

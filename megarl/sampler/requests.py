@@ -76,6 +76,7 @@ class Requests:
     ) -> None:
         self._config, self._name, self._stop, self.gate, self._engine = config, name, stop, gate, engine
         self._count = 0
+        self.base_versions: set[int] = set()  # versions that are the base model alone
         # Requests that a new version ends: id -> version. Requests for one version are not among them.
         self._movable: dict[str, int] = {}
         self._admitted = asyncio.Event()
@@ -169,8 +170,9 @@ class Requests:
         return outputs[-1] if outputs else None
 
     def _adapter(self, version: int) -> Any:
-        """Return vLLM's handle of a version's adapter; merged weights have none."""
-        return None if self._config.checkpoint_engine.content == "merged" else _lora_request(version)
+        """Return vLLM's handle of a version's adapter; merged weights and the base model have none."""
+        plain = self._config.checkpoint_engine.content == "merged" or version in self.base_versions
+        return None if plain else _lora_request(version)
 
     @contextlib.contextmanager
     def _running(self, version: int | None) -> Iterator[tuple[str, int]]:

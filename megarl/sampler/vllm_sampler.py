@@ -248,6 +248,17 @@ class VllmSampler:
             self._requests.resume()  # after a base, requests wait for the adapter
             await self._requests.move(version, self._patience)
 
+    async def use_base(self, version: int) -> None:
+        """Make the base model alone, without an adapter, the version that is sampled from.
+
+        Args:
+            version: number of the version; no other has it.
+        """
+        self._requests.base_versions.add(version)
+        self.gate.stage([Receipt(version, "adapter", 0, 0, 0, "base")])
+        self.gate.check_flip(version, "adapter", "base")
+        self.gate.flip()
+
     async def refuse(self, reason: str) -> None:
         """Refuse to generate from now on; running requests fail too. Final for this engine."""
         self.gate.refuse(reason)

@@ -129,7 +129,7 @@ def test_the_summary_is_a_table_of_what_was_measured():
     console = Console(file=io.StringIO(), width=80)
     Screen(30, console).summary(summary)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
-    title = ["held_out/correct,", "before", "->", "after,", "95%", "interval"]
+    title = ["held_out/correct", "[95%],", "before", "->", "after"]
     assert [*title, "0.125", "0.500", "[0.250,", "0.750]"] in lines
     assert not [line for line in lines if "held_out/truncated" in line]
     assert ["reward,", "first", "steps", "->", "last", "steps", "0.100", "0.500"] in lines

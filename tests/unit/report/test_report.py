@@ -95,7 +95,7 @@ def test_the_page_shows_curves_times_summary_settings_and_completions(tmp_path, 
     assert "reward, step 3: 0.3<" in text and "step 3, sample: 3 seconds" in text
     shown = Elements(text).text
     assert "reward, first steps -> last steps0.100, 0.500" in shown
-    assert "held_out/reward, before -> after, 95% interval0.100, 0.600 [0.500, 0.700]" in shown
+    assert "held_out/reward [95%], before -> after0.100, 0.600 [0.500, 0.700]" in shown
     assert "lora.r8" in shown
     assert "7 of 2" in shown and "0 of 4" in shown and "0 of 3" not in shown
     assert "reward 0.7, advantage 2 values, finish_reason stop" in shown
