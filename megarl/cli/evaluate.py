@@ -59,7 +59,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
     file = user_path("--json", arguments.file) if arguments.file else None
     if file and (file.is_dir() or not file.parent.is_dir()):
         raise ConfigError(f"--json is '{arguments.file}'; name a file in a folder that exists")
-    given = [f"eval.tasks=[{', '.join(arguments.tasks)}]"] if arguments.tasks else []
+    entries = [text if text.lstrip().startswith("{") else f"{{name: {json.dumps(text)}}}" for text in arguments.tasks]
+    given = [f"eval.tasks=[{', '.join(entries)}]"] if entries else []
     with progress("reading the targets") as report:
         targets = [find_target(text, [*arguments.overrides, *given]) for text in dict.fromkeys(arguments.sources)]
         config = next((target.config for target in targets if target.run), targets[0].config)

@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions of each prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="as eval.tasks[].top_p")
-    parser.add_argument("--max-tokens", type=int, default=RESPONSE_TOKENS, metavar="N", help="of a completion")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=f"of a completion (default: {RESPONSE_TOKENS})")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.set_defaults(run=sample, online=True)
 
@@ -41,6 +41,7 @@ def sample(arguments: argparse.Namespace) -> None:
         MegarlError: sampling failed.
     """
     from megarl.cli.target import engine_logs, find_target, start_engine
+    from megarl.config.checks import read_model_shape
     from megarl.config.eval import EvalTaskConfig
     from megarl.config.load import parse_section
     from megarl.hub import offline_children
@@ -52,12 +53,14 @@ def sample(arguments: argparse.Namespace) -> None:
         shown = stack.enter_context(contextlib.ExitStack())
         report = shown.enter_context(progress("reading the target"))
         target = find_target(arguments.source, arguments.overrides)
+        longest = read_model_shape(target.config.model.path).get("max_position_embeddings") or 2 * PROMPT_TOKENS
+        most = min(RESPONSE_TOKENS, longest // 2) if arguments.max_tokens is None else arguments.max_tokens
         given = {"samples": arguments.samples, "temperature": arguments.temperature, "top_p": arguments.top_p,
-                 "max_response_tokens": arguments.max_tokens}  # fmt: skip
+                 "max_response_tokens": most}  # fmt: skip
         sampling = parse_section(EvalTaskConfig, "sample", {"name": "sample"} | given).sampling(target.config.sampler)
         if sampling.temperature == 0 and sampling.samples > 1:
             raise ConfigError(f"--temperature is 0 with --samples {sampling.samples}, which would all be the same")
-        config = _with_room(target.config, sampling.max_tokens)
+        config = _with_room(target.config, longest, most)
         tokenizer = load_tokenizer(config.model.path)
         report("starting vLLM")
         stack.enter_context(offline_children())
@@ -72,11 +75,8 @@ def sample(arguments: argparse.Namespace) -> None:
             reply.append(texts[0])
 
 
-def _with_room(config: Any, response: int) -> Any:
-    """Return the config with room for long prompts and for one completion at a time."""
-    from megarl.config.checks import read_model_shape
-
-    longest = read_model_shape(config.model.path).get("max_position_embeddings") or PROMPT_TOKENS + response
+def _with_room(config: Any, longest: int, response: int) -> Any:
+    """Return the config with room for longer prompts, as far as the model's positions allow."""
     prompt = min(max(config.sampler.max_prompt_tokens, PROMPT_TOKENS), longest - response)
     if prompt < 1:
         raise ConfigError(f"--max-tokens is {response}, but the model has {longest} positions; ask for less")

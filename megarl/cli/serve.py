@@ -17,8 +17,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "serve",
         help="start vLLM's OpenAI server on a base model and its adapter",
-        description="Start vLLM's OpenAI server on the base model of TARGET with its adapter. Requests for the model NAME are "
-        "answered with the adapter, requests for `base` without.",
+        description="Start vLLM's OpenAI server on the base model of TARGET with its adapter. Requests for the model "
+        "NAME are answered with the adapter, requests for `base` without.",
     )
     parser.add_argument("source", metavar="TARGET", help="RUN, RUN@STEP, PEFT directory, model or hub id")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")

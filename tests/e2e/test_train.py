@@ -2,12 +2,16 @@
 """Run the whole stack as a user does: `megarl train` with Ray, mcore ranks and vLLM, on a tiny model in fp32."""
 
 import json
+import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -260,6 +264,65 @@ def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(
     answers = json.loads(out.stdout.strip().splitlines()[-1])
     logprobs = [a[len(row["prompt_ids"]) - 1 :] for a, row in zip(answers, rows, strict=True)]
     assert np.abs(np.concatenate(logprobs) - expected).max() <= 1e-4
+
+
+def test_eval_repeats_the_runs_own_evaluations_and_serve_answers_with_the_adapter(finished, recipe, tmp_path):
+    from megarl.cli.main import main
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (tmp_path / "serve.log").open("w") as log:
+        # Started first, so that both start vLLM at the same time.
+        server = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cli.main", "serve", str(finished), "--port", str(port)],
+            stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+    try:
+        out = tmp_path / "eval.json"
+        targets = [str(finished), f"{finished}@2", str(recipe.parent / "model")]
+        assert main(["eval", *targets, "--json", str(out)]) == 0
+        found = json.loads(out.read_text())
+        for target, step in zip(targets, (4, 2), strict=False):
+            inside = json.loads((finished / "evaluations" / f"step-{step:06d}" / "results.json").read_text())
+            assert found[target]["sets"] == inside["sets"], "the engine of `megarl eval` is another policy"
+        base, last = (found[target]["sets"]["held_out"]["metrics"]["reward"]["value"] for target in targets[::-2])
+        change = found[targets[2]]["difference_to_first"]["held_out"]["reward"]
+        assert change["value"] == pytest.approx(base - last) and base != last
+        row = read_rollout(finished, STEPS)[0]
+        greedy = {
+            "max_tokens": 8,
+            "temperature": 0,
+            "logprobs": 1,
+            "return_token_ids": True,
+            "prompt": row["prompt_ids"],
+        }
+        answers = {name: ask(port, server, {"model": name} | greedy) for name in ("adapter", "base")}
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    for name, adapter in (("adapter", finished / "adapter"), ("base", None)):
+        said = answers[name]["choices"][0]["logprobs"]
+        drawn = {"prompt_ids": row["prompt_ids"], "response_ids": answers[name]["choices"][0]["token_ids"]}
+        expected = peft_logprobs(recipe, adapter, [drawn])
+        assert np.abs(expected - said["token_logprobs"]).max() <= 1e-4, name
+
+
+def ask(port: int, server: subprocess.Popen, body: dict) -> dict:
+    """Ask the server for a completion, as soon as it listens."""
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    deadline = time.monotonic() + 200
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            raise AssertionError(error.read().decode()) from error
+        except OSError:
+            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.5)
 
 
 def test_killed_run_resumes_bitwise(finished, recipe, start):
