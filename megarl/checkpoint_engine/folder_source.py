@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megarl.checkpoint_engine.futures import in_thread
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import AdapterError
@@ -59,11 +59,11 @@ class FolderSource(CheckpointEngineMixin):
         """Return the version given to ``read``."""
         return self._version
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[Any]:
         """See ``checkpoint_engine.manager.Source``."""
         return in_thread(lambda: self.prepare_sync(config, receivers))
 
-    def send(self, version: int, kind: Kind) -> Future[Sent]:
+    def send(self, version: int, kind: Kind) -> Future[Any]:
         """See ``checkpoint_engine.manager.Source``."""
         return in_thread(lambda: self.send_weights(version, kind))
 

@@ -106,7 +106,7 @@ def evaluate_targets(
 def _evaluate_model(
     targets: Sequence["Target"], config: "RunConfig", entries: Sequence[Any], logs: Path, report: Callable[[str], None]
 ) -> dict[str, Any]:
-    from megarl.cli.target import start_engine
+    from megarl.cli.target import TargetEngine
     from megarl.controller.evaluation import Evaluation
     from megarl.controller.logs import log_file
     from megarl.controller.rewards import RewardProcess
@@ -128,10 +128,10 @@ def _evaluate_model(
         try:
             evaluation.dry_run(())
             report("starting vLLM")
-            with start_engine(targets, config, logs / "engine.log") as engine:
+            with TargetEngine(targets, config, logs / "engine.log") as engine:
                 found = {}
                 for version, target in enumerate(targets):
-                    engine.load(version, target.adapter)
+                    engine.load(target, version)
                     report(f"evaluating {target.label}")
                     evaluated = evaluation.run(engine, version)
                     found[target.label] = {key: one.result for key, one in evaluated.items()}

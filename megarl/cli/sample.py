@@ -40,7 +40,7 @@ def sample(arguments: argparse.Namespace) -> None:
         ConfigError: the target or an option is wrong.
         MegarlError: sampling failed.
     """
-    from megarl.cli.target import engine_logs, find_target, start_engine
+    from megarl.cli.target import TargetEngine, engine_logs, find_target
     from megarl.config.checks import read_model_shape
     from megarl.config.eval import EvalTaskConfig
     from megarl.config.load import parse_section
@@ -65,8 +65,8 @@ def sample(arguments: argparse.Namespace) -> None:
         report("starting vLLM")
         stack.enter_context(offline_children())
         log = stack.enter_context(engine_logs()) / "engine.log"
-        engine = stack.enter_context(start_engine([target], config, log))
-        engine.load(0, target.adapter)
+        engine = stack.enter_context(TargetEngine([target], config, log))
+        engine.load(target, 0)
         shown.close()
         for number, (prompt, reply) in enumerate(_prompts(arguments, config, tokenizer)):
             [answers] = engine.generate([prompt], 0, [(arguments.seed + number) % 2**31], sampling)

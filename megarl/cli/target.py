@@ -8,16 +8,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
+import numpy as np
+
+from megarl.checkpoint_engine.folder_source import FolderSource
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.cli.export import find_adapter
 from megarl.config import ModelConfig, RunConfig, check_run, override_config
 from megarl.config.checks import read_model_shape
+from megarl.config.eval import Sampling
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
 from megarl.files import read_json, user_path
 from megarl.hub import is_hub_id, local_model
 from megarl.run_folder import CONFIG, checkpoints
 from megarl.sampler.process import SamplerProcess
+from megarl.types import Completion
 
 ADAPTER_CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 # ``RUN@STEP``
@@ -92,31 +99,67 @@ def find_target(text: str, overrides: Sequence[str] = ()) -> Target:
     )
 
 
-def start_engine(targets: Sequence[Target], config: RunConfig, log: Path) -> SamplerProcess:
-    """Start an engine that can load any of the targets, which have one base model.
+class TargetEngine:
+    """An engine that samples from one target at a time. Use it as a context manager.
+
+    vLLM reads the base model from disk. An adapter is sent as a trainer would send it, with the same checks.
 
     Args:
-        targets: at least one; the adapter of the highest rank decides on the engine's buffers.
+        targets: at least one, of one base model; the adapter of the highest rank decides on the engine's buffers.
         config: gives sampler, device and the longest completion.
         log: file of the engine's output.
 
     Raises:
         ConfigError, UnsupportedError: the model, its adapter or a length does not fit.
     """
-    from megarl.sampler.settings import max_lora_rank
 
-    adapted = [target.config for target in targets if target.adapter]
-    lora = max(adapted or [targets[0].config], key=lambda one: max_lora_rank(one.engine)).lora
-    check_run(config.model_copy(update={"model": targets[0].config.model, "lora": lora}))
-    return SamplerProcess(
-        targets[0].config.model,
-        lora=lora,
-        sampler=config.sampler,
-        checkpoint_engine=config.checkpoint_engine.model_copy(update={"base_weights": "disk", "content": "adapter"}),
-        device=config.train.device,
-        log=log,
-        longest_response=config.longest_response,
-    )
+    def __init__(self, targets: Sequence[Target], config: RunConfig, log: Path) -> None:
+        from megarl.sampler.settings import max_lora_rank
+
+        adapted = [target.config for target in targets if target.adapter]
+        lora = max(adapted or [targets[0].config], key=lambda one: max_lora_rank(one.engine)).lora
+        check_run(config.model_copy(update={"model": targets[0].config.model, "lora": lora}))
+        section = config.checkpoint_engine.model_copy(
+            update={"base_weights": "disk", "content": "adapter", "transport": "shm"}
+        )
+        self._engine = SamplerProcess(
+            targets[0].config.model,
+            lora=lora,
+            sampler=config.sampler,
+            checkpoint_engine=section,
+            device=config.train.device,
+            log=log,
+            longest_response=config.longest_response,
+        )
+        self._source = FolderSource()
+        self._manager = CheckpointEngineManager(self._source, [self._engine], section)
+
+    def load(self, target: Target, version: int) -> None:
+        """Make a target the version that is sampled from; each has a larger number than the one before.
+
+        Raises:
+            AdapterError: a file of the adapter is missing or damaged.
+            WeightSyncError: the adapter does not fit the model.
+            WorkerError: vLLM did not start.
+        """
+        self._engine.wait()
+        if target.adapter is None:
+            self._engine.use_base(version)
+        else:
+            self._source.read(Path(target.adapter), version)
+            self._manager.sync(version, "adapter")
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], version: int, seeds: Sequence[int], sampling: Sampling
+    ) -> list[list[Completion]]:
+        """See ``VllmSampler.generate``."""
+        return self._engine.generate(prompts, version, seeds, sampling)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._engine.close()
 
 
 @contextmanager

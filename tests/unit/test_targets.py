@@ -79,8 +79,8 @@ class Engine:
     def __init__(self) -> None:
         self.prompts, self.sampling = [], None
 
-    def load(self, version, adapter):
-        self.adapter = adapter
+    def load(self, target, version):
+        self.adapter = target.adapter
 
     def generate(self, prompts, version, seeds, sampling):
         self.prompts += prompts
@@ -93,7 +93,7 @@ class Engine:
 @pytest.fixture
 def engine(monkeypatch):
     engine = Engine()
-    monkeypatch.setattr(targets, "start_engine", lambda chosen, config, log: nullcontext(engine))
+    monkeypatch.setattr(targets, "TargetEngine", lambda chosen, config, log: nullcontext(engine))
     return engine
 
 
