@@ -42,7 +42,7 @@ def rows(results: Mapping[str, Results]) -> tuple[list[str], list[list[str]]]:
     results = dict(zip(short_labels(list(results)), results.values(), strict=True))
     labels = list(results)
     changes = {label: differences(results[labels[0]], results[label]) for label in labels[1:]}
-    head = ["set", "metric", *labels, *(f"{label} - {labels[0]}" for label in labels[1:])]
+    head = ["set", "metric", *labels, *(f"{label} - first" for label in labels[1:])]
     lines = []
     for key, name in dict.fromkeys(
         (each, name) for one in results.values() for each in one for name in one[each].values

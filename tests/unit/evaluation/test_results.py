@@ -86,7 +86,7 @@ def test_targets_are_compared_prompt_by_prompt():
     assert change.value == pytest.approx((better - base).mean())
     assert 0.0 < change.low < change.value < change.high
     head, lines = table.rows(results)
-    assert head == ["set", "metric", "base", "better", "better - base"]
+    assert head == ["set", "metric", "base", "better", "better - first"]
     assert next(line for line in lines if line[1] == "correct")[-1] == change.text("{:+.3f}")
     told = table.as_json(results)["runs/better"]["difference_to_first"]["sums"]["correct"]
     assert told == {"value": change.value, "low": change.low, "high": change.high}
