@@ -107,9 +107,9 @@ def _evaluate_model(
     targets: Sequence["Target"], config: "RunConfig", entries: Sequence[Any], logs: Path, report: Callable[[str], None]
 ) -> dict[str, Any]:
     from megarl.cli.target import TargetEngine
-    from megarl.controller.evaluation import Evaluation
-    from megarl.controller.logs import log_file
-    from megarl.controller.rewards import RewardProcess
+    from megarl.controller.actors.logs import log_file
+    from megarl.controller.rollouts.evaluation import Evaluation
+    from megarl.controller.rollouts.rewards import RewardProcess
     from megarl.evaluation.sets import build_sets
     from megarl.hub import offline_children
     from megarl.launch.tokenizer import load_tokenizer

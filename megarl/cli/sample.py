@@ -42,8 +42,8 @@ def sample(arguments: argparse.Namespace) -> None:
     """
     from megarl.cli.target import TargetEngine, engine_logs, find_target
     from megarl.config.checks import read_model_shape
-    from megarl.config.eval import EvalTaskConfig
     from megarl.config.load import parse_section
+    from megarl.config.sections.eval import EvalTaskConfig
     from megarl.hub import offline_children
     from megarl.launch.tokenizer import load_tokenizer
 

@@ -17,8 +17,8 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.cli.export import find_adapter
 from megarl.config import ModelConfig, RunConfig, check_run, override_config
 from megarl.config.checks import read_model_shape
-from megarl.config.eval import Sampling
 from megarl.config.load import load_config
+from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError
 from megarl.files import read_json, user_path
 from megarl.hub import is_hub_id, local_model

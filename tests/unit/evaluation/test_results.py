@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from megarl.config.eval import EvalTaskConfig, Sampling
+from megarl.config.sections.eval import EvalTaskConfig, Sampling
 from megarl.errors import ConfigError, RewardError
 from megarl.evaluation import table
 from megarl.evaluation.results import check_reward, measure
