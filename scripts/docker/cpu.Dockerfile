@@ -6,8 +6,9 @@
 #
 # --shm-size is needed because Ray and the transfer of weights to vLLM use /dev/shm, of which Docker gives 64 MB.
 FROM python:3.11-slim-bookworm
-# torch compiles small kernels for the CPU with g++. git and procps are for shells in the image.
-RUN apt-get update && apt-get install -y --no-install-recommends g++ git procps && rm -rf /var/lib/apt/lists/*
+# torch compiles small kernels for the CPU with g++; vLLM's are linked to libnuma. git and procps are for shells in the
+# image.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ git libnuma1 procps && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megarl
 # The installation is a separate layer, so that a change of the sources does not repeat it.
 COPY setup.py README.md LICENSE ./

@@ -9,38 +9,7 @@ import pytest
 
 from megarl.config import check_run, dump_config, load_config, parse_config
 from megarl.errors import ConfigError, UnsupportedError
-
-# Shape of SmolLM2-135M: 9 heads allow TP 1, 3 and 9.
-SHAPE = {
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "max_position_embeddings": 8192,
-}
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
-    return folder
-
-
-@pytest.fixture
-def recipe(tmp_path, model):
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model:\n  path: {model}\ntask:\n  name: arithmetic\n")
-    return file
-
-
-def message_of(recipe, *overrides, error=ConfigError):
-    with pytest.raises(error) as caught:
-        check_run(load_config(recipe, overrides))
-    assert type(caught.value) is error
-    return str(caught.value)
-
+from tests.unit.config.recipes import SHAPE, message_of
 
 WRONG = {
     "a typo in a section": ("trian.steps=3", ["unknown key 'trian'", "did you mean 'train'?", "known: model, task"]),
