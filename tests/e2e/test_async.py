@@ -11,8 +11,7 @@ from megarl.config import load_config
 from megarl.controller.rollouts.data import PromptStream
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.held_out import training_part
-from tests.e2e.test_train import make_recipe
-from tests.helpers.train_run import TrainRun, read_rollout, read_rows
+from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
 STEPS, STALENESS, PROMPTS = 10, 2, 2
 SETTINGS = (

@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.test_train import make_recipe
 from tests.helpers.processes import describe, find_engine
-from tests.helpers.train_run import TrainRun
+from tests.helpers.train_run import TrainRun, make_recipe
 
 HANG_SECONDS = 6
 # For ranks: the method that Ray shows in the process's title.

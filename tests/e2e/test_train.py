@@ -15,19 +15,14 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megarl.types import Sample
-from megarl.verify.reference.hf_peft import load_reference, logprobs_of
-from tests.helpers.models import make_model
-from tests.helpers.processes import find_engine
-from tests.helpers.tokenizer import make_tokenizer
-from tests.helpers.train_run import RECIPE, REWARD, TrainRun, read_rollout, read_rows
+from tests.helpers.sampled import peft_logprobs
+from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
 STEPS = 4
 
@@ -59,18 +54,6 @@ def recipe(tmp_path_factory) -> Path:
     return file
 
 
-def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
-    """Make a tiny model of a family with a tokenizer, and a recipe for it."""
-    model = make_model(folder / "model", family, tied=tied, vocab_size=100, head_dim=32, eos_token_id=0)
-    assert make_tokenizer(model) == 100
-    file = folder / "recipe.yaml"
-    file.write_text(RECIPE.replace("MODEL", str(model)).replace("loss: {", 'loss: {name: "loss.py:OwnLoss", '))
-    (folder / "reward.py").write_text(REWARD)
-    # The user's own loss. It computes the same as a registered one.
-    (folder / "loss.py").write_text("from megarl.loss.grpo import GrpoLoss as OwnLoss\n")
-    return file
-
-
 @pytest.fixture
 def start(recipe):
     """Start runs; at the end of a test none is left."""
@@ -97,19 +80,6 @@ def finished(recipe) -> Path:
         return run.folder()
     finally:
         run.kill()
-
-
-def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict], *, merge: bool = False) -> np.ndarray:
-    """Return Hugging Face + PEFT's logprobs of recorded completions, one after the other; with PEFT's own merge."""
-    model = load_reference(recipe.parent / "model", adapter)
-    model = model.merge_and_unload() if merge else model
-    logprobs = []
-    for row in rows:
-        tokens = np.array(row["prompt_ids"] + row["response_ids"])
-        mask = np.arange(len(tokens)) >= len(row["prompt_ids"])
-        with torch.no_grad():
-            logprobs.append(logprobs_of(model, Sample(tokens, mask)).numpy())
-    return np.concatenate(logprobs)
 
 
 def test_run_leaves_what_it_promises(finished):
@@ -185,43 +155,6 @@ def test_an_adapter_made_by_peft_trains_on(finished, recipe):
     sampled = np.concatenate([row["logprobs"] for row in rows])
     assert np.abs(peft_logprobs(recipe, recipe.parent / "start", rows) - sampled).max() <= 1e-4
     assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
-
-
-def test_experts_over_two_ranks_train_with_a_sampler_that_agrees_until_one_rank_dies(tmp_path):
-    recipe = make_recipe(tmp_path, "qwen3_moe", tied=False)
-    run = TrainRun(recipe, f"train.output={tmp_path}", "parallel.expert=2", "train.steps=500")
-    try:
-        run.wait_for("step 3 ", timeout=240)
-        check_end(run, run.find("ray::TrainerRank"), "trainer rank")
-    finally:
-        run.kill()
-    [folder] = tmp_path.glob("arithmetic-*")
-    check_sampled(folder, recipe)
-    adapter = folder / "checkpoints/step-000002/adapter"
-    adapted = load_file(adapter / "adapter_model.safetensors")
-    for name in ("mlp.gate", "mlp.experts.0.up_proj", "mlp.experts.3.down_proj"):
-        assert adapted[f"base_model.model.model.layers.3.{name}.lora_B.weight"].any(), f"{name} was not trained"
-
-
-def check_sampled(folder: Path, recipe: Path, *, merge: bool = False) -> None:
-    """Check the completions of a run's first steps: the sampler computed what the trainer did, and what PEFT does."""
-    for row in read_rows(folder):
-        assert row["mismatch_max"] <= 1e-4, row
-    for step in (1, 2):
-        rows, adapter = read_rollout(folder, step + 1), folder / "checkpoints" / f"step-{step:06d}" / "adapter"
-        sampled = np.concatenate([row["logprobs"] for row in rows])
-        assert np.abs(peft_logprobs(recipe, adapter, rows, merge=merge) - sampled).max() <= 1e-4
-        assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
-
-
-def check_end(run: TrainRun, victim: psutil.Process, message: str) -> None:
-    """Kill a process of a run: all of it ends within 30 s, with the cause on the last screen."""
-    began = time.monotonic()
-    victim.kill()
-    assert run.finish(30) == 1, run.output()[-2000:]
-    assert time.monotonic() - began < 30
-    assert message in run.output()[-2500:], run.output()[-2500:]
-    assert "Traceback" not in run.output()[-600:]
 
 
 VLLM_LOGPROBS = """
@@ -357,15 +290,6 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
         assert all(torch.equal(a[key], b[key]) for key in a), name
     states = [json.loads((f / last / "state.json").read_text()) for f in (finished, folder)]
     assert states[0] == states[1]
-
-
-def test_merged_weights_of_two_tensor_parallel_ranks_are_sampled_until_the_engine_dies(finished, recipe, start):
-    sections = ("parallel.data=1", "parallel.tensor=2", "checkpoint_engine.content=merged")
-    run = start("train.steps=500", *sections, "checkpoint_engine.base_weights=disk")
-    run.wait_for("step 3 ", timeout=240)
-    check_end(run, find_engine(run.find("ray::SamplerEngine")), "sampler 0")
-    folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
-    check_sampled(folder, recipe, merge=True)
 
 
 # Rewards of the step after the second take until the test has sent its signal.

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from tests.helpers.models import make_model
 from tests.helpers.processes import describe
+from tests.helpers.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -33,6 +35,18 @@ REWARD = """
 def reward(prompt, response):
     return sum(character.islower() for character in response) / 8
 """
+
+
+def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
+    """Make a tiny model of a family with a tokenizer, and a recipe for it."""
+    model = make_model(folder / "model", family, tied=tied, vocab_size=100, head_dim=32, eos_token_id=0)
+    assert make_tokenizer(model) == 100
+    file = folder / "recipe.yaml"
+    file.write_text(RECIPE.replace("MODEL", str(model)).replace("loss: {", 'loss: {name: "loss.py:OwnLoss", '))
+    (folder / "reward.py").write_text(REWARD)
+    # The user's own loss. It computes the same as a registered one.
+    (folder / "loss.py").write_text("from megarl.loss.grpo import GrpoLoss as OwnLoss\n")
+    return file
 
 
 class TrainRun:

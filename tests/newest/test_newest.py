@@ -11,9 +11,8 @@ import sys
 import pytest
 import torch
 
-from tests.e2e.test_train import make_recipe
 from tests.helpers.models import make_model
-from tests.helpers.train_run import TrainRun, read_rows
+from tests.helpers.train_run import TrainRun, make_recipe, read_rows
 from tests.newest import programs
 from tests.newest.conftest import ROOT
 
