@@ -14,7 +14,7 @@ from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings
 from megarl.controller.recording.resumption import find_resumption
 from megarl.errors import CheckpointError, ConfigError
 from megarl.model.checkpoint_digests import seal, verify
-from megarl.run_folder import last_checkpoint
+from megarl.run_folder import evaluations, last_checkpoint
 from tests.helpers.models import make_model
 
 CONTENT = {"data": "7 prompts", "tokens": "t", "reward": "r", "adapter": None}
@@ -61,6 +61,9 @@ def run(tmp_path, model):
     (folder / "rollouts").mkdir()
     for step in range(1, 8):
         (folder / "rollouts" / f"step-{step:06d}.jsonl").write_text("")
+    for step in (0, 4, 7):
+        (folder / "evaluations" / f"step-{step:06d}").mkdir(parents=True)
+        (folder / "evaluations" / f"step-{step:06d}" / "results.json").write_text("{}")
     return folder
 
 
@@ -81,6 +84,7 @@ def test_what_came_after_the_checkpoint_is_put_aside_and_nothing_is_lost(run, mo
     assert moved == [5, 6, 7]
     assert last_checkpoint(run).name == "step-000004"
     assert (run / "checkpoints" / "discarded-step-000006" / "state.json").is_file()
+    assert list(evaluations(run)) == [0, 4] and (run / "evaluations" / "discarded-step-000007").is_dir()
     assert len(list((run / "rollouts").glob("step-*"))) == 4
     assert len(list((run / "rollouts").glob("discarded-*"))) == 3
 
