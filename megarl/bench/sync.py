@@ -27,7 +27,11 @@ from megarl.sampler.process import SamplerProcess
 from megarl.types import Sample
 
 # Tokens that trainer and engine both score after the syncs, and requests that run while weights arrive.
-SCORED, REQUESTS, RESPONSE = 64, 16, 64
+SCORED, REQUESTS, RESPONSE = 64, 8, 64
+# Pairs of generations, with and without a sync.
+PAIRS = 5
+# The longest that a generation may take, seconds.
+GENERATE_SECONDS = 120.0
 # Memory-backed files.
 TMPFS = "/dev/shm"
 
@@ -146,16 +150,18 @@ def _measure(
     rows = [_row("base", [_timed(model, lambda: weights.sync("base"))])]
     weights.sync()
     times = []
-    for round in range(settings.rounds):
-        report(f"{content}: sync {round + 1} of {settings.rounds}")
-        _change(model, settings.seed + round + 1)
+    report(f"{content}: {settings.rounds} syncs")
+    for number in range(settings.rounds):
+        _change(model, settings.seed + number + 1)
         model.version += 1
         times.append(_timed(model, weights.sync))
     row = _row(content, times)
+    stages = ", ".join(f"{name} {ms:.2f}" for name, ms in row["stages_ms"].items())
+    report(f"{content}: {row['nbytes'] / 2**20:.1f} MiB in {row['ms']:.2f} ms ({stages})")
     row["logprob_difference"] = max(_difference(model, engine) for engine in engines)
     if content == "adapter":
-        report("adapter: syncs while requests run")
-        row["pause_ms"] = _pause(settings, model, engines, weights)
+        report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
+        row["pause_ms"] = _pause(model, engines[0], weights, report)
     return [*rows, row]
 
 
@@ -202,9 +208,7 @@ def _difference(model: MegatronModel, engine: SamplerProcess) -> float:
     return float(np.abs(scored - expected).max())
 
 
-def _pause(
-    settings: SyncBenchSettings, model: MegatronModel, engines: list[SamplerProcess], weights: WeightSync
-) -> float:
+def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
     """Return by how many milliseconds a sync delays requests that run: median over pairs with and without one."""
     draw = np.random.default_rng(1)
     prompts = [draw.integers(0, model.hf_config["vocab_size"], 8) for _ in range(REQUESTS)]
@@ -212,15 +216,17 @@ def _pause(
     def generate(sync: bool) -> float:
         began = time.perf_counter()
         version = model.version
-        running = engines[0].start_generate(prompts, version)
+        running = engine.start_generate(prompts, version)
         if sync:
             model.version += 1
             weights.sync()
-        running.result()
-        return (time.perf_counter() - began) * 1e3
+        running.result(GENERATE_SECONDS)
+        took = (time.perf_counter() - began) * 1e3
+        report(f"adapter: {REQUESTS} requests {'with' if sync else 'without'} a sync: {took:.0f} ms")
+        return took
 
     generate(False)
-    return statistics.median(generate(True) - generate(False) for _ in range(max(3, settings.rounds // 2)))
+    return statistics.median(generate(True) - generate(False) for _ in range(PAIRS))
 
 
 def _copy_rate(model: MegatronModel, nbytes: int) -> float:
