@@ -2,7 +2,8 @@
 """Build the sets of prompts that a model is evaluated on."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,19 @@ def build_sets(
     """
     sets = []
     for one in config.evaluations if entries is None else entries:
-        try:
+        with _named(one):
             sets.append(_build(one, config, recipe_dir, tokenizer, task))
-        except MegarlError as error:
-            error.args = (f"evaluation '{one.key}': {error}",)
-            raise
     return sets
+
+
+@contextmanager
+def _named(one: EvalTaskConfig) -> Iterator[None]:
+    """Put the set's name before an error, which names settings of ``task``."""
+    try:
+        yield
+    except MegarlError as error:
+        error.args = (f"evaluation '{one.key}': {error}",)
+        raise
 
 
 def _build(
@@ -123,6 +131,7 @@ def with_absolute_files(one: EvalTaskConfig, run: TaskConfig, recipe_dir: Path, 
     """Return a set's entry with absolute paths of the files that it names."""
     if one.name == HELD_OUT:
         return one
-    section = absolute_files(TaskContext(one.task(run), recipe_dir, seed))
+    with _named(one):
+        section = absolute_files(TaskContext(one.task(run), recipe_dir, seed))
     # The label stays what it was: a file's name is no part of it.
     return one.model_copy(update={name: getattr(section, name) for name in ("name", "path", "reward")})

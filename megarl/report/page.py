@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.report import charts
 from megarl.report.charts import Line, line_chart, stacked_bars
-from megarl.report.panels import LINES, SHARES, cells, is_metric, names_with
+from megarl.report.panels import LINES, SHARES, cells, metric_names, names_with
 from megarl.report.runs import RunRecord, is_number, read_completions
 from megarl.report.text import escaped
 
@@ -102,7 +102,7 @@ def _evaluated(runs: Sequence[RunRecord], key: str) -> list[Line]:
     """Return the curves of one set's metrics over the evaluated versions, from step 0 on."""
     lines = []
     for place, run in enumerate(runs):
-        found = {name for values in run.evaluations.values() for name in values if is_metric(name)}
+        found = {name for values in run.evaluations.values() for name in metric_names(values)}
         for index, name in enumerate(sorted(name for name in found if name.startswith(f"{key}/"))):
             points = {float(step): values[name] for step, values in run.evaluations.items() if name in values}
             lines.append(_line(runs, place, index, name.removeprefix(f"{key}/"), points))

@@ -46,14 +46,15 @@ def _evaluation_cells(flat: Mapping[str, float]) -> dict[str, list[str]]:
     """Return a row for each metric of the evaluations: its values with their intervals, before and after."""
     found = [{name.removeprefix(end): flat[name] for name in flat if name.startswith(end)} for end in (BEFORE, AFTER)]
     ends = [end for end in found if end]
-    names = {name: None for end in ends for name in end if is_metric(name)}
+    names = {name: None for end in ends for name in metric_names(end)}
     arrow = ", before -> after" if len(ends) > 1 else ""
     return {f"{name} [95%]{arrow}": [with_interval(end, name) for end in ends if name in end] for name in names}
 
 
-def is_metric(name: str) -> bool:
-    """Return True for a name of an evaluation's numbers that is no interval's limit and no length."""
-    return not name.endswith(LIMITS) and not name.endswith(SIZES)
+def metric_names(values: Mapping[str, float]) -> list[str]:
+    """Return the names of an evaluation's numbers that are no limits of an interval and no lengths."""
+    limits = {name + end for name in values for end in LIMITS}
+    return [name for name in values if name not in limits and not name.endswith(SIZES)]
 
 
 def with_interval(values: Mapping[str, float], name: str) -> str:

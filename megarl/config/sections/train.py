@@ -81,7 +81,8 @@ class TrainConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep. Older ones are deleted."""
     keep_rollouts: int | None = Field(None, ge=1)
-    """Keep the completions of only this many last steps. Default: all, about 34 KB per 1,000 tokens."""
+    """Keep the completions of only this many last steps, and of as many evaluations. Default: all, about 34 KB per
+    1,000 tokens."""
     hang_seconds: float = Field(120.0, ge=5.0)
     """The run ends if the process of a trainer rank or engine gives no sign of life for this many seconds, because it
     is stopped, frozen or cut off."""

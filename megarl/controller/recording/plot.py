@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.report.panels import LIMITS, LINES, SHARES, is_metric, names_with
+from megarl.report.panels import LIMITS, LINES, SHARES, metric_names, names_with
 
 
 def plot_run(
@@ -64,7 +64,7 @@ def _draw(axis: Any, rows: list[dict[str, Any]], lines: dict[str, str], title: s
 
 def _draw_evaluated(axis: Any, evaluated: Mapping[int, Mapping[str, float]], key: str) -> None:
     """Draw the metrics of one set with their intervals."""
-    names = {name for values in evaluated.values() for name in values if is_metric(name)}
+    names = {name for values in evaluated.values() for name in metric_names(values)}
     for name in sorted(name for name in names if name.startswith(f"{key}/")):
         steps = [step for step, values in evaluated.items() if name in values]
         values = np.array([evaluated[step][name] for step in steps])

@@ -15,6 +15,7 @@ from megarl.controller.recording.screen import Screen, shorten
 from megarl.controller.recording.stall import PATIENCE, StallWatch
 from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.controller.rollouts.rollout import Rollout
+from megarl.report.panels import cells
 from megarl.tasks import Reward
 from megarl.types import Completion, Prompt
 
@@ -134,3 +135,8 @@ def test_the_summary_is_a_table_of_what_was_measured():
     assert not [line for line in lines if "held_out/truncated" in line]
     assert ["reward,", "first", "steps", "->", "last", "steps", "0.100", "0.500"] in lines
     assert not [line for line in lines if "mismatch" in line]
+
+
+def test_a_metric_whose_name_ends_like_a_limit_is_shown():
+    after = {"a/too_low": 0.5, "a/too_low_low": 0.4, "a/too_low_high": 0.6}
+    assert cells({"eval_after": after}) == {"a/too_low [95%]": ["0.500 [0.400, 0.600]"]}

@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from megarl.checkpoint_engine.folder_source import FolderSource
-from megarl.config import override_config
+from megarl.config import EvalTaskConfig, TaskConfig, override_config
 from megarl.errors import AdapterError, ConfigError, DataError
-from megarl.evaluation.sets import build_sets
+from megarl.evaluation.sets import build_sets, with_absolute_files
 from megarl.tasks import TaskContext, build_task
 from megarl.types import Prompt
 from tests.helpers.tokenizer import make_tokenizer
@@ -98,3 +98,13 @@ def test_an_adapter_folder_that_lacks_its_weights_is_named(tmp_path):
     (tmp_path / "adapter_model.safetensors").write_bytes(b"\1" * 40)
     with pytest.raises(AdapterError, match="is truncated or damaged"):
         FolderSource().read(tmp_path, 0)
+
+
+def test_the_files_of_a_set_are_made_absolute_and_a_missing_one_is_named(tmp_path):
+    (tmp_path / "own.py").write_text("def score(prompt, response):\n    return 1.0\n")
+    run = TaskConfig(name="arithmetic", path="run.jsonl")
+    one = EvalTaskConfig(name="jsonl", path=str(tmp_path), reward="own.py:score", label="mine")
+    absolute = with_absolute_files(one, run, tmp_path, 0)
+    assert (absolute.reward, absolute.key) == (f"{tmp_path / 'own.py'}:score", "mine")
+    with pytest.raises(ConfigError, match="evaluation 'mine': .*gone.py"):
+        with_absolute_files(one.model_copy(update={"reward": "gone.py:score"}), run, tmp_path, 0)
