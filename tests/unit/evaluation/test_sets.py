@@ -106,5 +106,5 @@ def test_the_files_of_a_set_are_made_absolute_and_a_missing_one_is_named(tmp_pat
     one = EvalTaskConfig(name="jsonl", path=str(tmp_path), reward="own.py:score", label="mine")
     absolute = with_absolute_files(one, run, tmp_path, 0)
     assert (absolute.reward, absolute.key) == (f"{tmp_path / 'own.py'}:score", "mine")
-    with pytest.raises(ConfigError, match="evaluation 'mine': .*gone.py"):
+    with pytest.raises(ConfigError, match=r"evaluation 'mine': .*gone.py"):
         with_absolute_files(one.model_copy(update={"reward": "gone.py:score"}), run, tmp_path, 0)
