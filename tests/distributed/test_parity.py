@@ -146,3 +146,29 @@ def test_every_row_of_verify_keeps_its_fixed_bound(cases, layouts):
     reports = verify_places(places_at(cases, layouts))
     assert all([row.name for row in report.rows] == FLOAT32_ROWS for report in reports)
     check(reports)
+
+
+def build_of_standins():
+    """In each rank, make a norm and the linear behind it one module, as Transformer Engine does (by a stand-in)."""
+    from megarl.model.layers import build
+    from tests.helpers.te_standin import NormColumnStandIn, standin_block_spec
+
+    def run_fused(model, *args, **kwargs):
+        assert any(isinstance(module, NormColumnStandIn) for module in model.modules())
+        return forward(model, *args, **kwargs)
+
+    forward = build.PackedGPTModel.forward
+    build.PackedGPTModel.forward = run_fused
+    build.block_spec = lambda model: standin_block_spec
+
+
+def test_adapters_behind_a_fused_norm_equal_peft(cases):
+    places = [
+        place(case, name, LAYOUTS[name])
+        for name in ("TP2+SP", "TP2", "PP2", "CP2")
+        for case in (cases[model] for model in ("qwen3", "qwen2-tied", "qwen3-moe"))
+        if not (name == "TP2" and case.name in WITH_EXPERTS)  # needs SP
+    ]
+    reports = verify_places(places, prepare=build_of_standins)
+    assert all([row.name for row in report.rows] == FLOAT32_ROWS for report in reports)
+    check(reports)
