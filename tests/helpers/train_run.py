@@ -138,3 +138,13 @@ def read_rows(folder: Path) -> list[dict]:
 def read_rollout(folder: Path, step: int) -> list[dict]:
     """Return the completions of one step."""
     return [json.loads(line) for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def check_end(run: TrainRun, victim: psutil.Process, message: str) -> None:
+    """Kill a process of a run: all of it ends within 30 s, with the cause on the last screen."""
+    began = time.monotonic()
+    victim.kill()
+    assert run.finish(30) == 1, run.output()[-2000:]
+    assert time.monotonic() - began < 30
+    assert message in run.output()[-2500:], run.output()[-2500:]
+    assert "Traceback" not in run.output()[-600:]
