@@ -9,6 +9,9 @@ import mmap
 import os
 import pickle
 import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ class IpcSender(LiveSender):
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
-        self._folder: Any = None
+        self._folder: Path | None = None
+        self._remove: Callable[[], Any] = lambda: None
 
     def endpoint(self) -> dict[str, Any]:
         """Return also the device whose memory it is."""
@@ -39,10 +43,8 @@ class IpcSender(LiveSender):
     def close(self) -> None:
         """Disconnect; the memory goes when the receivers have closed it too."""
         super().close()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder[0], ignore_errors=True)
-            os.close(folder[1])
+        self._folder = None
+        self._remove()
 
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         if torch.cuda.is_available():
@@ -52,8 +54,10 @@ class IpcSender(LiveSender):
             return buffer, pickle.dumps(reduce_tensor(buffer)[1])
         if self._folder is None:
             remove_stale()
-            self._folder = make_folder()
-        path = self._folder[0] / f"{number}.{nbytes}"
+            self._folder, lock = make_folder()
+            # Also if nobody closes this sender: when it is dropped, or when the process ends.
+            self._remove = weakref.finalize(self, _remove, self._folder, lock)
+        path = self._folder / f"{number}.{nbytes}"
         with open(path, "w+b") as file:
             try:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -106,6 +110,11 @@ def device_id() -> str:
     if torch.cuda.is_available():
         return f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return f"host {host_id()}"
+
+
+def _remove(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
 
 
 def _open(news: bytes) -> torch.Tensor:

@@ -58,6 +58,7 @@ def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:
         max_cpu_loras=4,
         max_model_len=128,
         max_num_seqs=16,
+        gpu_memory_utilization=0.3,  # looked at only when it starts; the trainer may have the rest
         kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30),
     ).llm_engine
     started, loads = time.perf_counter() - began, []

@@ -143,6 +143,7 @@ def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
     assert manager.sync(5, "base").kind == "base"
     assert manager.sync(5, "merged").count == 3
     assert all(set(tensors) == {"merged.0", "merged.1", "merged.2"} for tensors in engines[1].tensors.values())
+    trainer.finish().result()
 
 
 @pytest.mark.parametrize("field", ["checksum", "count", "nbytes", "version", "receiver"])

@@ -24,6 +24,15 @@ def test_an_engine_that_computes_something_else_is_named(scored):
         Canary("float32", PROMPT).check(3, OLD, {"sampler 0": OLD, "sampler 1": scored})
 
 
+def test_unlikely_tokens_of_bfloat16_may_differ_by_a_share_of_their_logprobs():
+    unlikely = OLD * 4  # a mean of -8
+    canary = Canary("bfloat16", PROMPT)
+    assert canary.check(0, unlikely, {"sampler 0": unlikely + np.float32(0.3)}) == pytest.approx(0.3, rel=1e-3)
+    for trainer, difference in ((unlikely, 0.5), (OLD, 0.15)):
+        with pytest.raises(WeightSyncError, match="do not compute the same policy"):
+            Canary("bfloat16", PROMPT).check(0, trainer, {"sampler 0": trainer + np.float32(difference)})
+
+
 def test_an_engine_that_goes_on_with_the_old_weights_is_named_though_it_is_close_enough():
     canary = Canary("bfloat16", PROMPT)
     canary.check(0, OLD, {"sampler 0": OLD, "sampler 1": OLD})
