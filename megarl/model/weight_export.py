@@ -29,6 +29,7 @@ class WeightExport(CheckpointEngineMixin):
     adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, AdapterOptimizer]
+    _viewed: tuple[Any, list[tuple[str, torch.Tensor]] | None] | None = None
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank. All ranks must consume the stream to its end.
@@ -38,7 +39,28 @@ class WeightExport(CheckpointEngineMixin):
                 adapter, under Hugging Face's names.
         """
         self._finish_param_gather()
-        return self.adapter.export() if adapter_only else stream_full(self._base_tensors(), self.groups)
+        if not adapter_only:
+            return stream_full(self._base_tensors(), self.groups)
+        views = self._views()
+        return self.adapter.export() if views is None else iter(views)
+
+    def _views(self) -> list[tuple[str, torch.Tensor]] | None:
+        """Return the whole adapter as views of its parameters; None if a tensor has to be gathered or stacked.
+
+        To list them takes some 50 microseconds per matrix, so the views are kept as long as the parameters stay where
+        they are.
+        """
+        layout = self.groups.topology
+        if max(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor) > 1:
+            return None  # every rank must take part
+        parameters = [parameter for _, parameter in self.adapter.parameters()]
+        key = (self.adapter.name, tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters))
+        if self._viewed is None or self._viewed[0] != key:
+            exported = list(self.adapter.export())
+            places = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+            inside = all(tensor.untyped_storage().data_ptr() in places for _, tensor in exported)
+            self._viewed = key, exported if inside else None
+        return self._viewed[1]
 
     def export_adapter_config(self) -> dict[str, Any]:
         """The active adapter's ``adapter_config.json``."""

@@ -161,6 +161,8 @@ class Rig:
         """Make a manager and gate without a past failure; a failed adapter leaves nothing in the engine itself."""
         self.manager = CheckpointEngineManager(self.trainer, [self], self.config.checkpoint_engine)
         if base_ready is not None:
+            # Answered only after the receive that a failure left running; its refusal belongs to the old gate.
+            self.call(self.sampler.resident())
             self.sampler._requests.gate = VersionGate(base_ready, self.config.checkpoint_engine.content)
 
     def start(self, coroutine: Any) -> Future:

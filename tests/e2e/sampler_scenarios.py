@@ -254,8 +254,6 @@ def fault(rig: Rig, edit: Callable[[list], list]) -> list[str]:
     rig.trainer.change(lambda named: named)
     outcome += [raised(lambda version=version: rig.generate(prompts(1), version)) for version in (4, 5)]
     outcome.append(raised(lambda: rig.manager.sync(6, "adapter")))
-    # Answered only after the receive that the failure left running; its refusal belongs to the old gate.
-    rig.call(rig.sampler.resident())
     rig.renew(base_ready=True)
     return outcome
 

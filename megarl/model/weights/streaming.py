@@ -64,11 +64,12 @@ def whole_tensors(tensors: list[ShardedTensor], groups: Groups) -> list[torch.Te
     whole: dict[int, torch.Tensor] = {}
     here = [index for index, tensor in enumerate(tensors) if tensor.held(groups)]
     parts = {index: tensors[index].read().detach() for index in here}
-    split = [index for index in here if tensors[index].dim is not None]
     group, _, size = groups.along(tensors[0].axis)
+    split = [index for index in here if tensors[index].dim is not None and size > 1]
     gathered = _all_gather(_flat([parts[index] for index in split]), [None] * size, group) if split else []
     for index in here:
-        whole[index] = parts[index].contiguous()
+        part = parts[index].contiguous()
+        whole[index] = _unpadded(part, tensors[index]) if size == 1 else part
     cuts = [parts[index].numel() for index in split]
     columns = [flat.split(cuts) for flat in gathered]
     for place, index in enumerate(split):
