@@ -118,11 +118,11 @@ class Link:
 # receiver_index)``, which raise WeightSyncError (unreachable peer, no space, timeout). Imported on use, because some
 # transports need libraries that not every host has.
 TRANSPORTS: dict[str, str] = {
-    "shm": "megarl.checkpoint_engine.shm",
-    "gloo": "megarl.checkpoint_engine.gloo",
-    "ipc": "megarl.checkpoint_engine.ipc",
-    "nccl": "megarl.checkpoint_engine.nccl",
-    "hccl": "megarl.checkpoint_engine.hccl",
+    "shm": "megarl.checkpoint_engine.transports.shm",
+    "gloo": "megarl.checkpoint_engine.transports.gloo",
+    "ipc": "megarl.checkpoint_engine.transports.ipc",
+    "nccl": "megarl.checkpoint_engine.transports.nccl",
+    "hccl": "megarl.checkpoint_engine.transports.hccl",
 }
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.checkpoint_engine.shm_folders import remove_stale
+from megarl.checkpoint_engine.transports.shm_folders import remove_stale
 
 LOOK_SECONDS = 1.0
 GRACE_SECONDS = 5.0

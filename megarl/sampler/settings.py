@@ -44,7 +44,7 @@ SETTINGS = {
 }
 # Arguments that would place an engine's ranks where no weights are sent.
 PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
-EXTENSION = "megarl.checkpoint_engine.receiver.ReceiverExtension"
+EXTENSION = "megarl.checkpoint_engine.receiver.extension.ReceiverExtension"
 
 
 def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 import torch
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.shm import ShmSender
+from megarl.checkpoint_engine.transports.shm import ShmSender
 
 
 class FlippingSender(ShmSender):

@@ -44,7 +44,7 @@ def test_digests() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_slots(dtype: torch.dtype) -> None:
-    from megarl.checkpoint_engine.receiver_gpu import GpuWriter
+    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWriter
     from tests.helpers.weight_kernels import check_slots
 
     check_slots("cuda", GpuWriter, dtype, exact=True)

@@ -7,8 +7,8 @@ Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and
 import torch
 
 from megarl.checkpoint_engine.digests import mix64
-from megarl.checkpoint_engine.receiver_lora import Job, SlotPlan, Source
-from megarl.checkpoint_engine.receiver_writer import HostWriter
+from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
+from megarl.checkpoint_engine.receiver.writer import HostWriter
 from megarl.checkpoint_engine.wire import Place
 from megarl.errors import WeightSyncError
 
@@ -81,7 +81,7 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
 
 def main() -> None:
     """Check all with the interpreter, which does not round bfloat16 as GPUs do."""
-    from megarl.checkpoint_engine.receiver_gpu import GpuWriter
+    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWriter
 
     check_digests("cpu")
     for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):

@@ -203,12 +203,16 @@ def test_megarl_keeps_the_import_arrows():
             "model may not import lora.layers",
         ),
         ("model/new.py", "class A:\n    def f(self):\n        import ray\n", "new.py:3: ray may only be imported"),
-        ("checkpoint_engine/shm.py", "from vllm import LLM\n", "vllm may only be imported under"),
-        ("checkpoint_engine/wire.py", "from megarl.checkpoint_engine.shm import X\n", "wire may not import"),
+        ("checkpoint_engine/transports/shm.py", "from vllm import LLM\n", "vllm may only be imported under"),
+        ("checkpoint_engine/wire.py", "from megarl.checkpoint_engine.transports.shm import X\n", "wire may not import"),
         ("checkpoint_engine/manager.py", "from megarl.sampler import base\n", "checkpoint_engine may not import"),
         ("sampler/new.py", "import ray\n", "ray may only be imported under controller, launch"),
         ("sampler/new.py", "from megarl.model import gpt\n", "sampler may not import model.gpt"),
-        ("sampler/new.py", "import megarl.checkpoint_engine.shm\n", "sampler may not import checkpoint_engine.shm"),
+        (
+            "sampler/new.py",
+            "import megarl.checkpoint_engine.transports.shm\n",
+            "sampler may not import checkpoint_engine.transports.shm",
+        ),
         ("controller/new.py", "from megarl.cli import main\n", "controller may not import cli.main"),
     ],
 )
@@ -225,7 +229,10 @@ def test_a_planted_violation_is_found(tmp_path, file, source, problem):
     ("file", "source"),
     [
         ("tasks/new.py", "import numpy\nfrom megarl.types import Prompt\nfrom .base import Task\n"),
-        ("checkpoint_engine/receiver_lora.py", "from vllm.lora import x\nfrom megarl.checkpoint_engine import wire\n"),
+        (
+            "checkpoint_engine/receiver/adapter_plan.py",
+            "from vllm.lora import x\nfrom megarl.checkpoint_engine import wire\n",
+        ),
         ("lora/new.py", "from megatron.core import x\nfrom megarl.model.layers.gpt import y\nimport peft, torch\n"),
         ("controller/new.py", "import ray\nfrom megarl.tasks import build_task\n"),
     ],

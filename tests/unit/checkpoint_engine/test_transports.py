@@ -17,8 +17,8 @@ import torch
 
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.records import Receipt
-from megarl.checkpoint_engine.shm_folders import ROOT, remove_stale
 from megarl.checkpoint_engine.stream import Inbox, Outbox, is_finite, plan_of
+from megarl.checkpoint_engine.transports.shm_folders import ROOT, remove_stale
 from megarl.checkpoint_engine.wire import Book
 from megarl.errors import ConfigError, WeightSyncError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.checkpoint_engine.shm_folders import HIDDEN_SECONDS, ROOT, remove_stale
+from megarl.checkpoint_engine.transports.shm_folders import HIDDEN_SECONDS, ROOT, remove_stale
 
 # A controller and, as its child, a trainer in the middle of a transfer by shared memory.
 CONTROLLER = """
@@ -22,7 +22,7 @@ with reaper():
 """
 SENDER = """
 import os, time
-from megarl.checkpoint_engine.shm_folders import make_folder
+from megarl.checkpoint_engine.transports.shm_folders import make_folder
 folder, lock = make_folder()
 (folder / "00000.data").write_bytes(bytes(2**20))
 print(os.getpid(), folder, flush=True)

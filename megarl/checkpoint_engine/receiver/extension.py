@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM worker extension that receives weights, verifies them and hands them to vLLM.
 
-Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.ReceiverExtension"`` and call its methods with
-``collective_rpc``. Arguments and results are bytes, str or int, because tensors inside untyped RPC arguments do not
-decode. Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
+Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.extension.ReceiverExtension"`` and call its methods
+with ``collective_rpc``. Arguments and results are bytes, str or int, because tensors inside untyped RPC arguments do
+not decode. Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
 """
 
 import json
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-from megarl.checkpoint_engine import receiver_cpu, receiver_cpu_moe, receiver_plain, receiver_router
 from megarl.checkpoint_engine.base import Receiver, open_receiver
-from megarl.checkpoint_engine.receiver_base import load_weights
-from megarl.checkpoint_engine.receiver_moe import check_engine
-from megarl.checkpoint_engine.receiver_slots import Slots
+from megarl.checkpoint_engine.receiver import cpu_kernels, cpu_mixtures, plain_mixtures, routers
+from megarl.checkpoint_engine.receiver.base_weights import load_weights
+from megarl.checkpoint_engine.receiver.mixtures import check_engine
+from megarl.checkpoint_engine.receiver.slots import Slots
 from megarl.checkpoint_engine.records import Receipt, check_sync
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Book, listed
@@ -27,10 +27,10 @@ from megarl.errors import MegarlError, WeightSyncError
 
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
 # graphs.
-receiver_router.install()
+routers.install()
 if current_platform.is_cpu():
-    receiver_cpu.install()
-    receiver_cpu_moe.install()
+    cpu_kernels.install()
+    cpu_mixtures.install()
 
 
 @dataclass
@@ -92,7 +92,7 @@ class ReceiverExtension:
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
         if manager is None:
-            receiver_plain.check_engine(self.model_runner.get_model())
+            plain_mixtures.check_engine(self.model_runner.get_model())
             return self.rank
         check_engine(manager._adapter_manager)
         self._megarl_slots = Slots(manager)

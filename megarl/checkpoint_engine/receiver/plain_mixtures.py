@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixtures of experts in a vLLM engine without LoRA: names and shapes of their weights, kernels that can reload them.
 
-Such an engine chooses the experts' kernel by device, where LoRA always has Triton's (``receiver_moe``).
+Such an engine chooses the experts' kernel by device, where LoRA always has Triton's (``mixtures``).
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint_engine.receiver_moe import PLAIN_KERNELS, holds_base
+from megarl.checkpoint_engine.receiver.mixtures import PLAIN_KERNELS, holds_base
 from megarl.errors import UnsupportedError
 
 # Class of the kernels that keep a packed copy, on CPUs. vLLM (0.32) packs when it makes the kernel, never again.

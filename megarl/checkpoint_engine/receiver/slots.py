@@ -12,9 +12,9 @@ from typing import Any
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
-from megarl.checkpoint_engine import receiver_moe
-from megarl.checkpoint_engine.receiver_lora import SlotPlan, buffers_of, plan_slot
-from megarl.checkpoint_engine.receiver_writer import Writer, writer_for
+from megarl.checkpoint_engine.receiver import mixtures
+from megarl.checkpoint_engine.receiver.adapter_plan import SlotPlan, buffers_of, plan_slot
+from megarl.checkpoint_engine.receiver.writer import Writer, writer_for
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Plan
@@ -88,8 +88,8 @@ class Slots:
         if plan is None:
             raise WeightSyncError("the adapter came without any tensor")
         for module, adapted in plan.experts:
-            receiver_moe.switch(module, slot, adapted)
-            if not receiver_moe.is_switched(module, slot, adapted):
+            mixtures.switch(module, slot, adapted)
+            if not mixtures.is_switched(module, slot, adapted):
                 raise WeightSyncError(f"vLLM's experts do not take slot {slot}")
         self._slot_of[manifest.version + 1], self._checksums[manifest.version + 1] = slot, receipt.checksum
         return receipt

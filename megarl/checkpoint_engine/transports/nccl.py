@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.collective import Backend, CollectiveReceiver, CollectiveSender
+from megarl.checkpoint_engine.transports.collective import Backend, CollectiveReceiver, CollectiveSender
 from megarl.errors import WeightSyncError
 
 

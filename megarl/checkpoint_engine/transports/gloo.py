@@ -4,7 +4,7 @@
 from typing import Any
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.collective import Backend, CollectiveReceiver, CollectiveSender, build_gloo
+from megarl.checkpoint_engine.transports.collective import Backend, CollectiveReceiver, CollectiveSender, build_gloo
 
 GLOO = Backend("gloo", "cpu", build_gloo)
 

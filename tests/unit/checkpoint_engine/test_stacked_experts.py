@@ -8,9 +8,9 @@ pytest.importorskip("vllm.lora.layers")
 
 from peft import LoraConfig
 
-from megarl.checkpoint_engine import receiver_lora, receiver_stacked
+from megarl.checkpoint_engine.receiver import adapter_plan, stacked_experts
 from megarl.errors import WeightSyncError
-from tests.unit.checkpoint_engine.test_receiver_moe import (
+from tests.unit.checkpoint_engine.test_mixtures import (
     EXPERTS,
     HIDDEN,
     INNER,
@@ -35,10 +35,10 @@ def deltas(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.einsum("o r e, e r i -> e o i", b.view(len(b), -1, EXPERTS), a.view(EXPERTS, -1, a.shape[1]))
 
 
-def unstack(halves: dict, **settings: object) -> receiver_stacked.Unstacked:
+def unstack(halves: dict, **settings: object) -> stacked_experts.Unstacked:
     around = manager(experts())
-    shapes = receiver_lora.linear_shapes(around)
-    return receiver_stacked.unstack(around._adapter_manager, halves, shapes, LoraConfig(target_modules=[], **settings))
+    shapes = adapter_plan.linear_shapes(around)
+    return stacked_experts.unstack(around._adapter_manager, halves, shapes, LoraConfig(target_modules=[], **settings))
 
 
 def test_each_projection_of_each_expert_gets_its_part():

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Frame, Link
-from megarl.checkpoint_engine.shm_folders import ROOT, is_locked, make_folder, remove_stale
+from megarl.checkpoint_engine.transports.shm_folders import ROOT, is_locked, make_folder, remove_stale
 from megarl.errors import WeightSyncError
 
 DEPTH = 2

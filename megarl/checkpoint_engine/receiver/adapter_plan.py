@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from megarl.checkpoint_engine import receiver_moe, receiver_router, receiver_stacked
+from megarl.checkpoint_engine.receiver import mixtures, routers, stacked_experts
 from megarl.checkpoint_engine.stream import DTYPES
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
@@ -110,7 +110,7 @@ def plan_slot(manager: Any, plan: Plan) -> SlotPlan:
                 scaling = pair.scaling if pair and side == "B" else 1.0
                 name = f"{part}.lora_{side}"
                 jobs.append(Job(name, len(jobs), _source(name, matrix, space), scaling))
-        if receiver_moe.is_experts(module):
+        if mixtures.is_experts(module):
             experts.append((module, any(pair is not None for pair in held)))
     return SlotPlan(tuple(jobs), tuple(experts))
 
@@ -139,13 +139,13 @@ def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -
     inner, shapes = manager._adapter_manager, linear_shapes(manager)
     halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
     if config.target_parameters:
-        halves, keys, absent = receiver_stacked.unstack(inner, halves, shapes, config)
+        halves, keys, absent = stacked_experts.unstack(inner, halves, shapes, config)
     _check_targets(halves, shapes, config, keys)
     ranks = {module: rank_and_scaling(config, keys.get(module, module)) for module in halves}
     # vLLM needs all projections of a layer's experts or none; those that the adapter lacks get zeros.
     expert_ranks = {module: rank for module, (rank, _) in ranks.items()} | dict.fromkeys(absent, 1)
-    receiver_moe.check_stackable(inner, expert_ranks)
-    receiver_router.check_routers(inner, halves)
+    mixtures.check_stackable(inner, expert_ranks)
+    routers.check_routers(inner, halves)
     limit = manager.lora_config.max_lora_rank
     pairs = {}
     for module, (a, b) in halves.items():
@@ -164,8 +164,8 @@ def linear_shapes(manager: Any) -> dict[str, tuple[int, int]]:
     """Map every linear module that vLLM can adapt to (input size, output size), unsharded, by Hugging Face name."""
     shapes: dict[str, tuple[int, int]] = {}
     for module, parts in wrapped_modules(manager._adapter_manager):
-        if receiver_moe.is_experts(module):
-            shapes |= receiver_moe.shapes(module, parts)
+        if mixtures.is_experts(module):
+            shapes |= mixtures.shapes(module, parts)
         else:
             outputs = output_sizes(module.base_layer, len(parts))
             shapes |= {part: (module.base_layer.input_size, size) for part, size in zip(parts, outputs, strict=True)}
@@ -221,14 +221,14 @@ def wrapped_modules(inner: Any) -> Iterator[tuple[Any, list[str]]]:
     """Yield (vLLM's wrapped linear or experts, Hugging Face names of its parts in order)."""
     for name, module in inner.modules.items():
         linear = name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size")
-        if linear or receiver_moe.is_experts(module):
+        if linear or mixtures.is_experts(module):
             yield module, inner.packed_modules.get(name, [name])
 
 
 def _buffers(module: Any, slot: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return A and B of one slot from the buffers that the kernels read, in the order of the parts."""
-    if receiver_moe.is_experts(module):
-        return receiver_moe.buffers(module, slot)
+    if mixtures.is_experts(module):
+        return mixtures.buffers(module, slot)
     return [stacked[slot, 0] for stacked in module.lora_a_stacked], [
         stacked[slot, 0] for stacked in module.lora_b_stacked
     ]
@@ -246,8 +246,8 @@ def output_sizes(layer: Any, slices: int) -> list[int]:
 
 def _shards(module: Any, a: list[Any], b: list[Any]) -> tuple[list[Any], list[Any]]:
     """Return this rank's part of each matrix, by vLLM's own slicing."""
-    if receiver_moe.is_experts(module):
-        return receiver_moe.shards(module, a, b)
+    if mixtures.is_experts(module):
+        return mixtures.shards(module, a, b)
     if len(a) > 1:
         return module.slice_lora_a(a), module.slice_lora_b(b)
     return [x if x is None else module.slice_lora_a(x) for x in a], [

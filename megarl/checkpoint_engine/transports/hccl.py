@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.collective import Backend, CollectiveReceiver, CollectiveSender
+from megarl.checkpoint_engine.transports.collective import Backend, CollectiveReceiver, CollectiveSender
 from megarl.errors import WeightSyncError
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from megarl.checkpoint_engine.base import Frame, Link
-from megarl.checkpoint_engine.channel import ACK, BUCKET, END, FAILED, RECEIPT, Hub, open_line
+from megarl.checkpoint_engine.transports.channel import ACK, BUCKET, END, FAILED, RECEIPT, Hub, open_line
 from megarl.errors import WeightSyncError
 
 DEPTH = 2

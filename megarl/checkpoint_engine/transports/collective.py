@@ -17,7 +17,7 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.live import DEPTH, LiveReceiver, LiveSender
+from megarl.checkpoint_engine.transports.live import DEPTH, LiveReceiver, LiveSender
 from megarl.errors import WeightSyncError
 from megarl.network import gloo_devices, listen
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-from megarl.checkpoint_engine.receiver_moe import PROJECTIONS, experts_of, shapes
+from megarl.checkpoint_engine.receiver.mixtures import PROJECTIONS, experts_of, shapes
 from megarl.errors import WeightSyncError
 from megarl.peft.names import DOWN, GATE_UP
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.live import LiveReceiver, LiveSender
-from megarl.checkpoint_engine.shm import host_id
-from megarl.checkpoint_engine.shm_folders import make_folder, remove_stale
+from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
+from megarl.checkpoint_engine.transports.shm import host_id
+from megarl.checkpoint_engine.transports.shm_folders import make_folder, remove_stale
 from megarl.errors import WeightSyncError
 
 # Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.

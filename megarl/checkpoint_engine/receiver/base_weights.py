@@ -19,8 +19,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megarl.checkpoint_engine import receiver_moe, receiver_plain
-from megarl.checkpoint_engine.receiver_lora import output_sizes, rename_mapper
+from megarl.checkpoint_engine.receiver import mixtures, plain_mixtures
+from megarl.checkpoint_engine.receiver.adapter_plan import output_sizes, rename_mapper
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
@@ -81,6 +81,7 @@ def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, who
                 raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {shapes[mapped]}")
             pending.discard(mapped)
             load = targets[mapped].load
+            # The model renames Hugging Face's names itself; only a name inside a LoRA wrapper is not one of them.
             yield (name if mapped == load else load), tensor
 
     with set_current_vllm_config(vllm_config), torch.device(runner.device), loading, _quiet(not whole):
@@ -118,7 +119,7 @@ def layout_of(model: Any, manager: Any) -> Layout:
     """
     plain = hasattr(BaseLayerWithLoRA, "load_weights")
     layout = _experts_layout(model, manager, plain)
-    stacked = {f"{target.layer}.{weight}" for target in layout.targets.values() for weight in receiver_moe.BASE_WEIGHTS}
+    stacked = {f"{target.layer}.{weight}" for target in layout.targets.values() for weight in mixtures.BASE_WEIGHTS}
     for parameter, _ in model.named_parameters():
         if parameter in stacked:
             continue
@@ -136,15 +137,15 @@ def _experts_layout(model: Any, manager: Any, plain: bool) -> Layout:
     targets: dict[str, Target] = {}
     if manager is None:
         shapes: dict[str, tuple[int, int]] = {}
-        for layer, _, parts in receiver_plain.experts_of(model):
+        for layer, _, parts in plain_mixtures.experts_of(model):
             targets |= {part: Target(part, layer) for part in parts}
             shapes |= parts
-        return Layout(targets, shapes, receiver_plain.loading(model))
+        return Layout(targets, shapes, plain_mixtures.loading(model))
     inner = manager._adapter_manager
-    for name, _, names in receiver_moe.experts_of(inner):
-        layer = f"{name}.base_layer{receiver_plain.SUFFIX}"
-        targets |= {part: Target(load, layer) for part, load in receiver_moe.base_names(name, names, plain).items()}
-    return Layout(targets, receiver_moe.base_shapes(inner), receiver_moe.loading_base(inner))
+    for name, _, names in mixtures.experts_of(inner):
+        layer = f"{name}.base_layer{plain_mixtures.SUFFIX}"
+        targets |= {part: Target(load, layer) for part, load in mixtures.base_names(name, names, plain).items()}
+    return Layout(targets, mixtures.base_shapes(inner), mixtures.loading_base(inner))
 
 
 def _unfused(model: Any, layer: str) -> list[tuple[str, tuple[int, int] | None]]:
@@ -185,7 +186,7 @@ def _owners(model: Any) -> dict[str, Any]:
 def _is_untouched(layer: Any) -> bool:
     """Return True if, by vLLM's count, nothing was loaded into the layer, or not everything of a layer of experts."""
     info = get_layerwise_info(layer)
-    return info.can_load() and (not info.load_numel or receiver_moe.holds_base(layer))
+    return info.can_load() and (not info.load_numel or mixtures.holds_base(layer))
 
 
 def _repack_tied(model: Any, owners: dict[str, Any]) -> None:

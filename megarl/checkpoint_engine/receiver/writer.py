@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from megarl.checkpoint_engine.receiver_lora import Job, SlotPlan, Source
+from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
@@ -31,7 +31,7 @@ class Writer(Protocol):
 def writer_for(buffers: list[torch.Tensor]) -> Writer:
     """Return the writer for one slot's buffers, each ``[R, C]``, in the order of the jobs."""
     if buffers and buffers[0].is_cuda:
-        from megarl.checkpoint_engine.receiver_gpu import GpuWriter
+        from megarl.checkpoint_engine.receiver.gpu_writer import GpuWriter
 
         return GpuWriter(buffers)
     return HostWriter(buffers)

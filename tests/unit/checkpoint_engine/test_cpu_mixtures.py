@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.checkpoint_engine import receiver_cpu_moe
-from megarl.checkpoint_engine.receiver_cpu_moe import _Slots, run_experts
+from megarl.checkpoint_engine.receiver import cpu_mixtures
+from megarl.checkpoint_engine.receiver.cpu_mixtures import _Slots, run_experts
 from megarl.errors import UnsupportedError
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN, SLOTS, RANK = 11, 12, 10, 6, 2, 3, 4
@@ -71,7 +71,7 @@ def test_the_replaced_method_takes_what_vllm_gives() -> None:
     triton_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.triton_moe")
     before = triton_moe.TritonExperts.apply
     try:
-        receiver_cpu_moe.install()
+        cpu_mixtures.install()
         after = triton_moe.TritonExperts.apply
     finally:
         triton_moe.TritonExperts.apply = before
@@ -81,6 +81,6 @@ def test_the_replaced_method_takes_what_vllm_gives() -> None:
 
 @pytest.mark.parametrize("refused", [{"activation": "gelu"}, {"expert_map": 1}, {"apply_router_weight_on_input": True}])
 def test_other_experts_are_refused(refused: dict) -> None:
-    arguments = dict.fromkeys(inspect.signature(receiver_cpu_moe._apply).parameters)
+    arguments = dict.fromkeys(inspect.signature(cpu_mixtures._apply).parameters)
     with pytest.raises(UnsupportedError, match="experts on a CPU"):
-        receiver_cpu_moe._apply(**{**arguments, "activation": "silu", **refused})
+        cpu_mixtures._apply(**{**arguments, "activation": "silu", **refused})

@@ -12,9 +12,9 @@ layers = pytest.importorskip("vllm.lora.layers")
 from peft import LoraConfig  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 
-from megarl.checkpoint_engine import receiver_lora, receiver_moe, receiver_router  # noqa: E402
 from megarl.checkpoint_engine.plan import by_bucket, end_of  # noqa: E402
-from megarl.checkpoint_engine.receiver_writer import HostWriter  # noqa: E402
+from megarl.checkpoint_engine.receiver import adapter_plan, mixtures, routers  # noqa: E402
+from megarl.checkpoint_engine.receiver.writer import HostWriter  # noqa: E402
 from megarl.checkpoint_engine.stream import plan_of, view_of  # noqa: E402
 from megarl.errors import UnsupportedError, WeightSyncError  # noqa: E402
 from megarl.peft.names import PREFIX  # noqa: E402
@@ -57,19 +57,19 @@ def adapter() -> dict[str, torch.Tensor]:
     """Return a random adapter of all experts, under PEFT's names."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for part, (inputs, outputs) in receiver_lora.linear_shapes(manager(experts())).items():
+    for part, (inputs, outputs) in adapter_plan.linear_shapes(manager(experts())).items():
         tensors[f"{PREFIX}{part}.lora_A.weight"] = torch.randn(RANK, inputs, generator=generator)
         tensors[f"{PREFIX}{part}.lora_B.weight"] = torch.randn(outputs, RANK, generator=generator)
     return tensors
 
 
-def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) -> receiver_lora.SlotPlan:
+def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) -> adapter_plan.SlotPlan:
     """Write an adapter into the module's slot, from several buckets, over values of another one; alpha is 3 r."""
     targets = ["gate_proj", "up_proj", "down_proj"]
     config = LoraConfig(r=RANK, lora_alpha=3 * RANK, target_modules=targets).to_dict() | {"target_modules": targets}
     plan = plan_of(tensors.items(), config, 512)
-    slot_plan = receiver_lora.plan_slot(manager(module), plan)
-    buffers = receiver_lora.buffers_of(manager(module), SLOT)
+    slot_plan = adapter_plan.plan_slot(manager(module), plan)
+    buffers = adapter_plan.buffers_of(manager(module), SLOT)
     for buffer in buffers:
         buffer.fill_(7)
     buckets = by_bucket(plan.places)
@@ -130,9 +130,9 @@ def test_a_copy_instead_of_a_cut_is_refused_by_name() -> None:
 def test_experts_are_switched_on_exactly_where_they_are_adapted() -> None:
     module = experts()
     for adapted in (True, False):
-        receiver_moe.switch(module, SLOT, adapted)
-        assert receiver_moe.is_switched(module, SLOT, adapted)
-        assert not receiver_moe.is_switched(module, SLOT, not adapted)
+        mixtures.switch(module, SLOT, adapted)
+        assert mixtures.is_switched(module, SLOT, adapted)
+        assert not mixtures.is_switched(module, SLOT, not adapted)
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_experts_are_switched_on_exactly_where_they_are_adapted() -> None:
 )
 def test_what_vllm_cannot_stack_is_refused(ranks: dict, message: str) -> None:
     inner = manager(experts())._adapter_manager
-    receiver_moe.check_stackable(inner, {})
-    receiver_moe.check_stackable(inner, {part: 3 if "down" in part else 2 for part in PARTS})
+    mixtures.check_stackable(inner, {})
+    mixtures.check_stackable(inner, {part: 3 if "down" in part else 2 for part in PARTS})
     with pytest.raises(UnsupportedError, match=message):
-        receiver_moe.check_stackable(inner, ranks)
+        mixtures.check_stackable(inner, ranks)
 
 
 def test_engines_that_hold_experts_otherwise_are_refused() -> None:
-    receiver_moe.check_engine(manager(experts())._adapter_manager)
+    mixtures.check_engine(manager(experts())._adapter_manager)
     spread, repeated = experts(), experts()
     spread.moe_config.moe_parallel_config.use_ep = True
     repeated.moe_config.num_local_experts = EXPERTS + 1
@@ -161,7 +161,7 @@ def test_engines_that_hold_experts_otherwise_are_refused() -> None:
         (repeated, "held more than once"),
     ):
         with pytest.raises(UnsupportedError, match=message):
-            receiver_moe.check_engine(manager(module)._adapter_manager)
+            mixtures.check_engine(manager(module)._adapter_manager)
 
 
 def test_a_router_that_the_experts_call_themselves_is_called_with_its_adapter() -> None:
@@ -171,23 +171,23 @@ def test_a_router_that_the_experts_call_themselves_is_called_with_its_adapter() 
     wrapper.base_layer, module.base_layer.gate = router, router
     inner = manager(module, **{"model.layers.0.mlp.gate": wrapper})._adapter_manager
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.0\.mlp\.gate' without their adapters"):
-        receiver_router.check_routers(inner, ["model.layers.0.mlp.gate"])
-    receiver_router.check_routers(inner, PARTS)
-    receiver_router.connect_routers(inner.modules.values())
+        routers.check_routers(inner, ["model.layers.0.mlp.gate"])
+    routers.check_routers(inner, PARTS)
+    routers.connect_routers(inner.modules.values())
     assert module.base_layer.gate is wrapper
-    receiver_router.check_routers(inner, ["model.layers.0.mlp.gate"])
+    routers.check_routers(inner, ["model.layers.0.mlp.gate"])
     module.base_layer._fse_fuse_gate = True
     with pytest.raises(UnsupportedError, match="without their adapters"):
-        receiver_router.check_routers(inner, ["model.layers.0.mlp.gate"])
+        routers.check_routers(inner, ["model.layers.0.mlp.gate"])
 
 
 def test_base_names_and_shapes_are_those_of_the_checkpoint() -> None:
     inner = manager(experts(2, 1))._adapter_manager
-    sizes = receiver_moe.base_shapes(inner)
+    sizes = mixtures.base_shapes(inner)
     assert sizes[f"{NAME}.1.up_proj.weight"] == (INNER, HIDDEN) and sizes[f"{NAME}.1.down_proj.weight"] == (
         HIDDEN,
         INNER,
     )
     for plain, inside in ((True, ""), (False, ".base_layer")):
-        names = receiver_moe.base_names(NAME, PARTS, plain)
+        names = mixtures.base_names(NAME, PARTS, plain)
         assert names[f"{NAME}.2.gate_proj.weight"] == f"{NAME}{inside}.2.gate_proj.weight"
