@@ -32,8 +32,9 @@ def move(rig: Rig, kind: Any, old: int, count: int) -> dict[str, Any]:
     rig.manager.sync(old, kind)
     seeds = list(range(1000, 1000 + count))
     running = rig.start_requests(rig.sampler.sample(prompts(count, seed=old), seeds), count)
-    # Some completions end under the old version.
-    time.sleep(0.1)
+    # Some completions end under the old version; by then the others have drawn some tokens.
+    while rig.sampler.gate.in_flight == count and not running.done():
+        time.sleep(0.002)
     rig.trainer.randomise(new)
     syncing = ThreadPoolExecutor(1).submit(rig.manager.sync, new, kind)
     late = rig.start(rig.sampler.sample(prompts(2), [1, 2]))

@@ -18,6 +18,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cp
 # datasets; its error says how to get it. Likewise the trackers' libraries.
 NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
 NOT_DECLARED |= {"mlflow", "swanlab", "trackio", "wandb"}
+NOT_DECLARED |= {"torch_npu"}  # of Ascend hosts
 
 
 @pytest.fixture(scope="module")
