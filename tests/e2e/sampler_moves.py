@@ -20,12 +20,12 @@ def moves(rig: Rig, kind: Any = "adapter") -> dict[str, Any]:
         settings = config.checkpoint_engine.model_copy(update={"in_flight": way})
         rig.sampler._requests._config = replace(config, checkpoint_engine=settings)
         old = 200 + 2 * number
-        results[way] = overlapping(lambda count, old=old: move(rig, kind, old, count), "overlapped")
+        results[way] = overlapping(lambda count, old=old, way=way: move(rig, kind, way, old, count), "overlapped")
     rig.sampler._requests._config = config
     return results
 
 
-def move(rig: Rig, kind: Any, old: int, count: int) -> dict[str, Any]:
+def move(rig: Rig, kind: Any, way: str, old: int, count: int) -> dict[str, Any]:
     """Sync version ``old`` + 1 while ``count`` requests draw from version ``old``."""
     new = old + 1
     rig.trainer.randomise(old)
@@ -38,18 +38,21 @@ def move(rig: Rig, kind: Any, old: int, count: int) -> dict[str, Any]:
     rig.trainer.randomise(new)
     syncing = ThreadPoolExecutor(1).submit(rig.manager.sync, new, kind)
     late = rig.start(rig.sampler.sample(prompts(2), [1, 2]))
-    overlapped = not running.done()
+    ran = not running.done()
     syncing.result(60)
     held = rig.call(rig.sampler.resident())[0]
     ones = [one for group in running.result(120) for one in group]
+    made_by_new = sum(one.versions[-1] == new for one in ones)
+    changed = sum(len(set(one.versions)) > 1 for one in ones)
     tokens = np.arange(20, 60)
     scored = rig.call(rig.sampler.score(tokens, new))
     return {
         "score_error": float(np.abs(scored - rig.trainer.logprobs(tokens[:1], tokens[1:], 1.0)).max()),
-        "overlapped": overlapped,
+        # Some requests were still running when the new version came, and with "continue" had drawn some tokens.
+        "overlapped": {"drain": ran, "abort": ran and made_by_new, "continue": ran and changed}[way],
         "error": version_error(rig, ones, (old, new)),
-        "made_by_new": sum(one.versions[-1] == new for one in ones),
-        "changed": sum(len(set(one.versions)) > 1 for one in ones),
+        "made_by_new": made_by_new,
+        "changed": changed,
         "whole": all(one.finish_reason == "stop" or len(one.response_ids) == 16 for one in ones),
         "late_error": version_error(rig, [one for group in late.result(60) for one in group], (old, new)),
         "held": held[0] == ([old + 1, new + 1] if kind == "adapter" else []),
