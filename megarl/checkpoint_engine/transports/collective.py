@@ -31,11 +31,23 @@ class Backend(NamedTuple):
         name: its name in messages.
         device: the kind of memory that it broadcasts.
         build: makes a group from (store, address of the store, rank, size, timeout in seconds).
+        check: raises ``WeightSyncError`` where there is no such device.
     """
 
     name: str
     device: str
     build: Callable[[Any, str, int, int, float], Any]
+    check: Callable[[], None] = lambda: None
+
+    def open_sender(self, link: Link) -> "CollectiveSender":
+        """See ``base.open_sender``. Raises also what ``check`` raises."""
+        self.check()
+        return CollectiveSender(link, self)
+
+    def open_receiver(self, endpoint: dict[str, Any], index: int) -> "CollectiveReceiver":
+        """See ``base.open_receiver``. Raises also what ``check`` raises."""
+        self.check()
+        return CollectiveReceiver(endpoint, index, self)
 
 
 class _Group:

@@ -9,8 +9,7 @@ import importlib.util
 from datetime import timedelta
 from typing import Any
 
-from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.transports.collective import Backend, CollectiveReceiver, CollectiveSender
+from megarl.checkpoint_engine.transports.collective import Backend
 from megarl.errors import WeightSyncError
 
 
@@ -23,21 +22,10 @@ def build(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:
     return ProcessGroupHCCL(store, rank, size, options)
 
 
-HCCL = Backend("hccl", "npu", build)
-
-
-def open_sender(link: Link) -> CollectiveSender:
-    """See ``base.open_sender``. Raises ``WeightSyncError`` without ``torch_npu``."""
-    _check()
-    return CollectiveSender(link, HCCL)
-
-
-def open_receiver(endpoint: dict[str, Any], index: int) -> CollectiveReceiver:
-    """See ``base.open_receiver``. Raises ``WeightSyncError`` without ``torch_npu``."""
-    _check()
-    return CollectiveReceiver(endpoint, index, HCCL)
-
-
 def _check() -> None:
     if importlib.util.find_spec("torch_npu") is None:
         raise WeightSyncError("checkpoint_engine.transport is 'hccl', which needs torch_npu and Ascend NPUs")
+
+
+HCCL = Backend("hccl", "npu", build, _check)
+open_sender, open_receiver = HCCL.open_sender, HCCL.open_receiver
