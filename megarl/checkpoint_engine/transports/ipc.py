@@ -19,7 +19,7 @@ import torch
 from megarl.checkpoint_engine.base import Link
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm import host_id
-from megarl.checkpoint_engine.transports.shm_folders import make_folder, remove_stale
+from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
 from megarl.errors import WeightSyncError
 
 # Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.
@@ -58,15 +58,7 @@ class IpcSender(LiveSender):
             # Also if nobody closes this sender: when it is dropped, or when the process ends.
             self._remove = weakref.finalize(self, _remove, self._folder, lock)
         path = self._folder / f"{number}.{nbytes}"
-        with open(path, "w+b") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError as error:
-                raise WeightSyncError(
-                    f"/dev/shm cannot hold a bucket of {nbytes / 2**20:.1f} MiB: {error}; lower "
-                    "checkpoint_engine.bucket_mib or give the container a larger /dev/shm"
-                ) from error
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8), str(path).encode()
+        return torch.frombuffer(map_new_file(path, nbytes), dtype=torch.uint8), str(path).encode()
 
 
 class IpcReceiver(LiveReceiver):

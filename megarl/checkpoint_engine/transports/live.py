@@ -47,9 +47,7 @@ class LiveSender:
         """Return the older one of two buffers, once nobody reads it any more."""
         self._begin()
         number = self._count % DEPTH
-        while self._count - self._released >= DEPTH:
-            self._release(self._released % DEPTH)
-            self._released += 1
+        self._wait_for_readers(DEPTH - 1)
         held = self._buffers[number]
         if held is None or held.numel() < nbytes:
             self._buffers[number] = None
@@ -75,9 +73,7 @@ class LiveSender:
     def receipts(self) -> list[bytes]:
         """Wait for every receiver's receipt."""
         deadline = self._begin()
-        while self._released < self._count:
-            self._release(self._released % DEPTH)
-            self._released += 1
+        self._wait_for_readers(0)
         receipts = self._hub.collect(RECEIPT, deadline)
         # The next transfer begins with the first buffer, so that small ones need no other.
         self._count, self._released, self._deadline = 0, 0, None
@@ -95,10 +91,12 @@ class LiveSender:
             self._hub.connect(self._deadline)
         return self._deadline
 
-    def _release(self, number: int) -> None:
-        """Wait until a buffer that was put may be overwritten."""
-        if self.acknowledged:
-            self._hub.collect(ACK, self._begin())
+    def _wait_for_readers(self, most: int) -> None:
+        """Wait until at most so many buckets that were put may not be overwritten."""
+        while self._count - self._released > most:
+            if self.acknowledged:
+                self._hub.collect(ACK, self._begin())
+            self._released += 1
 
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         """Return a new buffer, ``[nbytes]`` uint8, and what the receivers need to open it."""

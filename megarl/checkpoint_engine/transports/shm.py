@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Frame, Link
-from megarl.checkpoint_engine.transports.shm_folders import ROOT, is_locked, make_folder, remove_stale
+from megarl.checkpoint_engine.transports.shm_folders import is_locked, make_folder, map_new_file, remove_stale
 from megarl.errors import WeightSyncError
 
 DEPTH = 2
@@ -59,17 +59,7 @@ class ShmSender:
         """Map a new file of ``nbytes``. Waits while ``DEPTH`` buckets are unread."""
         while self._count - self._oldest >= DEPTH:
             self._release_oldest()
-        with open(self._folder / f"{self._count:05}.data", "w+b") as file:
-            try:
-                # Reserve the pages. Otherwise a full /dev/shm kills the process with SIGBUS at the first write.
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            except OSError as error:
-                free = shutil.disk_usage(ROOT).free
-                raise WeightSyncError(
-                    f"{ROOT} cannot hold a bucket of {nbytes / 2**20:.1f} MiB ({free / 2**20:.1f} MiB free): {error}; "
-                    "lower checkpoint_engine.bucket_mib or give the container a larger /dev/shm"
-                ) from error
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+        return torch.frombuffer(map_new_file(self._folder / f"{self._count:05}.data", nbytes), dtype=torch.uint8)
 
     def put(self, header: bytes, payload: torch.Tensor) -> None:
         """Publish the bucket that ``buffer`` returned last."""

@@ -6,11 +6,14 @@ end of a run and the start of the next transfer remove such folders.
 """
 
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
+
+from megarl.errors import WeightSyncError
 
 ROOT = Path("/dev/shm")
 # A folder gets its name microseconds after it is made. One that is hidden for longer has a dead owner.
@@ -42,6 +45,25 @@ def make_folder() -> tuple[Path, int]:
     lock = os.open(hidden / "lock", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     return hidden.rename(ROOT / hidden.name[1:]), lock
+
+
+def map_new_file(path: Path, nbytes: int) -> mmap.mmap:
+    """Make a file of ``nbytes`` in a folder, and map it.
+
+    Raises:
+        WeightSyncError: there is no room for it.
+    """
+    with open(path, "w+b") as file:
+        try:
+            # Reserve the pages. Otherwise a full /dev/shm kills the process with SIGBUS at the first write.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            free = shutil.disk_usage(ROOT).free
+            raise WeightSyncError(
+                f"{ROOT} cannot hold a bucket of {nbytes / 2**20:.1f} MiB ({free / 2**20:.1f} MiB free): {error}; "
+                "lower checkpoint_engine.bucket_mib or give the container a larger /dev/shm"
+            ) from error
+        return mmap.mmap(file.fileno(), nbytes)
 
 
 def is_locked(folder: Path) -> bool:
