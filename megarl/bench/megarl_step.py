@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one training step of megarl: ``MegatronModel`` with an adapter, as its users call it."""
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,8 @@ import torch
 
 from megarl.bench.batch import loss_weights, make_samples
 from megarl.bench.clock import Clock, MarkedLoss
-from megarl.bench.random_weights import fill_randomly
-from megarl.bench.settings import BenchSettings, model_config
-from megarl.bench.shapes import SHAPES
+from megarl.bench.random_weights import base_filler, model_folder
+from megarl.bench.settings import BenchSettings
 from megarl.config import LossConfig, TrainConfig
 from megarl.lora import build_model
 from megarl.loss import build_loss
@@ -71,11 +69,7 @@ def _build(settings: BenchSettings, backend: str) -> MegatronModel:
             cuda_graphs=settings.cuda_graphs,
         ),
     }
-    section = {"path": settings.model, "dtype": settings.dtype, "backend": backend}
-    if settings.model not in SHAPES:
-        return build_model(section, **sections)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(model_config(settings.model)))
-        return build_model(
-            section | {"path": folder}, **sections, fill_base=lambda chunks, *_: fill_randomly(chunks, settings.seed)
-        )
+    with tempfile.TemporaryDirectory() as scratch:
+        path = str(model_folder(settings.model, Path(scratch)))
+        section = {"path": path, "dtype": settings.dtype, "backend": backend}
+        return build_model(section, **sections, fill_base=base_filler(settings.model, settings.seed))

@@ -1,9 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill a model of a named shape with random weights, drawn on its device."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from megarl.bench.settings import model_config
+from megarl.bench.shapes import SHAPES
+from megarl.model.weights.base_tensors import load_base
 
 
 def fill_randomly(chunks: Sequence[torch.nn.Module], seed: int) -> None:
@@ -16,3 +23,22 @@ def fill_randomly(chunks: Sequence[torch.nn.Module], seed: int) -> None:
                     parameter.normal_(std=0.02)
                 else:
                     parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+def model_folder(model: str, scratch: Path) -> Path:
+    """Return the model's folder; for a named shape a new one in ``scratch``, with a config.json only."""
+    if model not in SHAPES:
+        return Path(model)
+    folder = scratch / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config(model)))
+    return folder
+
+
+def base_filler(model: str, seed: int) -> Callable[..., None]:
+    """Return what fills the base of a model that is being built: random weights for a named shape, else its files."""
+
+    def fill(chunks: Any, *_: Any) -> None:
+        fill_randomly(chunks, seed)
+
+    return fill if model in SHAPES else load_base

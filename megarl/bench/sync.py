@@ -2,21 +2,18 @@
 """Run `megarl bench sync`: time how new weights come from a trainer into live engines, beside ceilings and peers."""
 
 import contextlib
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megarl.bench.random_weights import fill_randomly
-from megarl.bench.settings import SyncBenchSettings, model_config
-from megarl.bench.shapes import SHAPES
+from megarl.bench.random_weights import base_filler, model_folder
+from megarl.bench.settings import SyncBenchSettings
 from megarl.checkpoint_engine.manager import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
@@ -51,7 +48,7 @@ def bench_sync(
     """
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
-        folder = _folder(settings, Path(scratch))
+        folder = model_folder(settings.model, Path(scratch))
         report("the trainer builds")
         model = _build(settings, folder)
         transport = _transport(settings, model)
@@ -69,29 +66,16 @@ def bench_sync(
 
 
 def _build(settings: SyncBenchSettings, folder: Path) -> MegatronModel:
-    lora = {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"}
     train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
     section = {"path": str(folder), "dtype": settings.dtype}
-    if settings.model in SHAPES:
-        fill = partial(_fill, seed=settings.seed)
-        model = build_model(section, lora=lora, train=train, fill_base=fill)
-    else:
-        model = build_model(section, lora=lora, train=train)
+    fill = base_filler(settings.model, settings.seed)
+    model = build_model(section, lora=_lora(settings), train=train, fill_base=fill)
     _change(model, settings.seed)
     return model
 
 
-def _fill(chunks: Any, *_: Any, seed: int) -> None:
-    fill_randomly(chunks, seed)
-
-
-def _folder(settings: SyncBenchSettings, scratch: Path) -> Path:
-    """Return a folder that vLLM can read the model's config from."""
-    if settings.model not in SHAPES:
-        return Path(settings.model)
-    (scratch / "model").mkdir()
-    (scratch / "model" / "config.json").write_text(json.dumps(model_config(settings.model)))
-    return scratch / "model"
+def _lora(settings: SyncBenchSettings) -> dict[str, Any]:
+    return {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"}
 
 
 def _transport(settings: SyncBenchSettings, model: MegatronModel) -> str:
@@ -113,7 +97,7 @@ def _engines(
             stack.enter_context(
                 SamplerProcess(
                     {"path": str(folder), "dtype": settings.dtype},
-                    lora={"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"},
+                    lora=_lora(settings),
                     sampler={
                         "samples_per_prompt": 2,
                         "max_prompt_tokens": SCORED,
@@ -214,6 +198,7 @@ def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, re
     prompts = [draw.integers(0, model.hf_config["vocab_size"], 8) for _ in range(REQUESTS)]
 
     def generate(sync: bool) -> float:
+        """Return the milliseconds that the requests take."""
         began = time.perf_counter()
         version = model.version
         running = engine.start_generate(prompts, version)

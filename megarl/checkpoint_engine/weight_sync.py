@@ -132,6 +132,7 @@ class _AllRanks:
         mine = in_thread(here)
 
         def everywhere() -> Any:
+            """Wait for every rank; return this rank's result."""
             pause, deadline = SHORTEST_PAUSE, time.monotonic() + self._timeout
             while waiting := self._board.unanswered(number) + ([] if mine.done() else [0]):
                 if mine.done():
