@@ -56,9 +56,9 @@ def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.
     """
     found = torch.zeros(3, len(jobs.source), dtype=torch.int64, device=payload.device)
     grid = (len(jobs.jobs),)
-    kinds = {"SOURCE": KINDS[source], "TARGET": KINDS[target], "BITS": _bits(target)}
-    _write[grid](payload.view(source), *jobs, found[0], found[2], **kinds, BLOCK=BLOCK, num_warps=WARPS)
-    _read[grid](*jobs[6:], found[1], TARGET=kinds["TARGET"], BITS=kinds["BITS"], BLOCK=BLOCK, num_warps=WARPS)
+    fixed = {"TARGET": KINDS[target], "BITS": _bits(target), "BLOCK": BLOCK, "num_warps": WARPS}
+    _write[grid](payload.view(source), *jobs, found[0], found[2], **fixed)
+    _read[grid](*jobs[6:], found[1], **fixed)
     return found
 
 
@@ -75,7 +75,7 @@ def _digest(position, value, inside, BITS: tl.constexpr):
 @triton.jit
 def _write(
     payload, source, row, column, rows, columns, scaling, target, stride, height, width, jobs, blocks,
-    written, wrong, SOURCE: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    written, wrong, TARGET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     job = tl.load(jobs + program)
