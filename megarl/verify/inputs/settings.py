@@ -28,12 +28,13 @@ TEMPERATURE = 0.8
 
 
 def verify_tree(model: str | Path, *, full: bool = True) -> dict[str, Any]:
-    """Return the config before overrides: float32, short sequences, three updates (two unless ``full``)."""
+    """Return the config before overrides, a new one: float32, short sequences, three updates (two unless ``full``)."""
     half = LONG // 2
+    train = TRAIN if full else TRAIN | {"steps": QUICK_STEPS}
     return {
         "model": {"path": str(model), "dtype": "float32"},
         "task": {"name": "arithmetic"},
-        "train": TRAIN if full else TRAIN | {"steps": QUICK_STEPS},
+        "train": dict(train),
         "sampler": {"max_prompt_tokens": half, "max_response_tokens": half, "temperature": TEMPERATURE},
     }
 

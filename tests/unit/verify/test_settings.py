@@ -10,7 +10,7 @@ import pytest
 from megarl.cli.main import main
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.verify.inputs.samples import LONG
-from megarl.verify.inputs.settings import verify_config
+from megarl.verify.inputs.settings import verify_config, verify_tree
 from tests.helpers.models import SHAPE as SIZES
 
 SHAPE = {"model_type": "llama", **SIZES}
@@ -83,3 +83,9 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported(model):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 []\n"
+
+
+def test_a_callers_change_of_the_config_does_not_reach_the_next(model):
+    for full in (True, False):
+        verify_tree(model, full=full)["train"]["overlap_grad_reduce"] = True
+        assert "overlap_grad_reduce" not in verify_tree(model, full=full)["train"]
