@@ -7,7 +7,7 @@ from megarl.errors import ConfigError
 from megarl.plugins import pick_or_load
 from megarl.tasks import arithmetic, countdown, gsm8k, jsonl
 from megarl.tasks.base import Reward, Task, TaskContext
-from megarl.tasks.custom_reward import RewardedTask, load_reward
+from megarl.tasks.rewards.custom_reward import RewardedTask, load_reward
 
 __all__ = ["TASKS", "Reward", "Task", "TaskContext", "build_task"]
 

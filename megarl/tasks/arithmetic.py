@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from megarl.config.base import Section
+from megarl.tasks.answers.expression import evaluate
 from megarl.tasks.base import Reward, TaskContext
-from megarl.tasks.expression import evaluate
 from megarl.tasks.options import parse_options, refuse_path
 from megarl.types import Prompt
 

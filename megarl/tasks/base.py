@@ -40,7 +40,7 @@ class Task(Protocol):
         """Score the decoded response to ``prompt`` (special tokens removed).
 
         A task of the user's own may name the second parameter ``completion``, ``responses`` or ``completions``, or
-        make this an ``async def``; see ``megarl.tasks.reward_forms``.
+        make this an ``async def``; see ``megarl.tasks.rewards.forms``.
         """
         ...
 

@@ -17,11 +17,11 @@ from pydantic import Field, model_validator
 
 from megarl.config.base import Section
 from megarl.errors import ConfigError
+from megarl.tasks.answers.expression import OPERATORS, evaluate
 from megarl.tasks.base import Reward, TaskContext
-from megarl.tasks.expression import OPERATORS, evaluate
 from megarl.tasks.options import parse_options, require_path
-from megarl.tasks.rows import Row, read_rows
-from megarl.tasks.rows_task import RowsTask
+from megarl.tasks.rows.files import Row, read_rows
+from megarl.tasks.rows.rows_task import RowsTask
 from megarl.types import Prompt
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)

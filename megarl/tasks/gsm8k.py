@@ -13,11 +13,11 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from megarl.config.base import Section
+from megarl.tasks.answers.latex_number import tidy
 from megarl.tasks.base import Reward, TaskContext
-from megarl.tasks.latex_number import tidy
 from megarl.tasks.options import parse_options, require_path
-from megarl.tasks.rows import Row, Text, read_rows
-from megarl.tasks.rows_task import RowsTask
+from megarl.tasks.rows.files import Row, Text, read_rows
+from megarl.tasks.rows.rows_task import RowsTask
 from megarl.types import Prompt
 
 MARK = "####"

@@ -13,10 +13,10 @@ from pydantic import AfterValidator, ConfigDict, Field, create_model
 from megarl.config.base import Section
 from megarl.errors import ConfigError
 from megarl.tasks.base import Reward, TaskContext
-from megarl.tasks.datasets_source import read_dataset
 from megarl.tasks.options import parse_options, require_rows
-from megarl.tasks.rows import Row, read_rows, rows_of
-from megarl.tasks.rows_task import RowsTask
+from megarl.tasks.rows.datasets_source import read_dataset
+from megarl.tasks.rows.files import Row, read_rows, rows_of
+from megarl.tasks.rows.rows_task import RowsTask
 from megarl.types import Prompt
 
 Message = Mapping[str, Any]

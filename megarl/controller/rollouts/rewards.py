@@ -24,7 +24,7 @@ from megarl.controller.rollouts.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
 from megarl.tasks.base import Reward
-from megarl.tasks.reward_forms import form_of_task
+from megarl.tasks.rewards.forms import form_of_task
 from megarl.types import DecodedCompletion, Prompt
 
 POLL_SECONDS = 0.2

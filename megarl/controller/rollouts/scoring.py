@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.errors import RewardError
 from megarl.tasks.base import Reward, Task
-from megarl.tasks.reward_forms import form_of_task, one_for_each
+from megarl.tasks.rewards.forms import form_of_task, one_for_each
 from megarl.types import LARGEST_REWARD, DecodedCompletion, Prompt
 
 # A prompt and its completions.

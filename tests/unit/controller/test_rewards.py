@@ -15,7 +15,7 @@ from megarl.controller.rollouts.rewards import RewardProcess
 from megarl.controller.rollouts.scoring import Group
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks import Reward, TaskContext
-from megarl.tasks.custom_reward import load_reward
+from megarl.tasks.rewards.custom_reward import load_reward
 from megarl.types import DecodedCompletion, Prompt
 
 REWARDS = """

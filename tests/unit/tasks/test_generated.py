@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.tasks.expression import evaluate
+from megarl.tasks.answers.expression import evaluate
 from megarl.types import Prompt
 from tests.helpers.timing import fastest
 from tests.unit.tasks.support import make

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.errors import ConfigError, RewardError
 from megarl.tasks import TASKS, Reward
-from megarl.tasks.reward_forms import RewardForm, form_of_task
+from megarl.tasks.rewards.forms import RewardForm, form_of_task
 from tests.unit.tasks.support import make
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.errors import DataError, UnsupportedError
 from megarl.tasks.gsm8k import Gsm8kRow
-from megarl.tasks.rows import Row, Text, read_rows
+from megarl.tasks.rows.files import Row, Text, read_rows
 from tests.unit.tasks.support import make
 
 SAMPLE = Path(__file__).parents[3] / "examples" / "gsm8k" / "sample.jsonl"

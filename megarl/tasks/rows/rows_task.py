@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from megarl.config.base import Section
 from megarl.tasks.base import Reward
-from megarl.tasks.rows import RowModel
+from megarl.tasks.rows.files import RowModel
 from megarl.types import Prompt
 
 Options = TypeVar("Options", bound=Section)

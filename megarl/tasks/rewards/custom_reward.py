@@ -3,7 +3,7 @@
 
 The function is called as ``function(prompt, response)`` with a ``megarl.types.Prompt`` and the decoded response. It
 returns a number, a ``megarl.tasks.Reward`` or a dictionary of components. The name of its second parameter and
-``async def`` select another form; see ``megarl.tasks.reward_forms``.
+``async def`` select another form; see ``megarl.tasks.rewards.forms``.
 """
 
 import inspect
@@ -18,7 +18,7 @@ import numpy as np
 from megarl.errors import ConfigError, RewardError, nearest
 from megarl.plugins import load_object
 from megarl.tasks.base import Reward, Task, TaskContext
-from megarl.tasks.reward_forms import form_of, one_for_each
+from megarl.tasks.rewards.forms import form_of, one_for_each
 from megarl.types import LARGEST_REWARD, Prompt
 
 RewardFunction = Callable[[Prompt, Any], Any]

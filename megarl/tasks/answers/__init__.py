@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the numbers and expressions that a model answers with."""
