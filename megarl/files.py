@@ -155,12 +155,12 @@ def replacing(file: Path) -> Iterator[IO[str]]:
         raise
 
 
-def read_json(file: Path, where: str, error: type[MegarlError]) -> dict[str, Any]:
+def read_json(file: Path, subject: str, error: type[MegarlError]) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
         file: the file to read.
-        where: start of the message: the setting or folder that names the file.
+        subject: start of the message: the setting or folder that names the file.
         error: class to raise.
 
     Raises:
@@ -169,11 +169,11 @@ def read_json(file: Path, where: str, error: type[MegarlError]) -> dict[str, Any
     try:
         parsed = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as cause:
-        raise error(f"{where}: {file} does not exist") from cause
+        raise error(f"{subject}: {file} does not exist") from cause
     except (OSError, ValueError, RecursionError) as cause:
-        raise error(f"{where}: {file} cannot be read as JSON ({cause})") from cause
+        raise error(f"{subject}: {file} cannot be read as JSON ({cause})") from cause
     if not isinstance(parsed, dict):
-        raise error(f"{where}: {file} holds no JSON object")
+        raise error(f"{subject}: {file} holds no JSON object")
     return parsed
 
 

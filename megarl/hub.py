@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of the Hugging Face hub: ids, and the local folder with a model's files."""
+"""Download models from the Hugging Face hub, and tell their ids from paths."""
 
 import os
 import re

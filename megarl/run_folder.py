@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run folder: the names in it, its checkpoints, its config and its adapter. Imports no torch."""
+"""Name the files of a run folder, and find its checkpoints, config and adapter. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +42,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def evaluations(folder: Path) -> dict[int, Path]:
     """Return the results of a run's evaluations: step -> file."""
-    found = sorted((folder / EVALUATIONS).glob(f"step-*/{RESULTS}"))
-    return {step_of(file.parent): file for file in found if file.parent.name.removeprefix("step-").isdecimal()}
+    files = sorted((folder / EVALUATIONS).glob(f"step-*/{RESULTS}"))
+    return {step_of(file.parent): file for file in files if file.parent.name.removeprefix("step-").isdecimal()}
 
 
 def last_checkpoint(folder: Path) -> Path:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen records that travel between the packages. Arrays are NumPy, not torch, so that tasks stay light.
+"""Define the frozen records that travel between packages. Arrays are NumPy, not torch, so that tasks stay light.
 
 Shape letters: P prompt tokens, R response tokens, L = P + R tokens of a sequence.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of `megarl bench`. Imports neither torch nor transformers, so that a typo is reported at once."""
+"""Define the settings of `megarl bench`. Imports neither torch nor transformers, so that a typo is reported at once."""
 
 from collections.abc import Sequence
 from pathlib import Path

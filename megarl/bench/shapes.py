@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model shapes that can be measured without a download: random weights with the sizes of published models."""
+"""List model shapes that can be measured without a download: random weights with the sizes of published models."""
 
 from dataclasses import dataclass
 from typing import Any

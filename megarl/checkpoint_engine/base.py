@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protocol of a transport, and the registry of transports.
+"""Define the protocol of a transport, and register the transports.
 
 A transport moves buckets of bytes from one sender (trainer rank 0) to all receivers (one in each vLLM worker), whatever
 the bytes mean. The sender opens first. Its ``endpoint`` (a small JSON-able dictionary) reaches the receivers by another

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of tensors inside a bucket: 64 bits each, computed where the bytes are.
+"""Digest the tensors inside a bucket: 64 bits each, computed where the bytes are.
 
 In host memory a digest is xxh3-64. On a GPU it is ``mix64``, a sum over 16-bit words, which many threads can form at
 once: word w at position i adds splitmix64(i * 2^16 + w), modulo 2^64 (the finalizer of Steele et al., "Fast splittable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Futures of work that runs in a thread."""
+"""Run work in a thread, with its result as a future."""
 
 import threading
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's side of a sync, for any class that can export its weights."""
+"""Add the trainer's side of a sync to any class that can export its weights."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from megarl.errors import WeightSyncError
 
 
 class Sent(NamedTuple):
-    """What rank 0 says after a transfer.
+    """Rank 0's report of a transfer.
 
     Attributes:
         manifest: what was sent, as ``Receipt.to_bytes``, with the seconds of the trainer's stages.

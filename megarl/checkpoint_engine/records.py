@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of one transfer: the header of a bucket, the sender's manifest, a receiver's receipt."""
+"""Define the records of a transfer: the header of a bucket, the sender's manifest, a receiver's receipt."""
 
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -80,7 +80,7 @@ class Manifest:
 
     @property
     def receipt(self) -> "Receipt":
-        """What a receiver of these weights must hold; its index is ``SENDER``."""
+        """Return the receipt that a receiver of these weights must give; its index is ``SENDER``."""
         return Receipt(self.version, self.kind, SENDER, len(self.tensors), self.nbytes, self.checksum)
 
     def to_bytes(self, book: Book) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight syncs of a torchrun job: every rank has the model, rank 0 also drives the engines. No Ray.
+"""Sync weights in a torchrun job: every rank has the model, rank 0 also drives the engines. No Ray.
 
 Rank 0 runs the ``CheckpointEngineManager``. What the manager asks of the trainer goes to all ranks through a store of
 the job's own, and so do their answers: an error of any rank is seen at once, also while the others wait in a

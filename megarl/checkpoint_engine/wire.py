@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists of tensors as both ends of a weight transfer know them, and their bytes.
+"""Describe lists of tensors to both ends of a weight transfer, and encode them as bytes.
 
 A transfer is a sequence of buckets followed by one manifest. Every tensor has its own digest, so that an error can name
 the tensor. The checksum of a whole transfer covers names, dtypes, shapes and digests in sending order. An adapter of a
@@ -133,7 +133,7 @@ class TensorList:
 
 @dataclass(frozen=True)
 class Plan:
-    """What an adapter consists of; the same at every sync until the adapter's config changes.
+    """The tensors and the config of an adapter; the same at every sync until the config changes.
 
     Attributes:
         places: all tensors, in sending order; names are unique.

@@ -95,12 +95,12 @@ def evaluate_targets(
     entries = config.eval.tasks if only_named else config.evaluations
     if not entries:
         raise ConfigError("there is nothing to evaluate on: no run named has eval.tasks or task.held_out; give --task")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with engine_logs() as logs:
         for model in dict.fromkeys(target.config.model for target in targets):
             same = [target for target in targets if target.config.model == model]
-            found |= _evaluate_model(same, config, entries, logs, report)
-    return {target.label: found[target.label] for target in targets}
+            results |= _evaluate_model(same, config, entries, logs, report)
+    return {target.label: results[target.label] for target in targets}
 
 
 def _evaluate_model(
@@ -129,13 +129,13 @@ def _evaluate_model(
             evaluation.dry_run(())
             report("starting vLLM")
             with TargetEngine(targets, config, logs / "engine.log") as engine:
-                found = {}
+                results = {}
                 for version, target in enumerate(targets):
                     engine.load(target, version)
                     report(f"evaluating {target.label}")
                     evaluated = evaluation.run(engine, version)
-                    found[target.label] = {key: one.result for key, one in evaluated.items()}
-                return found
+                    results[target.label] = {key: one.result for key, one in evaluated.items()}
+                return results
         finally:
             evaluation.close()
             if rewards:

@@ -53,8 +53,8 @@ class Target:
 
     def like(self, model: ModelConfig) -> "Target":
         """Return the target with the dtype of another model section; of the same folder, with all of the section."""
-        own = self.config.model
-        section = model if own.path == model.path else own.model_copy(update={"dtype": model.dtype})
+        trained = self.config.model
+        section = model if trained.path == model.path else trained.model_copy(update={"dtype": model.dtype})
         return replace(self, config=self.config.model_copy(update={"model": section}))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base class of all config sections."""
+"""Define the base class of all config sections."""
 
 from pydantic import BaseModel, ConfigDict, field_validator
 

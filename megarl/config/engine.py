@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of one sampler engine; a run's config holds more."""
+"""Group the settings of one sampler engine; a run's config holds more."""
 
 from dataclasses import dataclass, field
 from typing import Literal

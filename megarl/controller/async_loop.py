@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The asynchronous RL loop (``train.max_staleness`` > 0): the engines sample while the trainer trains.
+"""Run the asynchronous RL loop (``train.max_staleness`` > 0): the engines sample while the trainer trains.
 
 A producer samples and scores groups ahead of the trainer. Each token's behaviour logprob is the one that it was drawn
 with, and its version is known; ``loss.importance_cap`` corrects for the versions in between.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""After a sync, compare what trainer and engines say of a fixed token sequence.
+"""Compare the logprobs of trainer and engines for a fixed token sequence, after each sync.
 
 A sync verifies that the engines hold the bytes that were sent. The canary verifies what those bytes compute: that the
 engines use the adapter, and that both sides mean the same by it.

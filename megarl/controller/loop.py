@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RL loop, readable top to bottom: sample, score, train, sync, record."""
+"""Run the RL loop, readable top to bottom: sample, score, train, sync, record."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -17,14 +17,14 @@ def differences(first: Results, other: Results) -> dict[str, dict[str, Estimate]
 
     Prompts are paired, so the interval is of the difference, and is narrower than those of the two values suggest.
     """
-    found: dict[str, dict[str, Estimate]] = {}
+    changes: dict[str, dict[str, Estimate]] = {}
     for key, result in other.items():
         for name, values in result.values.items():
             if key in first and name in first[key].values and first[key].values[name].shape == values.shape:
                 change = values - first[key].values[name]
                 if known := list(change[~np.isnan(change)]):
-                    found.setdefault(key, {})[name] = average(np.array(known))
-    return found
+                    changes.setdefault(key, {})[name] = average(np.array(known))
+    return changes
 
 
 def short_labels(labels: Sequence[str]) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of model families by ``model_type``. Each family's module holds all that megarl knows of it. No torch here.
+"""Register model families by ``model_type``. A family's module holds all that megarl knows of it. No torch here.
 
 A new family is one module and one line in ``_FAMILIES``, or an object outside the package that ``model.family`` names.
 """
@@ -63,7 +63,7 @@ def _own_family(spec: str) -> Family:
     family = load_object(spec, FIELD)
     if not isinstance(family, Family):
         raise ConfigError(f"{FIELD} is '{spec}', which is {type(family).__name__}; it must be a Family")
-    known = sorted({name for own in _FAMILIES for name in own.model_types} & set(family.model_types))
+    known = sorted({name for builtin in _FAMILIES for name in builtin.model_types} & set(family.model_types))
     if known:
         raise ConfigError(f"{FIELD} is '{spec}' for model_type '{known[0]}', which megarl knows; set {FIELD}=null")
     return family

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data types that map a family's Hugging Face names to mcore's, in both directions.
+"""Define the data types that map a family's Hugging Face names to mcore's, in both directions.
 
 For each mcore tensor a mapping names the Hugging Face tensors that it holds, and how they are fused and split over
 ranks. Loading, export, placing LoRA and naming adapters all follow from it.
@@ -8,8 +8,6 @@ ranks. Loading, export, placing LoRA and naming adapters all follow from it.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from megarl.peft.names import DOWN, GATE_UP
 
 # Order of a linear's fused parts along its output dimension in mcore:
 #     single: one part.  gated: gate, then up.  qkv: for each query group [its queries, its k, its v].
@@ -23,7 +21,7 @@ LayerTest = Callable[[Mapping[str, Any], int], bool]
 
 
 def everywhere(hf: Mapping[str, Any], layer: int) -> bool:
-    """True for every layer of every model of the family; default of ``where``."""
+    """True for every layer of every model of the family; default of ``in_layer``."""
     return True
 
 
@@ -44,7 +42,7 @@ class LinearMap:
         split: the dimension that is split; an expert's over the expert-tensor-parallel ranks.
         fusion: how the parts lie along the output dimension.
         expert: index of the expert that the linear belongs to, or None.
-        where: tests whether a layer has the linear.
+        in_layer: tests whether a layer has the linear.
         bias: tests whether the linear has a bias in a layer.
     """
 
@@ -53,7 +51,7 @@ class LinearMap:
     split: Split
     fusion: Fusion = "single"
     expert: int | None = None
-    where: LayerTest = everywhere
+    in_layer: LayerTest = everywhere
     bias: LayerTest = nowhere
 
     @property
@@ -68,7 +66,7 @@ class VectorMap:
 
     mcore: tuple[str, ...]
     hf: str
-    where: LayerTest = everywhere
+    in_layer: LayerTest = everywhere
 
 
 @dataclass(frozen=True)
@@ -207,4 +205,5 @@ HF_LAYER = "model.layers.{}."
 # transformers 5's names below a layer: the router, and the parameters that stack the linears of all experts, one for
 # each template of ``MoeMap.experts``. Weight files keep the names of ``MoeMap``.
 STACKED_ROUTER = "mlp.gate"
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
 STACKED_EXPERTS = (f"mlp.experts.{GATE_UP}", f"mlp.experts.{DOWN}")

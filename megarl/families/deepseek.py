@@ -33,9 +33,9 @@ def _sparse(hf: Mapping[str, Any], layer: int) -> bool:
 
 
 ATTENTION = (
-    LinearMap("self_attention.linear_q_proj", ("self_attn.q_proj",), "column", where=_plain_queries),
-    LinearMap("self_attention.linear_q_down_proj", ("self_attn.q_a_proj",), "column", where=_compresses_queries),
-    LinearMap("self_attention.linear_q_up_proj", ("self_attn.q_b_proj",), "column", where=_compresses_queries),
+    LinearMap("self_attention.linear_q_proj", ("self_attn.q_proj",), "column", in_layer=_plain_queries),
+    LinearMap("self_attention.linear_q_down_proj", ("self_attn.q_a_proj",), "column", in_layer=_compresses_queries),
+    LinearMap("self_attention.linear_q_up_proj", ("self_attn.q_b_proj",), "column", in_layer=_compresses_queries),
     LinearMap("self_attention.linear_kv_down_proj", ("self_attn.kv_a_proj_with_mqa",), "column"),
     LinearMap("self_attention.linear_kv_up_proj", ("self_attn.kv_b_proj",), "column"),
     LinearMap("self_attention.linear_proj", ("self_attn.o_proj",), "row"),

@@ -35,7 +35,7 @@ class WeightMap:
 
     def vectors(self, layer: int) -> tuple[VectorMap, ...]:
         """Return the replicated tensors of a layer (index from 0)."""
-        return tuple(vector for vector in self.family.vectors if vector.where(self.hf_config, layer))
+        return tuple(vector for vector in self.family.vectors if vector.in_layer(self.hf_config, layer))
 
     def sparse(self, layer: int) -> bool:
         """Return True if a layer (index from 0) has experts."""
@@ -44,7 +44,7 @@ class WeightMap:
     def linears(self, layer: int) -> tuple[LinearMap, ...]:
         """Return every linear of a layer (index from 0), including all ranks' experts, in one order on every rank."""
         moe = self.family.moe
-        attention = tuple(linear for linear in self.family.attention if linear.where(self.hf_config, layer))
+        attention = tuple(linear for linear in self.family.attention if linear.in_layer(self.hf_config, layer))
         if moe is None or not self.sparse(layer):
             return attention + self.family.mlp
         experts = tuple(

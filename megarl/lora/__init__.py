@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on mcore's parallel linears: a plugin for any GPTModel, with or without MegatronModel.
+"""Adapt mcore's parallel linears by LoRA: a plugin for any GPTModel, with or without MegatronModel.
 
 adapter = apply_lora(chunks, peft_config, hf_config)
 ... train ...
@@ -10,8 +10,8 @@ from megarl.lora.adapter import LoraAdapter
 from megarl.lora.apply import apply_lora
 from megarl.lora.build_model import attach, build_model
 from megarl.lora.files.peft_folder import load_peft_config
+from megarl.lora.layers.state import adapters_of
 from megarl.lora.optimizer import complete_adam_states, load_optimizer
-from megarl.lora.state import adapters_of
 
 __all__ = [
     "LoraAdapter",

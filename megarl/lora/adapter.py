@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A LoRA adapter on a model: its tensors by name, switching it on and off, saving, loading, exporting."""
+"""Switch a LoRA adapter on a model on and off, list its tensors by name, save, load and export it."""
 
 import contextlib
 import copy

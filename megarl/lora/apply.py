@@ -19,10 +19,10 @@ from megarl.lora.adapter import LoraAdapter, wrapped_layers
 from megarl.lora.layers.experts import ExpertColumnLora, ExpertRowLora, GateLora, RouterLora
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ColumnParallelLora, ParallelLoraLinear, RowParallelLora
+from megarl.lora.layers.state import accept_base_alone
 from megarl.lora.layers.te import TE_BASES, NormColumnLora, holds_norm
 from megarl.lora.layers.vocabulary import plan_vocabulary
 from megarl.lora.slot import Slot
-from megarl.lora.state import accept_base_alone
 from megarl.lora.targets.model_match import check_match
 from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import resolve_targets

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of policy losses. A new loss is a module and a line in ``LOSSES``."""
+"""Register policy losses. A new loss is a module and a line in ``LOSSES``."""
 
 from collections.abc import Mapping
 from typing import Any

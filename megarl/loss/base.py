@@ -77,7 +77,7 @@ class TokenBatch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no context-parallel rank has a response token of the micro-batch."""
+        """True if no context-parallel rank has a response token of the micro-batch."""
         return not self._sequences.lengths_S.any()
 
     def over_context(self, group: dist.ProcessGroup) -> "TokenBatch":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the sequences of a micro-batch and back to its tokens, also where context parallelism splits a sequence.
+"""Sum over the sequences of a micro-batch and back to its tokens, also if context parallelism splits a sequence.
 
 Shape letters: T response tokens of one micro-batch on this rank, sequence after sequence; S sequences of the
 micro-batch. Under context parallelism (CP) every rank of the group has the same S sequences and other tokens of them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface that ``MegatronModel`` needs of an adapter. ``megarl.lora`` implements it and imports this module."""
+"""Define what ``MegatronModel`` needs of an adapter. ``megarl.lora`` implements it and imports this module."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

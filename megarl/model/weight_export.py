@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
+"""Export whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
 
 import re
 from collections.abc import Iterator

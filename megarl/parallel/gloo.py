@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gloo with one worker per group, as a backend of ``torch.distributed``.
+"""Register gloo with one worker per group as a backend of ``torch.distributed``.
 
 torch gives a group two workers. Each stores the name of the collective that it finished in a string of the group,
 without a lock (``ProcessGroupGloo::runLoop``, ``lastCompletedWorkName``; seen in 2.13). If two workers finish at once

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups. Only this module reads mcore's ``parallel_state``."""
+"""Make and describe process groups. Only this module reads mcore's ``parallel_state``."""
 
 import datetime
 import os

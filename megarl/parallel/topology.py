@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank arithmetic: map global ranks to coordinates in the layout and back. Imports no torch.
+"""Map global ranks to coordinates in the layout and back. Imports no torch.
 
 mcore's order is ``tp-cp-ep-dp-pp``: tensor-parallel neighbours are adjacent ranks, pipeline stages are farthest apart.
 Within a pipeline stage the experts have a layout of their own over the same ranks: expert-tensor varies fastest, then

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names in PEFT's weights file."""
+"""Name the tensors of PEFT's weights file."""
 
 # Prefix of every module name, and suffix of a base weight's name.
 PREFIX = "base_model.model."
 BASE_WEIGHT = ".base_layer.weight"
 # Last components of the vocabulary's modules. PEFT names the matrices of an embedding differently.
 EMBEDDING, OUTPUT = "embed_tokens", "lm_head"
-# Parameters of a layer's stacked experts in transformers 5.
-GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
 
 def matrix_name(module: str, side: str) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEFT's rules for an adapter config: supported settings, rank and scaling of each module."""
+"""Apply PEFT's rules for an adapter config: supported settings, rank and scaling of each module."""
 
 import dataclasses
 import math
@@ -37,12 +37,12 @@ CHANGED_BASE = (
 )
 
 
-def read_config(plain: Any, where: str = "adapter config") -> LoraConfig:
+def read_config(plain: Any, subject: str = "adapter config") -> LoraConfig:
     """Parse the contents of ``adapter_config.json``.
 
     Args:
         plain: the parsed JSON.
-        where: start of the error messages.
+        subject: start of the error messages.
 
     Raises:
         AdapterError: it is not LoRA, PEFT does not know a field, or a value is impossible for its field.
@@ -50,18 +50,18 @@ def read_config(plain: Any, where: str = "adapter config") -> LoraConfig:
     """
     if not isinstance(plain, Mapping) or plain.get("peft_type") != "LORA":
         kind = plain.get("peft_type") if isinstance(plain, Mapping) else type(plain).__name__
-        raise AdapterError(f"{where}: peft_type is {kind!r}; supported is 'LORA'")
+        raise AdapterError(f"{subject}: peft_type is {kind!r}; supported is 'LORA'")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     unknown = sorted(key for key, value in plain.items() if key not in known and value)
     if unknown:
         raise AdapterError(
-            f"{where}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
+            f"{subject}: unknown field '{unknown[0]}'{nearest(unknown[0], known)}; update peft or remove it"
         )
-    check_values(plain, where)
+    check_values(plain, subject)
     try:
         config = LoraConfig(**{key: value for key, value in plain.items() if key in known and key != "runtime_config"})
     except (TypeError, ValueError, AttributeError) as error:
-        raise AdapterError(f"{where}: PEFT refuses it: {error}") from error
+        raise AdapterError(f"{subject}: PEFT refuses it: {error}") from error
     check_supported(config)
     return config
 

@@ -47,12 +47,12 @@ class _Fields(BaseModel):
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
 
 
-def check_values(config: LoraConfig | Mapping[str, Any], where: str = "adapter config") -> None:
+def check_values(config: LoraConfig | Mapping[str, Any], subject: str = "adapter config") -> None:
     """Refuse values of a wrong type or range.
 
     Args:
         config: PEFT's config, or the contents of ``adapter_config.json``.
-        where: start of the error message.
+        subject: start of the error message.
 
     Raises:
         AdapterError: a field is wrong. One line per field has its name, its value and what it must be.
@@ -61,7 +61,7 @@ def check_values(config: LoraConfig | Mapping[str, Any], where: str = "adapter c
     try:
         _Fields.model_validate(plain)
     except ValidationError as error:
-        raise AdapterError(f"{where}: {explain(error, plain, _Fields)}") from None
+        raise AdapterError(f"{subject}: {explain(error, plain, _Fields)}") from None
 
 
 def _plain(config: LoraConfig) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def _evaluated(runs: Sequence[RunRecord], key: str) -> list[Line]:
     """Return the curves of one set's metrics over the evaluated versions, from step 0 on."""
     lines = []
     for place, run in enumerate(runs):
-        found = {name for values in run.evaluations.values() for name in metric_names(values)}
-        for index, name in enumerate(sorted(name for name in found if name.startswith(f"{key}/"))):
+        names = {name for values in run.evaluations.values() for name in metric_names(values)}
+        for index, name in enumerate(sorted(name for name in names if name.startswith(f"{key}/"))):
             points = {float(step): values[name] for step, values in run.evaluations.items() if name in values}
             lines.append(_line(runs, place, index, name.removeprefix(f"{key}/"), points))
     return lines

@@ -44,8 +44,8 @@ def cells(summary: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _evaluation_cells(flat: Mapping[str, float]) -> dict[str, list[str]]:
     """Return a row for each metric of the evaluations: its values with their intervals, before and after."""
-    found = [{name.removeprefix(end): flat[name] for name in flat if name.startswith(end)} for end in (BEFORE, AFTER)]
-    ends = [end for end in found if end]
+    both = [{name.removeprefix(end): flat[name] for name in flat if name.startswith(end)} for end in (BEFORE, AFTER)]
+    ends = [end for end in both if end]
     names = {name: None for end in ends for name in metric_names(end)}
     arrow = ", before -> after" if len(ends) > 1 else ""
     return {f"{name} [95%]{arrow}": [with_interval(end, name) for end in ends if name in end] for name in names}

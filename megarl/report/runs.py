@@ -19,7 +19,7 @@ LARGEST = 1e100
 
 @dataclass
 class RunRecord:
-    """What a run folder holds.
+    """The contents of a run folder.
 
     Attributes:
         label: name of the run on the page.
@@ -87,22 +87,22 @@ def read_completions(file: Path, most: int) -> tuple[list[dict[str, Any]], str |
         most: number of completions: the first one, the ones of the least and the greatest reward, then those that
             follow the first.
     """
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     bad = 0
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 row = _object(line)
                 if isinstance(row.get("text"), str) if row else False:
-                    found.append(row)
+                    rows.append(row)
                 else:
                     bad += 1
     except OSError as error:
         return [], f"{file.name} cannot be read: {error.strerror}"
-    scored = [row for row in found if is_number(row.get("reward"))]
+    scored = [row for row in rows if is_number(row.get("reward"))]
     extremes = [pick(scored, key=lambda row: row["reward"]) for pick in (max, min)] if scored else []
     chosen: list[dict[str, Any]] = []
-    for row in [*found[:1], *extremes, *found[1:most]]:
+    for row in [*rows[:1], *extremes, *rows[1:most]]:
         if not any(row is other for other in chosen) and len(chosen) < most:
             chosen.append(row)
     return chosen, f"{file.name}: {_count(bad)} no completion and left out" if bad else None

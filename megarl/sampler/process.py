@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler engine in a process of its own, driven by whoever started it: no Ray.
+"""Run a sampler engine in a separate process, driven by the process that started it. No Ray.
 
 The child runs ``megarl.sampler.serve``. The two exchange pickled tuples over a pipe: ``(number, method, arguments)``
 there, ``(number, succeeded, result or exception)`` back. Calls overlap, so that a sync can arrive while another version

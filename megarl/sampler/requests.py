@@ -31,7 +31,7 @@ LOOK_SECONDS = 0.02
 
 @dataclass
 class Drawn:
-    """What has been drawn of one completion.
+    """The tokens drawn so far of one completion.
 
     Attributes:
         ids, logprobs, versions: one entry per token.
@@ -119,10 +119,10 @@ class Requests:
             sent = {"prompt_token_ids": tokens.tolist()}
             stream = self._engine().generate(sent, parameters, request_id=request_id, lora_request=self._adapter(used))
             output = await self._last(stream)
-        found = output.prompt_logprobs if output is not None else None
-        if found is None or len(found) != len(tokens):
+        logprobs = output.prompt_logprobs if output is not None else None
+        if logprobs is None or len(logprobs) != len(tokens):
             raise WorkerError(f"{self._name} returned no logprobs of the canary's tokens")
-        pairs = zip(found[1:], tokens[1:].tolist(), strict=True)
+        pairs = zip(logprobs[1:], tokens[1:].tolist(), strict=True)
         return np.asarray([at[token].logprob for at, token in pairs], dtype=np.float32)
 
     async def _go_on(self, prompt: np.ndarray, drawn: Drawn, seed: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child of ``SamplerProcess``: answers calls of one ``VllmSampler`` until the parent says stop or is gone."""
+"""Answer the calls of ``SamplerProcess`` in its child process, until the parent says stop or is gone."""
 
 import asyncio
 import contextlib

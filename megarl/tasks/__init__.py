@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of tasks, which are prompts with verifiable rewards. A new task is a module and a line in ``TASKS``."""
+"""Register tasks, which are prompts with verifiable rewards. A new task is a module and a line in ``TASKS``."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the user's own: one column is the prompt, all others are in ``prompt.data``.
+"""Task ``jsonl``: the user's rows. One column is the prompt, all others are in ``prompt.data``.
 
 The rows come from a ``.jsonl``, ``.parquet`` or ``.csv`` file, from a folder that ``datasets.save_to_disk`` wrote, or
 from a data set on the Hugging Face hub.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cases to verify (a model and an adapter), and the files in which processes share results."""
+"""Define cases to verify (a model and an adapter), and the files in which processes share results."""
 
 import pickle
 from dataclasses import dataclass

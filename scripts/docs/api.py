@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mkdocs hook that fills docs/api.md from the docstrings of megarl's public names. Imports no torch."""
+"""Fill docs/api.md from the docstrings of megarl's public names (a mkdocs hook). Imports no torch."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mkdocs hook that fills docs/configuration.md from the models in megarl/config, so that the page is never outdated."""
+"""Fill docs/configuration.md from the models in megarl/config, so that it is never outdated (a mkdocs hook)."""
 
 import types
 import typing

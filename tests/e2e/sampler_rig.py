@@ -21,6 +21,7 @@ from megarl.config import RunConfig, parse_config
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.vllm_sampler import VllmSampler
 
+LORA = {"r": 8, "lora_alpha": 24, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 VOCABULARY = 320
 SIZES = {
     "vocab_size": VOCABULARY,

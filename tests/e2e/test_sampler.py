@@ -4,58 +4,14 @@
 The engines run in processes of their own (``sampler_scenarios``).
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.sampler_faults import EXPERT_FAULT_CAUSES, FAULT_CAUSES, MERGED_FAULT_CAUSES
-
-ROOT = Path(__file__).parents[2]
-TIMEOUT = 280
-NAMES = ("llama", "moe", "qwen3", "merged", "qwen2", "merged_moe")
-
-
-class Scenarios:
-    """Results by name, of processes that start as cores become free; they spend most of their time starting vLLM."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.processes: list[subprocess.Popen] = []
-        self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.results = {name: self.pool.submit(self.run, name) for name in NAMES}
-
-    def run(self, name: str) -> dict[str, Any]:
-        """Run a scenario to its end."""
-        log, out = self.folder / f"{name}.log", self.folder / f"{name}.json"
-        with log.open("w") as handle:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.sampler_scenarios", name, self.folder / name, out],
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-                stdout=handle,
-                stderr=subprocess.STDOUT,
-            )
-            self.processes.append(process)
-            code = process.wait(TIMEOUT)
-        assert code == 0, log.read_text()[-4000:]
-        return json.loads(out.read_text())
-
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        return self.results[name].result()
-
-    def close(self) -> None:
-        """End the scenarios that still run."""
-        self.pool.shutdown(wait=False, cancel_futures=True)
-        for process in self.processes:
-            process.kill()
+from tests.e2e.sampler_processes import TIMEOUT, Scenarios
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.e2e.evaluations_of_run import check_evaluations
+from tests.e2e.plain_vllm import ask, prompt_logprobs
 from tests.helpers.sampled import peft_logprobs
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
@@ -110,32 +110,6 @@ def test_run_leaves_what_it_promises(finished):
     assert (finished / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def check_evaluations(folder: Path, summary: dict) -> None:
-    """Check that versions 0, 2 and 4 were evaluated on both sets, and the numbers against the completions."""
-    rows = {row["step"]: row for row in read_rows(folder)}
-    assert sorted(path.name for path in (folder / "evaluations").iterdir()) == [f"step-{n:06d}" for n in (0, 2, 4)]
-    for step in (0, 2, 4):
-        file = folder / "evaluations" / f"step-{step:06d}"
-        measured = json.loads((file / "results.json").read_text())
-        assert (measured["step"], measured["version"]) == (step, step)
-        held_out = [json.loads(line) for line in (file / "held_out.jsonl").read_text().splitlines()]
-        assert [row["prompt"] for row in held_out] == ["arithmetic-9998"] * 4 + ["arithmetic-9999"] * 4
-        assert {row["version"] for row in held_out} == {step}
-        assert all(len(row["response_ids"]) <= 8 for row in held_out)
-        greedy = [json.loads(line) for line in (file / "greedy.jsonl").read_text().splitlines()]
-        assert (len(greedy), max(len(row["response_ids"]) for row in greedy)) == (3, 12)
-        reward = measured["sets"]["held_out"]["metrics"]["reward"]
-        assert reward["value"] == pytest.approx(np.mean([row["reward"] for row in held_out]))
-        assert reward["low"] <= reward["value"] <= reward["high"]
-        assert measured["sets"]["greedy"]["metrics"]["pass@1"]["value"] == 0.0
-        if step:
-            assert rows[step]["eval/held_out/reward"] == reward["value"] and rows[step]["seconds/eval"] > 0
-    assert not [name for step in (1, 3) for name in rows[step] if name.startswith("eval/")]
-    for when in ("before", "after"):
-        assert 0.0 < summary[f"eval_{when}"]["held_out/reward"] <= 1.0
-    assert summary["eval_after"]["held_out/reward"] == rows[4]["eval/held_out/reward"]
-
-
 def test_sampler_trainer_and_peft_agree_after_every_sync(finished, recipe):
     for row in read_rows(finished):
         assert row["mismatch_max"] <= 1e-4, row
@@ -157,19 +131,6 @@ def test_an_adapter_made_by_peft_trains_on(finished, recipe):
     assert np.abs(peft_logprobs(recipe, None, rows) - sampled).max() > 1e-3
 
 
-VLLM_LOGPROBS = """
-import json, sys
-from megarl.sampler import prepare_environment
-prepare_environment(1)
-from vllm import LLM, SamplingParams
-llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, skip_tokenizer_init=True, max_model_len=128,
-          kv_cache_memory_bytes=50 * 2**20)
-prompts = [{"prompt_token_ids": tokens} for tokens in json.loads(sys.argv[2])]
-outs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False), use_tqdm=False)
-print(json.dumps([[next(iter(d.values())).logprob for d in out.prompt_logprobs[1:]] for out in outs]))
-"""
-
-
 def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(finished, recipe, tmp_path, capsys):
     from megarl.cli.main import main
 
@@ -189,12 +150,7 @@ def test_export_gives_pefts_adapter_and_a_model_that_transformers_and_vllm_load(
     merged = recipe.parent / "merged-run"
     shutil.copytree(tmp_path / "merged", merged / "model")
     assert np.abs(peft_logprobs(merged / "recipe.yaml", None, rows) - expected).max() <= 1e-4
-    tokens = json.dumps([row["prompt_ids"] + row["response_ids"] for row in rows])
-    out = subprocess.run(
-        [sys.executable, "-c", VLLM_LOGPROBS, str(tmp_path / "merged"), tokens],
-        capture_output=True, text=True, timeout=200, check=True,
-    )  # fmt: skip
-    answers = json.loads(out.stdout.strip().splitlines()[-1])
+    answers = prompt_logprobs(tmp_path / "merged", [row["prompt_ids"] + row["response_ids"] for row in rows])
     logprobs = [a[len(row["prompt_ids"]) - 1 :] for a, row in zip(answers, rows, strict=True)]
     assert np.abs(np.concatenate(logprobs) - expected).max() <= 1e-4
 
@@ -239,23 +195,6 @@ def test_eval_repeats_the_runs_own_evaluations_and_serve_answers_with_the_adapte
         drawn = {"prompt_ids": row["prompt_ids"], "response_ids": answers[name]["choices"][0]["token_ids"]}
         expected = peft_logprobs(recipe, adapter, [drawn])
         assert np.abs(expected - said["token_logprobs"]).max() <= 1e-4, name
-
-
-def ask(port: int, server: subprocess.Popen, body: dict) -> dict:
-    """Ask the server for a completion, as soon as it listens."""
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    deadline = time.monotonic() + 200
-    while True:
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            raise AssertionError(error.read().decode()) from error
-        except OSError:
-            assert server.poll() is None and time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.5)
 
 
 def test_killed_run_resumes_bitwise(finished, recipe, start):

@@ -36,7 +36,7 @@ INTERNAL: dict[str, set[str]] = {
     "run_folder": {"config", "errors", "files"},
     "triton_support": set(),
     "torch_addons": set(),
-    "families": {"errors", "peft.names", "plugins"},
+    "families": {"errors", "plugins"},
     "config": {"errors", "families", "files", "config"},
     "config.sections": {"errors", "config.base"},
     "parallel": COMMON,

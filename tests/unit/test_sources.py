@@ -28,11 +28,13 @@ def test_every_source_file_begins_with_its_licence(folder: str) -> None:
     assert not without, f"put '# SPDX-License-Identifier: Apache-2.0' first in {', '.join(without)}"
 
 
-def test_module_docstrings_say_what_the_module_does_instead_of_asking() -> None:
-    opening_words = {
-        file: (ast.get_docstring(ast.parse(file.read_text())) or "").partition(" ")[0]
+def test_docstrings_say_what_the_code_does_instead_of_asking() -> None:
+    questions = [
+        f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         for file in SOURCES
         if file.suffix == ".py"
-    }
-    questions = [str(file.relative_to(ROOT)) for file, word in opening_words.items() if word in QUESTION_WORDS]
-    assert not questions, f"begin the docstring with what the module does or holds in {', '.join(questions)}"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (ast.get_docstring(node) or "").partition(" ")[0] in QUESTION_WORDS
+    ]
+    assert not questions, f"begin the docstring with what the code does or holds in {', '.join(questions)}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of many ranges of a buffer in one launch."""
+"""Digest many ranges of a buffer in one launch."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +16,7 @@ BLOCK, WARPS = 4096, 8
 
 
 class _Table(NamedTuple):
-    """Where the ranges are, on the GPU: words before each range, words in it; each program's range and block."""
+    """The ranges' places, on the GPU: words before each range, words in it; each program's range and block."""
 
     starts: torch.Tensor
     lengths: torch.Tensor

@@ -54,12 +54,12 @@ def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.
         int64 ``[3, jobs]``: digest of what was written, digest of what the buffers hold then, number of values that
         are not finite.
     """
-    found = torch.zeros(3, len(jobs.source), dtype=torch.int64, device=payload.device)
+    outcome = torch.zeros(3, len(jobs.source), dtype=torch.int64, device=payload.device)
     grid = (len(jobs.jobs),)
     fixed = {"TARGET": KINDS[target], "BITS": _bits(target), "BLOCK": BLOCK, "num_warps": WARPS}
-    _write[grid](payload.view(source), *jobs, found[0], found[2], **fixed)
-    _read[grid](*jobs[6:], found[1], **fixed)
-    return found
+    _write[grid](payload.view(source), *jobs, outcome[0], outcome[2], **fixed)
+    _read[grid](*jobs[6:], outcome[1], **fixed)
+    return outcome
 
 
 def _bits(dtype: torch.dtype) -> tl.dtype:

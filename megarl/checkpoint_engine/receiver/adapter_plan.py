@@ -30,7 +30,7 @@ SPACE = 2**44
 
 
 class Source(NamedTuple):
-    """Where a matrix is in the received bytes.
+    """The place of a matrix in the received bytes.
 
     Attributes:
         bucket: index of the bucket.
@@ -63,7 +63,7 @@ class Job(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """How one adapter fills a slot: one job per buffer, and for each layer of experts whether it is adapted."""
+    """The jobs that fill a slot with one adapter, one per buffer; for each layer of experts whether it is adapted."""
 
     jobs: tuple[Job, ...]
     experts: tuple[tuple[Any, bool], ...]

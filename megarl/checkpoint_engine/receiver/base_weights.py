@@ -29,14 +29,14 @@ Named = tuple[str, torch.Tensor]
 
 
 class Target(NamedTuple):
-    """Where a tensor goes: the name by which ``model.load_weights`` takes it, and the module that holds it."""
+    """The destination of a tensor: its name for ``model.load_weights``, and the module that holds it."""
 
     load: str
     layer: str
 
 
 class Layout(NamedTuple):
-    """How a model takes weights.
+    """The destinations of all weights of a model.
 
     Attributes:
         targets: each tensor's Hugging Face name, as vLLM renames it -> its target.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA kernels for vLLM's CPU back end that do not copy the adapter for every token.
+"""Compute LoRA on vLLM's CPU back end without copying the adapter for every token.
 
 vLLM 0.32's torch kernels gather one A and one B per token (``weights[token_indices]``). For a prefill of some thousand
 tokens that moves gigabytes in every layer. Here all tokens of an adapter share one matrix product, with the same

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM worker extension that receives weights, verifies them and hands them to vLLM.
+"""Extend vLLM's workers: receive weights, verify them and hand them to vLLM.
 
 Name it as ``worker_extension_cls="megarl.checkpoint_engine.receiver.extension.ReceiverExtension"`` and call its methods
 with ``collective_rpc``. Arguments and results are bytes, str or int, because tensors inside untyped RPC arguments do

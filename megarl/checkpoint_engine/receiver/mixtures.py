@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in vLLM: names and shapes of their weights, buffers of their adapters.
+"""Describe vLLM's mixtures of experts: names and shapes of their weights, buffers of their adapters.
 
 Adapter files hold one pair for each projection of each expert. vLLM takes them by these names, stacks those of a layer,
 and keeps them in buffers ``[slots, experts, ...]`` of one module. It lists that module's parts expert by expert: gate,

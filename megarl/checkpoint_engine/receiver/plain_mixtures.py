@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts in a vLLM engine without LoRA: names and shapes of their weights, kernels that can reload them.
+"""Describe mixtures of experts in a vLLM without LoRA: names and shapes of weights, kernels that can reload them.
 
 Such an engine chooses the experts' kernel by device, where LoRA always has Triton's (``mixtures``).
 """

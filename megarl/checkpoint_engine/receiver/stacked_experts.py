@@ -15,7 +15,7 @@ from peft import LoraConfig
 
 from megarl.checkpoint_engine.receiver.mixtures import PROJECTIONS, experts_of, shapes
 from megarl.errors import WeightSyncError
-from megarl.peft.names import DOWN, GATE_UP
+from megarl.families.base import DOWN, GATE_UP
 
 # transformers 5's name of Mixtral's block, and vLLM's.
 BLOCKS = (".mlp.", ".block_sparse_moe.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between one sender and its receivers over TCP, for transports that stay connected.
+"""Exchange messages between one sender and its receivers over TCP, for transports that stay connected.
 
 The sender listens on one address (``network``). A receiver proves with the endpoint's token that it was told of the
 sender. Messages are short: headers, manifests, receipts; weights travel another way. A closed connection is a dead

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport by broadcasts of a process group of torch's: gloo between hosts, NCCL between GPUs, HCCL between NPUs.
+"""Transfer by a torch process group's broadcasts: gloo between hosts, NCCL between GPUs, HCCL between NPUs.
 
 The group is built directly from a store, so that neither the trainer's nor vLLM's default process group is touched; a
 group of GPUs has a communicator of its own. It forms at the first transfer and lasts as long as the connection. gloo

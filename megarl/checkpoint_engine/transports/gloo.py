@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport over TCP between hosts, from host memory to host memory."""
+"""Transfer over TCP between hosts, from host memory to host memory."""
 
 from megarl.checkpoint_engine.transports.collective import Backend, build_gloo
 

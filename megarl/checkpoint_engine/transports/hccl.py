@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport between Ascend NPUs: the broadcasts of ``collective`` on a process group of ``torch_npu``'s HCCL.
+"""Transfer between Ascend NPUs: the broadcasts of ``collective`` on a process group of ``torch_npu``'s HCCL.
 
 No NPU was at hand, so this has never run; what it shares with ``gloo`` and ``nccl`` is tested through gloo. Digests are
 computed in host memory, because the kernels of ``kernels/`` are for CUDA.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport inside one device: the receivers map the sender's buffers, so that no byte is copied on the way.
+"""Transfer inside one device: the receivers map the sender's buffers, so that no byte is copied on the way.
 
 On a GPU both processes open the same memory by CUDA IPC handles; on a CPU they map the same file in /dev/shm. The
 receivers' own copy, into vLLM's tensors, is the only one.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport between GPUs of one host or of several, from device memory to device memory."""
+"""Transfer between GPUs of one host or of several, from device memory to device memory."""
 
 from datetime import timedelta
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transport by shared memory: buckets are files in /dev/shm that receivers map. Same host only.
+"""Transfer by shared memory: buckets are files in /dev/shm that receivers map. Same host only.
 
 Layout of a transfer's folder ``/dev/shm/megarl-<uid>-<pid>-<random>``::
 

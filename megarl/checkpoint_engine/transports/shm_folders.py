@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of shared memory that tell whether their owner lives. No torch: the reaper uses this module too.
+"""Make folders of shared memory that tell whether their owner lives. No torch: the reaper uses this module too.
 
 The sender holds a folder's lock (flock) as long as it lives. A folder whose lock is free belongs to a dead process. The
 end of a run and the start of the next transfer remove such folders.

@@ -30,7 +30,7 @@ class Metric(NamedTuple):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the completions of an evaluation are drawn.
+    """The sampling settings of an evaluation.
 
     Attributes:
         samples: completions of each prompt.
@@ -113,8 +113,10 @@ class EvalTaskConfig(Section):
         """Return the ``task`` section of this set; what it leaves open is as in the run's."""
         prompt = run.system_prompt if self.system_prompt is None else self.system_prompt or None
         template = run.chat_template_kwargs if self.chat_template_kwargs is None else self.chat_template_kwargs
-        own = {name: getattr(self, name) for name in ("name", "path", "options", "reward", "reward_weights")}
-        return run.model_copy(update=own | {"system_prompt": prompt, "chat_template_kwargs": template, "held_out": 0})
+        fields = {name: getattr(self, name) for name in ("name", "path", "options", "reward", "reward_weights")}
+        return run.model_copy(
+            update=fields | {"system_prompt": prompt, "chat_template_kwargs": template, "held_out": 0}
+        )
 
 
 class EvalConfig(Section):
@@ -140,33 +142,33 @@ def check_eval(sets: list[EvalTaskConfig], task: TaskConfig, sampler: SamplerCon
         )
     seen: set[str] = set()
     for index, one in enumerate(sets):
-        where = f"eval.tasks[{index}]"
+        entry = f"eval.tasks[{index}]"
         if not LABEL.fullmatch(one.key):
-            raise ConfigError(f"{where}: '{one.key}' cannot be part of a metric's name; set label to letters or digits")
+            raise ConfigError(f"{entry}: '{one.key}' cannot be part of a metric's name; set label to letters or digits")
         if one.key in seen:
-            raise ConfigError(f"{where}: another set is called '{one.key}' too; give one of them a label")
+            raise ConfigError(f"{entry}: another set is called '{one.key}' too; give one of them a label")
         seen.add(one.key)
         if one.name == HELD_OUT:
-            _check_held_out(one, where, task)
-        _check_samples(one, where, one.sampling(sampler))
+            _check_held_out(one, entry, task)
+        _check_samples(one, entry, one.sampling(sampler))
 
 
-def _check_held_out(one: EvalTaskConfig, where: str, task: TaskConfig) -> None:
+def _check_held_out(one: EvalTaskConfig, entry: str, task: TaskConfig) -> None:
     if not task.held_out:
-        raise ConfigError(f"{where} is '{HELD_OUT}', but task.held_out is 0: the set has no prompts; hold some out")
+        raise ConfigError(f"{entry} is '{HELD_OUT}', but task.held_out is 0: the set has no prompts; hold some out")
     for name in SOURCE:
         if getattr(one, name) != type(one).model_fields[name].get_default(call_default_factory=True):
-            raise ConfigError(f"{where}.{name} is set, but the prompts of '{HELD_OUT}' are the task's own; remove it")
+            raise ConfigError(f"{entry}.{name} is set, but the prompts of '{HELD_OUT}' are the task's own; remove it")
 
 
-def _check_samples(one: EvalTaskConfig, where: str, sampling: Sampling) -> None:
+def _check_samples(one: EvalTaskConfig, entry: str, sampling: Sampling) -> None:
     for name, (_, k) in one.wanted().items():
         if k > sampling.samples:
             raise ConfigError(
-                f"{where}.metrics asks for {name}, but each prompt has {sampling.samples} completions; set "
-                f"{where}.samples to at least {k}"
+                f"{entry}.metrics asks for {name}, but each prompt has {sampling.samples} completions; set "
+                f"{entry}.samples to at least {k}"
             )
     if sampling.temperature == 0 and sampling.samples > 1:
         raise ConfigError(
-            f"{where}: temperature is 0 with {sampling.samples} samples, which would all be the same; set samples to 1"
+            f"{entry}: temperature is 0 with {sampling.samples} samples, which would all be the same; set samples to 1"
         )

@@ -120,7 +120,7 @@ class TrainerGroup:
 
     def start_on_rank_zero(self, method: str) -> Future:
         """Call a method on rank 0 only; return a future, which raises what ``wait_all`` raises."""
-        return _later({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch, alone=True)
+        return as_future({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch, alone=True)
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
         """Train on one rollout; return the metrics, which are the same on every rank."""
@@ -134,19 +134,19 @@ class TrainerGroup:
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("prepare_sync", config, receivers), self.watch)
+        return as_future(self.start("prepare_sync", config, receivers), self.watch)
 
     def send(self, version: int, kind: Kind) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("send_weights", version, kind), self.watch)
+        return as_future(self.start("send_weights", version, kind), self.watch)
 
     def finish(self) -> Future:
         """See ``checkpoint_engine.manager.Source``."""
-        return _later(self.start("finish_sync"), self.watch)
+        return as_future(self.start("finish_sync"), self.watch)
 
 
-def _later(calls: dict[str, Any], watch: Watch, *, alone: bool = False) -> Future:
-    """First participant's result once all have one, as a future; errors as in ``wait_all``."""
+def as_future(calls: dict[str, Any], watch: Watch, *, alone: bool = False) -> Future:
+    """Return the first participant's result once all have one, as a future; it raises what ``wait_all`` raises."""
     return in_thread(lambda: wait_all(calls, watch, alone=alone)[0])
 
 
@@ -158,15 +158,15 @@ class EngineHandle:
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.receive.remote(endpoint, first)}, self.watch)
+        return as_future({self.name: self.actor.receive.remote(endpoint, first)}, self.watch)
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.flip.remote(version, kind, checksum)}, self.watch)
+        return as_future({self.name: self.actor.flip.remote(version, kind, checksum)}, self.watch)
 
     def refuse(self, reason: str) -> Future:
         """See ``checkpoint_engine.manager.Sink``."""
-        return _later({self.name: self.actor.refuse.remote(reason)}, self.watch)
+        return as_future({self.name: self.actor.refuse.remote(reason)}, self.watch)
 
 
 class SamplerGroup:

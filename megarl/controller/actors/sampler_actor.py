@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sampler engine as a Ray actor."""
+"""Run a sampler engine as a Ray actor."""
 
 import os
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer rank as a Ray actor."""
+"""Run a trainer rank as a Ray actor."""
 
 import os
 from functools import partial

@@ -191,9 +191,9 @@ class Recorder:
 
     def evaluated(self) -> dict[int, dict[str, float]]:
         """Return the evaluations so far, including those of earlier sessions: step -> ``KEY/METRIC`` -> value."""
-        found = evaluations(self.folder)
+        files = evaluations(self.folder)
         return {
-            step: evaluation_numbers(read_json(file, "evaluation", CheckpointError)) for step, file in found.items()
+            step: evaluation_numbers(read_json(file, "evaluation", CheckpointError)) for step, file in files.items()
         }
 
     def track(self, row: dict[str, float]) -> None:

@@ -15,7 +15,7 @@ from megarl.types import Prompt
 
 
 class Place(NamedTuple):
-    """Where a prompt came from.
+    """The place of a prompt in the stream.
 
     Attributes:
         epoch: number of the epoch.

@@ -22,7 +22,7 @@ SEED = 0x6576616C
 
 
 class Evaluator(Protocol):
-    """What samples: the engines of a run, or one engine."""
+    """A sampler to evaluate: the engines of a run, or one engine."""
 
     def generate(
         self, prompts: Sequence[np.ndarray], version: int, seeds: Sequence[int], sampling: Sampling

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores that completions are trained on, after their length is judged (``loss.truncated``)."""
+"""Adjust the scores of truncated completions before training (``loss.truncated``)."""
 
 from collections.abc import Sequence
 

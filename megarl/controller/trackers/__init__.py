@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of trackers. A new tracker is a module and a line in ``TRACKERS``."""
+"""Register trackers. A new tracker is a module and a line in ``TRACKERS``."""
 
 import importlib.util
 from collections.abc import Sequence

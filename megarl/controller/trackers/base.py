@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of a tracker: a service, or a file format, to which a run sends its config, metrics and summary."""
+"""Define a tracker: a service, or a file format, to which a run sends its config, metrics and summary."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """What is sent of one run. It is made and called in one thread, in order. What it raises does not end the run.
+    """The receiver of one run's rows. One thread makes and calls it, in order. An exception of it does not end the run.
 
     A tracker may have an attribute ``id``, a string: a resumed run gets it back as ``TrackedRun.id``.
     """

@@ -14,8 +14,7 @@ import torch
 
 from megarl.errors import AdapterError
 from megarl.families import WeightMap
-from megarl.families.base import STACKED_EXPERTS
-from megarl.lora.targets.parameters import DOWN, GATE_UP
+from megarl.families.base import DOWN, GATE_UP, STACKED_EXPERTS
 from megarl.model.weights.sharded_tensor import Sliceable
 from megarl.peft.names import matrix_name
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on routed experts, routers and the gate of shared experts.
+"""Adapt routed experts, routers and the gate of shared experts.
 
 Under expert tensor parallelism (ETP) mcore's dispatcher gathers an expert's tokens over the ETP ranks before the
 expert, and sums the partial outputs after it, forward and backward. So both matrices can be split: A along its inputs,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of one adapter in one layer."""
+"""Hold the matrices of one adapter in one layer."""
 
 import hashlib
 from dataclasses import dataclass

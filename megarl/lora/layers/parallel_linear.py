@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
 from megarl.families.base import Fusion
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.layers.products import Layout, add_wide, project_through
-from megarl.lora.state import WithBaseNames
+from megarl.lora.layers.state import WithBaseNames
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 

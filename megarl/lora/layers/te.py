@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on Transformer Engine's linears.
+"""Adapt Transformer Engine's linears.
 
 mcore's wrappers of TE's column- and row-parallel linears behave like mcore's own linears and take the same adapters.
 The linear with a norm in front needs its own adapter: in PEFT the adapter's input is the norm's output, which only the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA on the word embedding and on the output layer, whose vocabulary is split over TP and padded.
+"""Adapt the word embedding and the output layer, whose vocabulary is split over TP and padded.
 
 Both can be adapted together, and with tied base weights, as in PEFT: the adapter of one never changes the other.
 """

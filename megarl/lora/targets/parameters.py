@@ -13,8 +13,7 @@ from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError, nearest
 from megarl.families import WeightMap
-from megarl.families.base import EMBEDDING, HF_LAYER, OUTPUT, STACKED_ROUTER
-from megarl.peft.names import DOWN, GATE_UP
+from megarl.families.base import DOWN, EMBEDDING, GATE_UP, HF_LAYER, OUTPUT, STACKED_ROUTER
 
 ROUTER = f"{STACKED_ROUTER.rpartition('.')[2]}.weight"
 

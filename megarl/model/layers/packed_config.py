@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's ``TransformerConfig`` with the settings that megarl's layers need and mcore lacks."""
+"""Extend mcore's ``TransformerConfig`` by the settings that megarl's layers need and mcore lacks."""
 
 import copy
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise parts of a layer for the ``local`` back end. On CUDA, torch.compile makes each one kernel.
+"""Compute the pointwise parts of a layer for the ``local`` back end. On CUDA, torch.compile makes each one kernel.
 
 As separate torch operations they take most of a small model's time on a GPU, because each reads and writes a whole
 activation. On a CPU, in float32, and where torch.compile does not work, they run uncompiled. Those with a Triton kernel

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's optimizer over an adapter. Its state is read and written by tensor name."""
+"""Optimize an adapter by mcore's optimizer. Its state is read and written by tensor name."""
 
 import math
 from collections.abc import Mapping

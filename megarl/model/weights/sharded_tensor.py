@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor split over ranks: read and write this rank's part, load it from a file."""
+"""Read and write this rank's part of a tensor that is split over ranks, and load it from a file."""
 
 import dataclasses
 from collections.abc import Callable, Iterable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of a reward function: what it is given by the name of its second parameter, and whether it is async."""
+"""Read the form of a reward function: the name of its second parameter says what it takes; it may be async."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ RESPONSE, COMPLETION, RESPONSES, COMPLETIONS = "response", "completion", "respon
 
 @dataclass(frozen=True)
 class RewardForm:
-    """How a reward function is called.
+    """The form of a reward function, which decides how it is called.
 
     Attributes:
         takes: ``"response"`` (the decoded text), ``"completion"`` (a ``DecodedCompletion``), or their plurals: a list
@@ -30,7 +30,7 @@ class RewardForm:
 
     @property
     def is_group(self) -> bool:
-        """Whether one call scores all completions of a prompt."""
+        """True if one call scores all completions of a prompt."""
         return self.takes in (RESPONSES, COMPLETIONS)
 
     def given(self, completions: Sequence[DecodedCompletion]) -> list[Any]:

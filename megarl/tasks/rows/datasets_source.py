@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the package ``datasets``: a folder that ``save_to_disk`` wrote, or a data set on the Hugging Face hub."""
+"""Read rows by the package ``datasets``: from a folder of ``save_to_disk``, or a data set on the Hugging Face hub."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,20 +28,20 @@ def read_dataset(folder: Path | None, source: str, split: str, subset: str | Non
         ) from error
     try:
         if folder is None:
-            found: Any = datasets.load_dataset(source, subset, split=split)
+            loaded: Any = datasets.load_dataset(source, subset, split=split)
         else:
-            found = datasets.load_from_disk(str(folder))
+            loaded = datasets.load_from_disk(str(folder))
     except Exception as error:  # whatever a library raises: network, access, a missing split, a damaged file
         fix = "save it there with datasets.save_to_disk" if folder else "check the id, the network and access to it"
         raise ConfigError(
             f"task.path is '{source}' with split '{split}', which cannot be loaded; {fix}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if isinstance(found, dict):
-        if split not in found:
+    if isinstance(loaded, dict):
+        if split not in loaded:
             raise ConfigError(
-                f"task.options.split is '{split}', but '{source}' has no such split{nearest(split, found)} "
-                f"(it has: {', '.join(found)})"
+                f"task.options.split is '{split}', but '{source}' has no such split{nearest(split, loaded)} "
+                f"(it has: {', '.join(loaded)})"
             )
-        found = found[split]
-    return iter(found)
+        loaded = loaded[split]
+    return iter(loaded)

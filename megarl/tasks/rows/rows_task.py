@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base of tasks whose prompts are the rows of a data set."""
+"""Define the base of tasks whose prompts are the rows of a data set."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -14,6 +14,7 @@ from megarl.verify.bounds import BASE_LOGPROBS, GRADIENT_NORM, GRADIENTS, LOGPRO
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import Row, is_worse
 from megarl.verify.explain.parts import beyond, first_of, forward_order
+from megarl.verify.explain.saved import CAUSES, first_saved
 from megarl.verify.explain.trace import LOGPROBS as LM_HEAD
 from megarl.verify.explain.trace import Trace, trace_model, trace_reference
 from megarl.verify.launch import report_progress, run_ranks
@@ -21,7 +22,6 @@ from megarl.verify.ranks import Stage, build, each_layout
 from megarl.verify.reference.hf_peft import all_logprobs, load_reference
 from megarl.verify.reference.reference_runs import DTYPES, run_shared
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
-from megarl.verify.saved import CAUSES, first_saved
 
 # Above the bound of a row, because activations accumulate rounding layer by layer.
 BOUND = 1e-5

@@ -32,7 +32,7 @@ def beyond(name: str, error: float, fixed: float, yardstick_error: float = 0.0) 
         name: PEFT's or Hugging Face's name.
         error: error of that tensor or module alone; NaN exceeds any bound.
         fixed: fixed bound.
-        own: the yardstick's error.
+        yardstick_error: the yardstick's error.
     """
     bound = max(fixed, SLACK * yardstick_error)
     if error <= bound:

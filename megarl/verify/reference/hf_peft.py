@@ -16,8 +16,8 @@ from megarl.model.weights.full_config import names_of
 from megarl.types import Sample
 from megarl.verify.bounds import SLACK
 from megarl.verify.compare import Outcome, relative_error
-from megarl.verify.explain.experts import hold_zeros, unstack
 from megarl.verify.launch import report_progress
+from megarl.verify.reference.experts import hold_zeros, unstack
 
 # Least rounding error of a float32 gradient, relative to its tensor's largest element: that of a sum of some hundred
 # terms.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loss that both sides are verified with."""
+"""Define the loss that both sides are verified with."""
 
 import torch
 

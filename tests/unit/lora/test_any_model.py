@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from megarl.errors import UnsupportedError
 from megarl.lora import apply_lora
 from megarl.lora.files.peft_folder import WEIGHTS
-from megarl.lora.state import adapters_of
+from megarl.lora.layers.state import adapters_of
 from megarl.model.weights.base_tensors import load_base
 from megarl.model.weights.hf_folder import read_config
 from megarl.parallel.groups import Groups, current_groups

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU as one Triton kernel forward and one backward.
+"""Compute SwiGLU in one Triton kernel forward and one backward.
 
 Shape letters: T tokens, I features of the gate on this rank.
 """

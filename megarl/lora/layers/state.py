@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of adapted models: the base under its original names, the adapters beside it.
+"""Make state dicts of adapted models: the base under its original names, the adapters beside it.
 
 A checkpoint of the base, plain or distributed, fits the model with and without adapters. In a state dict an adapter's
 matrix is below the linear that it adapts: ``...linear_qkv.adapters.default.lora_A.q_proj``. In a distributed checkpoint

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the asynchronous loop with engines that answer in any order, and with trainers that record what they get."""
+
+import itertools
+import json
+import random
+import time
+from types import SimpleNamespace
+
+import numpy as np
+
+from megarl.config import parse_config
+from megarl.controller import async_loop, loop
+from megarl.tasks.base import Reward
+from megarl.types import Completion
+from tests.helpers.prompts import number_stream
+
+PROMPTS, BATCH, STEPS = 23, 4, 12
+
+
+class Engines:
+    """Two engines. A request ends after some looks, in random order; a part of its tokens is of the present version."""
+
+    def __init__(self, slow: float, seed: int = 0) -> None:
+        self.engines, self.watch = [None, None], SimpleNamespace(check=lambda: None)
+        self.version, self.slow, self.random = 0, slow, random.Random(seed)
+        self.requests, self.started, self.cancelled = {}, [], []
+        self._count = itertools.count()
+
+    def start(self, engine, prompt, seed):
+        number = next(self._count)
+        self.requests[number] = (engine, prompt, self.version)
+        self.started.append((engine, int(prompt[0]), seed, self.version))
+        return number
+
+    def finished(self, engines, seconds):
+        time.sleep(0.001)
+        assert all(self.requests[number][0] == engine for number, engine in engines.items())
+        done = [number for number in engines if self.random.random() > self.slow]
+        return [(number, self._answer(*self.requests.pop(number)[1:])) for number in done]
+
+    def _answer(self, prompt, begun):
+        versions = np.array([begun, self.version, self.version])
+        drawn = (np.array([5, 6, 0]), np.zeros(3, np.float32), versions, "stop")
+        return [Completion(prompt, *drawn) for _ in range(2)]
+
+    def cancel(self, references):
+        self.cancelled += references
+
+
+class Run:
+    """A loop whose trainers take ``train_seconds`` a step and record what they train on."""
+
+    def __init__(
+        self,
+        staleness=1,
+        slow=0.7,
+        stale="repeat",
+        every=1,
+        factor=3,
+        train_seconds=0.004,
+        generate_seconds=60.0,
+        **loss,
+    ):
+        config = parse_config(
+            {
+                "model": {"path": "model"},
+                "task": {"name": "arithmetic"},
+                "loss": loss,
+                "sampler": {"samples_per_prompt": 2, "generate_seconds": generate_seconds},
+                "train": {
+                    "prompts_per_step": BATCH,
+                    "steps": STEPS,
+                    "save_every": 1,
+                    "max_staleness": staleness,
+                    "stale_groups": stale,
+                    "max_resample_factor": factor,
+                },
+                "checkpoint_engine": {"canary": False},
+            }
+        )
+        self.trained, self.rows, self.saved = [], [], []
+        self.engines = Engines(slow)
+
+        def update(samples, rates):
+            time.sleep(train_seconds)
+            return {}
+
+        def sync(version, kind):
+            self.engines.version = version
+            return SimpleNamespace(nbytes=0)
+
+        def score(groups, check):
+            return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, g in groups for i in range(len(g))]
+
+        self.state = loop.RunState(
+            config=config,
+            trainers=SimpleNamespace(watch=SimpleNamespace(check=None), update=update),
+            samplers=self.engines,
+            manager=SimpleNamespace(sync=sync),
+            rewards=SimpleNamespace(score=score),
+            stream=number_stream(PROMPTS),
+            decode=lambda ids: "",
+            recorder=SimpleNamespace(
+                phase=lambda name: None,
+                note=lambda report: None,
+                write_rollout=lambda step, rollout: self.trained.append([p.place for p in rollout.prompts]),
+                rollout_written=lambda: 0.0,
+                step=self.rows.append,
+                checkpoint=lambda trainers, step, kept: self.saved.append(json.loads(json.dumps(kept))),
+            ),
+        )
+
+    def go(self):
+        async_loop.run(self.state)
+        return self
+
+    @property
+    def flat(self):
+        return [place for batch in self.trained for place in batch]
+
+
+def first_places(count):
+    stream = number_stream(PROMPTS)
+    return [prompt.place for _ in range(count) for prompt in stream.next(1)]
