@@ -8,6 +8,8 @@
 FROM python:3.11-slim-bookworm
 # torch compiles small kernels for the CPU with g++; vLLM's are linked to libnuma. git and procps are for shells in the
 # image.
+# Debian removes old versions, so none is pinned.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git libnuma1 procps && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megarl
 # The installation is a separate layer, so that a change of the sources does not repeat it.

@@ -9,6 +9,8 @@
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 ARG TRANSFORMER_ENGINE=
 # Triton needs python3.12-dev and the compiler: it compiles its launchers when a kernel is first used.
+# Ubuntu removes old versions, so none is pinned.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends build-essential git procps \
       python3.12 python3.12-dev python3.12-venv && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/megarl
