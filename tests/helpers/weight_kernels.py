@@ -6,9 +6,9 @@ Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and
 
 import torch
 
-from megarl.checkpoint_engine.digests import mix64
 from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
 from megarl.checkpoint_engine.receiver.writer import HostWriter
+from megarl.checkpoint_engine.splitmix import mix64
 from megarl.checkpoint_engine.wire import Place
 from megarl.errors import WeightSyncError
 

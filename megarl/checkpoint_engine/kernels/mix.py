@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix words as ``digests.mix64`` does, and divide items among programs: shared by the kernels of this folder."""
+"""Mix words as ``splitmix.mix64`` does, and divide items among programs: shared by the kernels of this folder."""
 
 from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 
-from megarl.checkpoint_engine.digests import FIRST, GAMMA, SECOND
+from megarl.checkpoint_engine.splitmix import FIRST, GAMMA, SECOND
 
 _GAMMA, _FIRST, _SECOND = tl.constexpr(GAMMA), tl.constexpr(FIRST), tl.constexpr(SECOND)
 

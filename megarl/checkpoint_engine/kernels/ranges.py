@@ -25,7 +25,7 @@ class _Table(NamedTuple):
 
 
 def range_digests(payload: torch.Tensor, places: tuple[Place, ...]) -> bytes:
-    """Return ``digests.mix64`` of each place in a buffer ``[nbytes]`` uint8, 8 bytes each; waits for the buffer."""
+    """Return ``splitmix.mix64`` of each place in a buffer ``[nbytes]`` uint8, 8 bytes each; waits for the buffer."""
     table = _table(places, payload.device)
     sums = torch.zeros(len(places), dtype=torch.int64, device=payload.device)
     if len(table.ranges):

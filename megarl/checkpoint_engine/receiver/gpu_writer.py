@@ -8,7 +8,7 @@ import torch
 from megarl.checkpoint_engine.kernels.mix import program_table
 from megarl.checkpoint_engine.kernels.slot import BLOCK, Jobs, write
 from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
-from megarl.checkpoint_engine.receiver.writer import jobs_of, refuse
+from megarl.checkpoint_engine.receiver.write_jobs import jobs_of, refuse
 
 NOWHERE = Source(0, torch.bfloat16, 0, (0, 0), (0, 0))
 
@@ -22,7 +22,7 @@ class _Launch(NamedTuple):
 
 
 class GpuWriter:
-    """See ``writer.Writer``. Works on the current stream, and waits for it."""
+    """See ``write_jobs.Writer``. Works on the current stream, and waits for it."""
 
     def __init__(self, buffers: list[torch.Tensor]) -> None:
         self._buffers, self._dtype, self._device = buffers, buffers[0].dtype, buffers[0].device
@@ -30,7 +30,7 @@ class GpuWriter:
         self._launches: dict[int, list[_Launch]] = {}
 
     def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
-        """See ``writer.Writer``."""
+        """See ``write_jobs.Writer``."""
         if plan is not self._plan:
             self._plan, self._launches = plan, {}
         if bucket not in self._launches:
