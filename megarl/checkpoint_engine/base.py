@@ -7,7 +7,8 @@ way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that
 device buffers must hold the whole model. A new transport is one module and one line in ``TRANSPORTS``.
 
 Some transports are for one transfer (``shm``). Others stay connected (``stays``): the next transfer needs no endpoint,
-and receivers answer the sender itself, so that no other process has a part in a transfer.
+and receivers answer the sender itself, so that no other process has a part in a transfer. Threads of their workers
+wait for it, beside the engine's own loop.
 """
 
 from dataclasses import dataclass
@@ -77,12 +78,16 @@ class Receiver(Protocol):
     """A sampler worker's half. Used by one thread at a time.
 
     Attributes:
-        stays: as the sender's; then it has ``answer``.
+        stays: as the sender's; then it has ``begins`` and ``answer``.
         reuses_buffers: True if a payload is overwritten by a later one.
     """
 
     stays: bool
     reuses_buffers: bool
+
+    def begins(self) -> bool:
+        """Wait, however long, until a transfer begins; False if the sender disconnects. Only if it ``stays``."""
+        ...
 
     def take(self) -> Frame:
         """Wait for the next frame."""

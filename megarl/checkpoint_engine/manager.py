@@ -101,8 +101,10 @@ class CheckpointEngineManager:
             raise WeightSyncError("there is no sampler to send weights to")
         self._source, self._sinks, self._config = source, tuple(sinks), config
         self._failure: str | None = None
-        # The endpoint of a transport that stays connected.
+        # The endpoint of a transport that stays connected, and whether adapters come through it: receivers then wait
+        # for nothing else.
         self._endpoint: dict[str, Any] | None = None
+        self._adapters = False
 
     def sync(self, version: int, kind: Kind) -> SyncReport:
         """Send one version's weights to every sampler and switch to them.
@@ -140,12 +142,13 @@ class CheckpointEngineManager:
     ) -> tuple[Receipt, dict[str, float]]:
         """Run all phases; return what was sent, and the stages. Every failure is a ``WeightSyncError``."""
         receivers = sum(sink.receivers for sink in self._sinks)
-        endpoint = self._endpoint
+        endpoint = None if self._adapters and kind != "adapter" else self._endpoint
         with _phase("prepare", seconds):
             if endpoint is None:
                 prepare = partial(self._source.prepare, self._config, receivers)
                 endpoint = json.loads(_gather({"trainer": prepare}, deadline, "prepare")[0])
                 self._endpoint = endpoint if endpoint.get("stays") else None
+            self._adapters = kind == "adapter"
             announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
         with _phase("transfer", seconds):
             calls: dict[str, Callable[[], Future]] = {"trainer": partial(self._source.send, version, kind)}

@@ -142,8 +142,8 @@ class VersionGate:
             self._resident = self._staged.version
         self._staged = None
 
-    def check_room(self, version: int, slots: int) -> None:
-        """Check, before an adapter arrives and after idle ones were retired, that the engine has a slot for it.
+    def make_room(self, version: int, slots: int) -> list[int]:
+        """Retire idle versions before an adapter arrives; return those that stay.
 
         Args:
             version: version that is about to arrive.
@@ -152,13 +152,15 @@ class VersionGate:
         Raises:
             WeightSyncError: all slots are taken by the resident version and versions that still serve requests.
         """
-        live = sorted(self._loaded - {version})
+        kept = self.retire_idle()
+        live = [other for other in kept if other != version]
         if len(live) >= slots:
             busy = ", ".join(f"version {other} ({self._in_flight[other]} requests)" for other in live)
             raise WeightSyncError(
                 f"policy version {version} would be live version {len(live) + 1} of an engine that holds {slots}: "
                 f"{busy} must end first; wait for older requests before the next sync"
             )
+        return kept
 
     def retire_idle(self) -> list[int]:
         """Forget the versions that serve no request and are not resident; return those that stay."""

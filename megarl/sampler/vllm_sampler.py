@@ -11,10 +11,7 @@ composition of vLLM's batches, hence on timing.
 
 import asyncio
 import dataclasses
-import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -25,16 +22,14 @@ from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.families import add_family
+from megarl.sampler.arrivals import Arrivals
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.requests import Requests, cause_of
 from megarl.sampler.seeds import seed_from
-from megarl.sampler.settings import LIVE_VERSIONS, engine_arguments, stop_tokens
+from megarl.sampler.settings import engine_arguments, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
-
-# vLLM may hold a request's blocks for a moment after its last token; meanwhile its cache cannot be emptied.
-RESET_SECONDS = 10.0
 
 
 class VllmSampler:
@@ -67,6 +62,13 @@ class VllmSampler:
             VersionGate(config.checkpoint_engine.base_weights == "disk", content),
             self._alive,
         )
+        self._arrivals = Arrivals(
+            self._requests,
+            self._rpc,
+            lambda: self._call(self._alive().reset_prefix_cache()),
+            # Less than the manager waits for the sync, to say why.
+            config.checkpoint_engine.timeout_seconds / 2,
+        )
         self._calls: dict[int, int] = {}
         self._vocabulary = 0
 
@@ -84,11 +86,6 @@ class VllmSampler:
     def version(self) -> int | None:
         """The policy version that may be sampled from; None before the first sync."""
         return self.gate.resident
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that a sync waits for requests: less than the manager waits for the sync, to say why."""
-        return self._config.checkpoint_engine.timeout_seconds / 2
 
     async def start(self) -> None:
         """Start the engine.
@@ -208,21 +205,7 @@ class VllmSampler:
                 older versions still serve requests and leave no slot. The sampler refuses to generate from then on.
             WorkerError: the engine died.
         """
-        with self._refusing_on_error():
-            self.gate.check_usable()
-            announced = json.loads(endpoint)
-            self.gate.check_kind(announced["kind"])
-            kept: list[int] = []
-            if announced["kind"] != "adapter":
-                if self.gate.resident is not None:
-                    await self._requests.pause(self._patience)
-                self.gate.overwrite(announced["kind"])
-            else:
-                kept = self.gate.retire_idle()
-                self.gate.check_room(announced["version"], LIVE_VERSIONS)
-            receipts = await self._rpc("megarl_receive", endpoint, first, [version + 1 for version in kept])
-            self.gate.arm(announced["version"], announced["kind"], [Receipt.from_bytes(one) for one in receipts if one])
-            return [receipt for receipt in receipts if receipt]
+        return await self._arrivals.receive(endpoint, first)
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
         """Switch to the staged weights, which every worker has verified.
@@ -235,18 +218,7 @@ class VllmSampler:
             WeightSyncError: other weights are staged.
             WorkerError: the engine died.
         """
-        with self._refusing_on_error():
-            self.gate.check_flip(version, kind, checksum)
-            if kind != "adapter":
-                await self._empty_prefix_cache()
-                self.gate.flip()
-                if self.gate.resident is not None:
-                    self._requests.resume()
-                return
-            async with self._requests.drained(self._patience):
-                self.gate.flip()
-            self._requests.resume()  # after a base, requests wait for the adapter
-            await self._requests.move(version, self._patience)
+        await self._arrivals.flip(version, kind, checksum)
 
     async def use_base(self, version: int) -> None:
         """Make the base model alone, without an adapter, the version that is sampled from.
@@ -293,14 +265,6 @@ class VllmSampler:
             raise WorkerError(f"sampler {self._index} is not started or was closed")
         return self._engine
 
-    async def _empty_prefix_cache(self) -> None:
-        """Drop all cached keys and values, which are those of the weights before."""
-        deadline = asyncio.get_running_loop().time() + RESET_SECONDS
-        while not await self._call(self._alive().reset_prefix_cache()):
-            if asyncio.get_running_loop().time() > deadline:
-                raise WeightSyncError("vLLM could not empty its prefix cache after the weights changed")
-            await asyncio.sleep(0.01)
-
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension in every worker."""
         return await self._call(self._alive().collective_rpc(method, args=args))
@@ -318,13 +282,3 @@ class VllmSampler:
         except Exception as error:
             dead = self._engine is None or self._engine.errored
             raise (WorkerError if dead else WeightSyncError)(cause_of(error)) from error
-
-    @contextmanager
-    def _refusing_on_error(self) -> Iterator[None]:
-        """Close the gate if anything in the block fails, cancellation included."""
-        try:
-            yield
-        except BaseException as error:
-            self.gate.refuse(str(error) or repr(error))
-            self._requests.resume()  # those that wait are refused
-            raise

@@ -6,9 +6,10 @@ with ``collective_rpc``. Arguments and results are bytes, str or int, because te
 not decode. Works with vLLM 0.26 (CUDA) and 0.32 (CPU). The methods run in the engine's own loop, between two steps.
 """
 
+import contextlib
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,9 @@ if current_platform.is_cpu():
     cpu_mixtures.install()
 
 
+Take = Callable[[Inbox], Receipt]
+
+
 @dataclass
 class Connection:
     """An open receiver, and what has come through it."""
@@ -41,13 +45,13 @@ class Connection:
     index: int
     book: Book = field(default_factory=Book)
 
-    def run(self, announced: dict[str, Any], take: Callable[[Inbox], Receipt]) -> bytes:
+    def run(self, take: Take, announced: dict[str, Any]) -> bytes:
         """Run one transfer; return the receipt, or send it if the connection stays.
 
         Raises:
             WeightSyncError: the transfer failed, or other weights came than were announced. The sender is told.
         """
-        try:
+        with self._failures_told():
             check_sync(announced["version"], announced["kind"])
             receipt = take(Inbox(self.receiver, self.index, self.book))
             for asked in ("version", "kind"):
@@ -59,11 +63,28 @@ class Connection:
                 return receipt.to_bytes()
             self.receiver.answer(receipt.to_bytes())
             return b""
+
+    def wait_and_run(self, take: Take) -> None:
+        """Wait until the sender begins a transfer, run it, and answer. The answer says what came, or why it failed."""
+        if self.receiver.begins():
+            with contextlib.suppress(WeightSyncError), self._failures_told():
+                self.receiver.answer(take(Inbox(self.receiver, self.index, self.book)).to_bytes())
+
+    @contextlib.contextmanager
+    def _failures_told(self) -> Iterator[None]:
+        """Tell the sender of a failure, and raise it as a megarl error."""
+        try:
+            yield
         except Exception as error:
             self.receiver.fail(str(error))
             if isinstance(error, MegarlError):
                 raise
             raise WeightSyncError(f"receiver {self.index}: {error!r}") from error
+
+
+def key_of(announced: dict[str, Any]) -> str:
+    """Return what names a sender in its endpoint, which also says what it will send."""
+    return json.dumps({name: value for name, value in announced.items() if name not in ("version", "kind")})
 
 
 class ReceiverExtension:
@@ -101,9 +122,6 @@ class ReceiverExtension:
     def megarl_receive(self, endpoint: bytes, first: int, kept: list[int]) -> bytes:
         """Receive one transfer. An adapter goes into an idle LoRA slot; a base or merged weights are loaded.
 
-        If the transport stays connected, an adapter is received by a thread while the engine goes on, and the sender
-        gets the receipt.
-
         Args:
             endpoint: the sender's endpoint as JSON, with ``"version"`` and ``"kind"``.
             first: receiver index of this engine's first worker.
@@ -121,15 +139,26 @@ class ReceiverExtension:
         try:
             if announced["kind"] != "adapter":
                 whole = announced["kind"] == "base"
-                return connection.run(announced, lambda inbox: self._megarl_load(inbox, whole))
-            take = self._megarl_stage(announced["version"] + 1, kept)
-            if not connection.receiver.stays:
-                return connection.run(announced, take)
-            threading.Thread(target=connection.run, args=(announced, take), daemon=True).start()
-            return b""
+                return connection.run(lambda inbox: self._megarl_load(inbox, whole), announced)
+            return connection.run(self._megarl_stage(kept), announced)
         finally:
             if not connection.receiver.stays:
                 connection.receiver.close()
+
+    def megarl_arm(self, endpoint: bytes, first: int, kept: list[int]) -> None:
+        """Let a thread wait for the next adapter, and receive it while the engine goes on. The sender gets the receipt.
+
+        Only for a transport that stays connected. Until the thread is done, nothing else may come that way.
+
+        Args:
+            endpoint: as for ``megarl_receive``; its version and kind do not count.
+            first, kept: as for ``megarl_receive``.
+
+        Raises:
+            WeightSyncError: the sender cannot be reached, or the engine has no LoRA slots.
+        """
+        connection = self._megarl_connect(json.loads(endpoint), first + self.rank)
+        threading.Thread(target=connection.wait_and_run, args=(self._megarl_stage(kept),), daemon=True).start()
 
     def megarl_resident(self) -> tuple[list[int], list[int]]:
         """Return the LoRA ids that are staged, and those that vLLM holds."""
@@ -137,23 +166,23 @@ class ReceiverExtension:
         return slots.staged if slots else [], sorted(manager.list_adapters()) if manager else []
 
     def _megarl_connect(self, announced: dict[str, Any], index: int) -> Connection:
-        """Return the open connection to a sender, or a new one."""
-        key = json.dumps({name: value for name, value in announced.items() if name not in ("version", "kind")})
-        if not announced.get("stays"):
-            return Connection(open_receiver(announced, index), index)
-        if key not in self._megarl_connections:
+        """Return the open connection to a sender, or a new one; connections to other senders are closed."""
+        key = key_of(announced)
+        connection = self._megarl_connections.get(key)
+        if connection is None:
             for old in self._megarl_connections.values():
                 old.receiver.close()
-            self._megarl_connections = {key: Connection(open_receiver(announced, index), index)}
-        return self._megarl_connections[key]
+            connection = Connection(open_receiver(announced, index), index)
+            self._megarl_connections = {key: connection} if connection.receiver.stays else {}
+        return connection
 
-    def _megarl_stage(self, lora_id: int, kept: list[int]) -> Callable[[Inbox], Receipt]:
+    def _megarl_stage(self, kept: list[int]) -> Take:
         """Free slots, choose one, and return what fills it; that may run in another thread, on a stream of its own."""
         slots = self._megarl_slots
         if slots is None:
             raise WeightSyncError("adapter weights came, but the engine has no LoRA slots")
         slots.keep(kept)
-        slot = slots.slot_for(lora_id)
+        slot = slots.idle()
         if not current_platform.is_cuda():
             return torch.inference_mode()(lambda inbox: slots.stage(inbox, slot))
         # A step that was launched before may still read the slot.

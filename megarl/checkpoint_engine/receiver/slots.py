@@ -53,55 +53,57 @@ class Slots:
         """Forget all versions, after vLLM dropped them."""
         self._slot_of.clear()
 
-    def slot_for(self, lora_id: int) -> int | None:
-        """Return an idle slot; None if the version is already held. Raises ``WeightSyncError`` if all are in use."""
-        if lora_id in self._slot_of:
-            return None
-        free = set(range(self._inner.lora_slots)) - set(self._slot_of.values())
-        if not free:
-            raise WeightSyncError(f"all {self._inner.lora_slots} LoRA slots are in use")
-        return min(free)
+    def idle(self) -> int | None:
+        """Return the number of an idle slot; None if all are in use."""
+        return min(set(range(self._inner.lora_slots)) - set(self._slot_of.values()), default=None)
 
     def stage(self, inbox: Inbox, slot: int | None) -> Receipt:
         """Receive an adapter into an idle slot, and read back what the slot holds.
 
+        A version that is already held must come with the same weights, and stays in its slot.
+
         Args:
             inbox: the transfer.
-            slot: an idle slot; None if the version is already held, which must be the same then.
+            slot: an idle slot, or None if there is none.
 
         Raises:
-            WeightSyncError: a tensor is damaged, missing, unexpected, not finite or of a wrong shape, or the slot does
-                not hold what was written.
+            WeightSyncError: a tensor is damaged, missing, unexpected, not finite or of a wrong shape, the slot does not
+                hold what was written, or no slot is idle.
             AdapterError, UnsupportedError: as ``plan_slot``.
         """
-        if slot is None:
-            return self._compare(inbox)
-        if slot not in self._writers:
-            self._writers[slot] = writer_for(buffers_of(self._manager, slot))
-        writer, plan = self._writers[slot], None
+        plan = None
         for number, (bucket, payload) in enumerate(inbox.buckets()):
             if bucket.plan is None:
                 raise WeightSyncError("the adapter came without its plan")
             plan = self._plan(bucket.plan)
-            writer.write(plan, number, payload)
+            if bucket.version + 1 not in self._slot_of:
+                self._writer(slot).write(plan, number, payload)
         manifest, receipt = inbox.finish()
         if plan is None:
             raise WeightSyncError("the adapter came without any tensor")
+        lora_id = manifest.version + 1
+        if lora_id not in self._slot_of:
+            assert slot is not None  # it was written to
+            self._switch_experts(plan, slot)
+            self._slot_of[lora_id], self._checksums[lora_id] = slot, receipt.checksum
+        elif self._checksums[lora_id] != receipt.checksum:
+            # Other weights under its name would be sampled with the KV of these.
+            raise WeightSyncError(f"version {manifest.version} came again with other weights than before")
+        return receipt
+
+    def _writer(self, slot: int | None) -> Writer:
+        if slot is None:
+            raise WeightSyncError(f"all {self._inner.lora_slots} LoRA slots are in use")
+        if slot not in self._writers:
+            self._writers[slot] = writer_for(buffers_of(self._manager, slot))
+        return self._writers[slot]
+
+    def _switch_experts(self, plan: SlotPlan, slot: int) -> None:
+        """Tell vLLM's mixtures which of them the slot adapts."""
         for module, adapted in plan.experts:
             mixtures.switch(module, slot, adapted)
             if not mixtures.is_switched(module, slot, adapted):
                 raise WeightSyncError(f"vLLM's experts do not take slot {slot}")
-        self._slot_of[manifest.version + 1], self._checksums[manifest.version + 1] = slot, receipt.checksum
-        return receipt
-
-    def _compare(self, inbox: Inbox) -> Receipt:
-        """Receive a version that is held. Other weights under its name would be sampled with the KV of these."""
-        for _ in inbox.buckets():
-            pass
-        manifest, receipt = inbox.finish()
-        if self._checksums.get(manifest.version + 1) != receipt.checksum:
-            raise WeightSyncError(f"version {manifest.version} came again with other weights than before")
-        return receipt
 
     def _plan(self, plan: Plan) -> SlotPlan:
         """Return the jobs of an adapter; worked out once."""

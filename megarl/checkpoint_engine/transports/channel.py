@@ -43,6 +43,14 @@ class Line:
         tag, size = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
         return tag, self._exactly(size, deadline)
 
+    def wait(self) -> bool:
+        """Wait, however long, until a message comes. Returns False if the connection is closed instead."""
+        try:
+            self.socket.settimeout(None)
+            return bool(self.socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
     def close(self) -> None:
         """Close the connection; whoever waits on it is woken."""
         with contextlib.suppress(OSError):

@@ -121,6 +121,10 @@ class LiveReceiver:
         self._timeout, self._index, self._unread = endpoint["timeout"], index, False
         self._line = open_line(endpoint, index)
 
+    def begins(self) -> bool:
+        """Wait, however long, until a transfer begins. Returns False if the sender disconnects instead."""
+        return self._line.wait()
+
     def take(self) -> Frame:
         """Wait for the next bucket or the manifest. The bucket before may be overwritten from now on."""
         deadline = time.monotonic() + self._timeout

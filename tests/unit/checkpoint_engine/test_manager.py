@@ -146,6 +146,23 @@ def test_a_sync_reaches_every_worker_of_every_engine(transport: str) -> None:
     trainer.finish().result()
 
 
+def test_only_adapters_come_where_receivers_wait_for_adapters() -> None:
+    prepared = []
+
+    class Counting(Trainer):
+        def prepare(self, *arguments: Any) -> Future:
+            prepared.append(len(kinds))
+            return super().prepare(*arguments)
+
+    kinds: list[Kind] = []
+    manager = CheckpointEngineManager(Counting(), [Engine(0, 1)], config(transport="gloo"))
+    for version, kind in enumerate(("base", "adapter", "adapter", "base", "adapter")):
+        manager.sync(version, kind)
+        kinds.append(kind)
+    # Connected at the start, and again before the base that came after adapters.
+    assert prepared == [0, 3]
+
+
 @pytest.mark.parametrize("field", ["checksum", "count", "nbytes", "version", "receiver"])
 def test_one_wrong_receipt_flips_no_engine_and_ends_all(field: str) -> None:
     def spoil(receipt: Receipt) -> Receipt:

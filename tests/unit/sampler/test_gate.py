@@ -144,11 +144,11 @@ def test_versions_in_use_leave_no_room_for_one_more_than_there_are_slots() -> No
     gate = VersionGate(base_ready=True)
     sync(gate, 0)
     with gate.request(0):
-        gate.check_room(1, slots=2)
+        gate.make_room(1, slots=2)
         sync(gate, 1)
         assert gate.retire_idle() == [0, 1]
         with pytest.raises(WeightSyncError, match=r"2 would be live version 3 .* holds 2: version 0 \(1 requests"):
-            gate.check_room(2, slots=2)
-        gate.check_room(1, slots=2)  # the same version again takes no other slot
+            gate.make_room(2, slots=2)
+        gate.make_room(1, slots=2)  # the same version again takes no other slot
     assert gate.retire_idle() == [1]
-    gate.check_room(2, slots=2)
+    gate.make_room(2, slots=2)
