@@ -14,7 +14,7 @@ import torch
 
 from megarl.bench.random_weights import base_filler, model_folder
 from megarl.bench.settings import SyncBenchSettings
-from megarl.checkpoint_engine.manager import SyncReport
+from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.lora import build_model

@@ -21,7 +21,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 class FolderSource(CheckpointEngineMixin):
-    """A ``checkpoint_engine.manager.Source`` whose weights are those of the directory that was read last."""
+    """A ``checkpoint_engine.participants.Source`` whose weights are those of the directory that was read last."""
 
     rank = 0
 
@@ -60,13 +60,13 @@ class FolderSource(CheckpointEngineMixin):
         return self._version
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[Any]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return in_thread(lambda: self.prepare_sync(config, receivers))
 
     def send(self, version: int, kind: Kind) -> Future[Any]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return in_thread(lambda: self.send_weights(version, kind))
 
     def finish(self) -> Future[Any]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return in_thread(self.finish_sync)

@@ -9,23 +9,27 @@ collective.
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.checkpoint_engine.futures import in_thread
-from megarl.checkpoint_engine.manager import CheckpointEngineManager, Sink, SyncReport
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
+from megarl.checkpoint_engine.participants import Sink
+from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.network import LOOPBACK, own_address
 from megarl.parallel.rendezvous import open_store
+
+T = TypeVar("T")
 
 # Seconds between two looks into the store.
 SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 5e-3
@@ -69,13 +73,34 @@ class WeightSync:
 
         Raises:
             WeightSyncError: naming the participant, the phase and the cause; the same on every rank. No engine
-                generates from then on.
+                generates until it is readmitted.
         """
+        return self._drive(lambda manager: manager.sync(self._model.policy_version(), kind or self._content))
+
+    def readmit(self, successors: Sequence[Sink] = ()) -> list[SyncReport]:
+        """Bring back the engines that refuse since a sync failed: base and present version are sent to them anew.
+
+        Args:
+            successors: on rank 0, engines that were started in the place of dead ones, under their names.
+
+        Returns:
+            The reports of the syncs, on every rank; none if no engine refused.
+
+        Raises:
+            WeightSyncError: as ``sync``.
+        """
+        if self._manager is not None:
+            for engine in successors:
+                self._manager.replace(engine, "its process was dead")
+        return self._drive(lambda manager: manager.readmit(self._model.policy_version()))
+
+    def _drive(self, act: Callable[[CheckpointEngineManager], T]) -> T:
+        """Let rank 0's manager act, and all other ranks do what it asks for; the result on every rank."""
         if self._manager is None:
             return self._serve()
         outcome: Any = WeightSyncError("rank 0 left the sync")
         try:
-            outcome = self._manager.sync(self._model.policy_version(), kind or self._content)
+            outcome = act(self._manager)
             return outcome
         except MegarlError as error:
             outcome = error
@@ -83,7 +108,7 @@ class WeightSync:
         finally:
             self._board.end(outcome)
 
-    def _serve(self) -> SyncReport:
+    def _serve(self) -> Any:
         """Do what rank 0 asks for, until it says how the sync ended."""
         while True:
             method, arguments = self._board.next_call(self._timeout + GRACE_SECONDS)
@@ -109,15 +134,15 @@ class _AllRanks:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return self._call("prepare_sync", config, receivers)
 
     def send(self, version: int, kind: Kind) -> Future[Sent]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return self._call("send_weights", version, kind)
 
     def finish(self) -> Future[Any]:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return self._call("finish_sync")
 
     def _call(self, method: str, *arguments: Any) -> Future:
@@ -174,7 +199,7 @@ class _Board:
         self._set(f"call/{self._number}", (method, arguments))
         return self._number
 
-    def end(self, outcome: SyncReport | MegarlError) -> None:
+    def end(self, outcome: Any) -> None:
         """Rank 0: leave the outcome of a sync. Nobody reads what belongs to the sync before any more."""
         self.call(None, (outcome,))
         for key in self._kept.pop(0):

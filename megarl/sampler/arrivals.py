@@ -54,6 +54,7 @@ class Arrivals:
                 await self._readiness.use(announced, first)
                 self._gate.arm(version, kind, [])
                 return []
+            self._readiness.forget()
             kept = await self._make_room(version, kind)
             answers = await self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
             receipts = [answer for answer in answers if answer]
@@ -75,6 +76,15 @@ class Arrivals:
             self._requests.resume()  # after a base, requests wait for the adapter
             await self._requests.move(version, self._patience)
             self._readiness.renew()
+
+    async def readmit(self) -> None:
+        """See ``VllmSampler.readmit``."""
+        with self._refusing_on_error():
+            self._gate.refuse("it is being readmitted")
+            await self._requests.end_all(self._patience)
+            await self._call("megarl_reset")
+        self._requests.gate = self._gate.renewed()
+        self._readiness.forget()
 
     async def _make_room(self, version: int, kind: Kind) -> list[int]:
         """Let nothing use what the weights replace; return the versions whose adapters must stay."""

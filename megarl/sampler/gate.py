@@ -28,7 +28,7 @@ class Staged:
 class VersionGate:
     """State of one engine: whether the base is present, the resident version, the requests in flight.
 
-    A refusal is final. What a failed sync left in the engine is unknown, so only a new engine may sample again.
+    A refusal is final. What a failed sync left in the engine is unknown, so it needs a new gate, base and policy.
 
     Args:
         base_ready: True if vLLM read the base from disk.
@@ -173,6 +173,10 @@ class VersionGate:
     def refuse(self, reason: str) -> None:
         """Refuse to generate from now on; the first reason is kept."""
         self._refused = self._refused or reason
+
+    def renewed(self) -> "VersionGate":
+        """Return a gate of the same engine that knows of no weights."""
+        return VersionGate(False, self._content)
 
     def check_usable(self) -> None:
         """Raise ``WeightSyncError`` with the reason if the engine refuses."""

@@ -37,7 +37,7 @@ CLOSE_SECONDS = 30.0
 
 
 class SamplerProcess:
-    """One vLLM engine in a child process; a ``checkpoint_engine.manager.Sink`` that also generates.
+    """One vLLM engine in a child process; a ``checkpoint_engine.participants.Sink`` that also generates.
 
     Use it as a context manager, or call ``close``: the child ends with its parent in any case.
 
@@ -137,16 +137,20 @@ class SamplerProcess:
         self._call("use_base", version).result()
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return self._call("receive", endpoint, first)
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future[None]:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return self._call("flip", version, kind, checksum)
 
     def refuse(self, reason: str) -> Future[None]:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return self._call("refuse", reason)
+
+    def readmit(self) -> Future[None]:
+        """See ``checkpoint_engine.participants.Sink``."""
+        return self._call("readmit")
 
     def close(self) -> None:
         """Stop the engine and its process; may be called twice."""

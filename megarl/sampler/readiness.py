@@ -49,6 +49,10 @@ class Readiness:
         """Let the workers wait for the next adapter of the same sender, unless every slot is in use."""
         self._renewal = asyncio.ensure_future(self._renew())
 
+    def forget(self) -> None:
+        """Wait for no further adapter: the sender is closed, or something else comes first."""
+        self._sender = self._ready = None
+
     async def _renew(self) -> None:
         kept = self._gate().retire_idle()
         if self._sender is not None and len(kept) < LIVE_VERSIONS:

@@ -10,7 +10,6 @@ older policy, and every logprob is exactly that of one version.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,41 +17,14 @@ import numpy as np
 from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
+from megarl.sampler.drawn import ABORTED, Drawn
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import sampling_arguments
 from megarl.types import Completion
 
-# vLLM's finish reason of a request that was aborted.
-ABORTED = "abort"
 # Seconds between two looks at requests that are to end. One that vLLM did not know yet is aborted at the next look.
 LOOK_SECONDS = 0.02
-
-
-@dataclass
-class Drawn:
-    """The tokens drawn so far of one completion.
-
-    Attributes:
-        ids, logprobs, versions: one entry per token.
-        finish_reason: of vLLM; ``"abort"`` while the completion has to go on.
-    """
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish_reason: str = ABORTED
-
-    def forget(self) -> None:
-        """Drop all tokens."""
-        self.ids, self.logprobs, self.versions = [], [], []
-
-    def add(self, output: Any, version: int) -> None:
-        """Append vLLM's output of one request."""
-        self.ids += output.token_ids
-        self.logprobs += [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
-        self.versions += [version] * len(output.token_ids)
-        self.finish_reason = output.finish_reason
 
 
 class Requests:
@@ -79,6 +51,7 @@ class Requests:
         self.base_versions: set[int] = set()  # versions that are the base model alone
         # Requests that a new version ends: id -> version. Requests for one version are not among them.
         self._movable: dict[str, int] = {}
+        self._all: set[str] = set()
         self._admitted = asyncio.Event()
         self._admitted.set()
 
@@ -184,12 +157,14 @@ class Requests:
         self._count += 1
         request_id = f"{self._name}-{self._count}"
         with self.gate.request(used):
+            self._all.add(request_id)
             if version is None:
                 self._movable[request_id] = used
             try:
                 yield request_id, used
             finally:
                 self._movable.pop(request_id, None)
+                self._all.discard(request_id)
 
     async def pause(self, timeout: float) -> None:
         """Hold new requests, and wait until none runs: they end by themselves, or are sent again after ``resume``.
@@ -236,9 +211,20 @@ class Requests:
 
     async def _abort(self, chosen: Callable[[int], bool], timeout: float) -> None:
         """Abort the requests whose versions are chosen, and wait until they have ended."""
-        while names := [name for name, used in self._movable.items() if chosen(used)]:
+        await self._end(lambda: [name for name, used in self._movable.items() if chosen(used)], timeout)
+
+    async def end_all(self, timeout: float) -> None:
+        """Abort every request, and wait until all have ended. Whoever asked gets an error if the engine refuses.
+
+        Raises:
+            WeightSyncError: vLLM did not end them within ``timeout`` seconds.
+        """
+        await self._end(lambda: list(self._all), timeout)
+
+    async def _end(self, left: Callable[[], list[str]], timeout: float) -> None:
+        while names := left():
             await self._engine().abort(names)
-            await self._wait(lambda: any(map(chosen, self._movable.values())), LOOK_SECONDS, None)
+            await self._wait(lambda: bool(left()), LOOK_SECONDS, None)
             timeout -= LOOK_SECONDS
             if timeout <= 0:
                 raise WeightSyncError(f"{self._name}: vLLM did not abort {len(names)} requests")
@@ -248,7 +234,8 @@ class Requests:
         clock = asyncio.get_running_loop().time
         deadline = clock() + timeout
         while busy() and clock() < deadline:
-            self.gate.check_usable()
+            if wanted:
+                self.gate.check_usable()
             await asyncio.sleep(LOOK_SECONDS / 10)
         if busy() and wanted:
             raise WeightSyncError(

@@ -33,7 +33,7 @@ from megarl.types import Completion
 
 
 class VllmSampler:
-    """One engine on vLLM's ``AsyncLLM``. Its methods are ``generate`` and those of ``checkpoint_engine.manager.Sink``.
+    """One engine on vLLM's ``AsyncLLM``: ``generate``, and the methods of ``checkpoint_engine.participants.Sink``.
 
     Policy version v has LoRA id v + 1 (ids start at 1) and the name ``policy-v<v>``. Names are unique per version,
     because the prefix cache keys on them. With ``checkpoint_engine.content`` merged there is no LoRA: a version is
@@ -235,6 +235,15 @@ class VllmSampler:
         """Refuse to generate from now on; running requests fail too. Final for this engine."""
         self.gate.refuse(reason)
         self._requests.resume()
+
+    async def readmit(self) -> None:
+        """End all requests, with errors, and forget all weights and refusals. Base and policy must come next.
+
+        Raises:
+            WeightSyncError: vLLM did not end its requests.
+            WorkerError: the engine died.
+        """
+        await self._arrivals.readmit()
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
         """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""

@@ -11,6 +11,7 @@ import psutil
 import transformers
 
 from megarl.config import CheckpointEngineConfig
+from tests.e2e.sampler_readmission import readmission
 from tests.e2e.sampler_rig import (
     LORA,
     PeftTrainer,
@@ -48,6 +49,8 @@ def qwen3(folder: Path) -> dict[str, Any]:
             "samples_differ": np.mean([len({tuple(one.response_ids) for one in group}) > 1 for group in many]),
             "first_tokens": len({int(one.response_ids[0]) for group in many for one in group}),
         }
+        results["readmission"] = readmission(rig, 10)
+        trainer.randomise(3)
         rig.config = rig.config.model_copy(update={"checkpoint_engine": CheckpointEngineConfig(transport="shm")})
         rig.renew()
         reports.append(rig.manager.sync(4, "adapter"))

@@ -188,6 +188,9 @@ class Rig:
     def refuse(self, reason: str) -> Future:
         return self.start(self.sampler.refuse(reason))
 
+    def readmit(self) -> Future:
+        return self.start(self.sampler.readmit())
+
     def generate(self, prompts: list[np.ndarray], version: int) -> list:
         return self.call(self.sampler.generate(prompts, version))
 

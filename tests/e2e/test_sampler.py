@@ -171,6 +171,18 @@ def test_gloo_and_shm_bring_bitwise_the_same_adapter(qwen3: dict) -> None:
     assert qwen3["shm_error"] < 1e-4
 
 
+def test_an_engine_that_a_failed_sync_left_behind_comes_back(qwen3: dict) -> None:
+    back = qwen3["readmission"]
+    assert "holds a value that is not finite" in back["failed"] and back["stale"] == ["sampler 0"]
+    assert all(back[name].startswith("WeightSyncError: the sampler refuses") for name in ("refused", "still_stale"))
+    assert "sampler 0 was not readmitted since" in back["not_yet"]
+    assert back["in_flight"] > 0, "the requests ended too early to prove anything"
+    assert back["ended"].startswith("WeightSyncError")
+    assert "do not agree" in back["canary"]
+    assert back["kinds"] == ["base", "adapter"] and back["checked"] == ["sampler 0"]
+    assert back["error"] < 1e-4 and back["next_error"] < 1e-4
+
+
 def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(scenarios: Scenarios) -> None:
     stop = scenarios["qwen2"]["stop"]
     assert stop["by_text"] > 0

@@ -37,6 +37,10 @@ if current_platform.is_cpu():
 Take = Callable[[Inbox], Receipt]
 
 
+# Seconds that a thread needs at most to notice that its connection is closed.
+RESET_SECONDS = 20.0
+
+
 @dataclass
 class Connection:
     """An open receiver, and what has come through it."""
@@ -97,6 +101,7 @@ class ReceiverExtension:
     _megarl_slots: Slots | None
     _megarl_changed: set[str]
     _megarl_connections: dict[str, Connection]
+    _megarl_thread: threading.Thread | None
 
     def megarl_start(self, merged: bool) -> int:
         """Make vLLM take adapters from their slots instead of from disk. Returns this worker's rank.
@@ -108,7 +113,8 @@ class ReceiverExtension:
             WeightSyncError: the engine was started without LoRA, or, for merged weights, with it.
             UnsupportedError: the engine holds experts in a layout that is not tested.
         """
-        self._megarl_slots, self._megarl_changed, self._megarl_connections = None, set(), {}
+        self._megarl_slots, self._megarl_changed = None, set()
+        self._megarl_connections, self._megarl_thread = {}, None
         manager = getattr(self.model_runner, "lora_manager", None)
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
@@ -158,7 +164,25 @@ class ReceiverExtension:
             WeightSyncError: the sender cannot be reached, or the engine has no LoRA slots.
         """
         connection = self._megarl_connect(json.loads(endpoint), first + self.rank)
-        threading.Thread(target=connection.wait_and_run, args=(self._megarl_stage(kept),), daemon=True).start()
+        take = self._megarl_stage(kept)
+        self._megarl_thread = threading.Thread(target=connection.wait_and_run, args=(take,), daemon=True)
+        self._megarl_thread.start()
+
+    def megarl_reset(self) -> None:
+        """Disconnect from every sender, and drop all adapters. No request may run.
+
+        Raises:
+            WeightSyncError: a thread still writes into a slot.
+        """
+        for connection in self._megarl_connections.values():
+            connection.receiver.close()
+        self._megarl_connections = {}
+        if self._megarl_thread is not None:
+            self._megarl_thread.join(RESET_SECONDS)
+            if self._megarl_thread.is_alive():
+                raise WeightSyncError(f"the transfer before did not end within {RESET_SECONDS:g} s")
+        if self._megarl_slots is not None:
+            self._megarl_slots.keep([])
 
     def megarl_resident(self) -> tuple[list[int], list[int]]:
         """Return the LoRA ids that are staged, and those that vLLM holds."""

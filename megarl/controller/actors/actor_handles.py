@@ -133,15 +133,15 @@ class TrainerGroup:
         return wait_all(self.start("score", tokens), self.watch, limit)[0]
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return as_future(self.start("prepare_sync", config, receivers), self.watch)
 
     def send(self, version: int, kind: Kind) -> Future:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return as_future(self.start("send_weights", version, kind), self.watch)
 
     def finish(self) -> Future:
-        """See ``checkpoint_engine.manager.Source``."""
+        """See ``checkpoint_engine.participants.Source``."""
         return as_future(self.start("finish_sync"), self.watch)
 
 
@@ -157,16 +157,20 @@ class EngineHandle:
         self.actor, self.name, self.receivers, self.watch = actor, name, receivers, watch
 
     def receive(self, endpoint: bytes, first: int) -> Future:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return as_future({self.name: self.actor.receive.remote(endpoint, first)}, self.watch)
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return as_future({self.name: self.actor.flip.remote(version, kind, checksum)}, self.watch)
 
     def refuse(self, reason: str) -> Future:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return as_future({self.name: self.actor.refuse.remote(reason)}, self.watch)
+
+    def readmit(self) -> Future:
+        """See ``checkpoint_engine.participants.Sink``."""
+        return as_future({self.name: self.actor.readmit.remote()}, self.watch)
 
 
 class SamplerGroup:

@@ -61,16 +61,20 @@ class SamplerEngine:
             return await self.sampler.score(tokens, version)
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         return await self.sampler.receive(endpoint, first)
 
     async def flip(self, version: int, kind: Any, checksum: str) -> None:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         await self.sampler.flip(version, kind, checksum)
 
     async def refuse(self, reason: str) -> None:
-        """See ``checkpoint_engine.manager.Sink``."""
+        """See ``checkpoint_engine.participants.Sink``."""
         await self.sampler.refuse(reason)
+
+    async def readmit(self) -> None:
+        """See ``checkpoint_engine.participants.Sink``."""
+        await self.sampler.readmit()
 
     async def close(self) -> None:
         """Stop the engine."""

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megarl.checkpoint_engine.manager import SyncReport
+from megarl.checkpoint_engine.phases import SyncReport
 from megarl.config import RunConfig, dump_config
 from megarl.config.resume import settings_of
 from megarl.controller.actors.actor_handles import TrainerGroup

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The participants of a sync, as the manager sees them: one source, and sinks; and how it waits for them."""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from megarl.checkpoint_engine.mixin import Sent
+from megarl.checkpoint_engine.wire import Kind
+from megarl.config import CheckpointEngineConfig
+from megarl.errors import WeightSyncError
+
+
+class Source(Protocol):
+    """The trainer, all ranks together: ``CheckpointEngineMixin`` behind remote calls."""
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+        """Call ``prepare_sync`` on every rank; return rank 0's endpoint."""
+        ...
+
+    def send(self, version: int, kind: Kind) -> Future[Sent]:
+        """Call ``send_weights`` on every rank; return rank 0's result."""
+        ...
+
+    def finish(self) -> Future[Any]:
+        """Call ``finish_sync`` on every rank."""
+        ...
+
+
+class Sink(Protocol):
+    """One sampler engine: ``VllmSampler`` behind remote calls.
+
+    Attributes:
+        name: name in messages (``"sampler 0"``).
+        receivers: number of vLLM workers in this engine (``sampler.parallel.tensor``). Each one receives.
+    """
+
+    name: str
+    receivers: int
+
+    def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
+        """Receive and stage in every worker, with receiver indices from ``first`` on.
+
+        Returns:
+            The workers' receipts; none if they send them to the trainer themselves.
+        """
+        ...
+
+    def flip(self, version: int, kind: Kind, checksum: str) -> Future[Any]:
+        """Switch to the staged weights, which must have this checksum."""
+        ...
+
+    def refuse(self, reason: str) -> Future[Any]:
+        """Refuse to generate from now on."""
+        ...
+
+    def readmit(self) -> Future[Any]:
+        """End all requests, and forget all weights and the refusal. Nothing is sampled until base and policy came."""
+        ...
+
+
+def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
+    """Start all calls, and wait for all of them or for the first failure. Results are in order.
+
+    Raises:
+        WeightSyncError: names the first participant that failed, or those that did not answer in time.
+    """
+    futures: dict[Future, str] = {}
+    try:
+        for name, call in calls.items():
+            futures[call()] = name
+    except Exception as error:
+        raise WeightSyncError(f"{name}, {phase}: {error}") from error
+    done, pending = concurrent.futures.wait(
+        futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
+    )
+    for future in futures:
+        if future in done and future.exception() is not None:
+            raise WeightSyncError(f"{futures[future]}, {phase}: {future.exception()}") from future.exception()
+    if pending:
+        late = ", ".join(name for future, name in futures.items() if future in pending)
+        raise WeightSyncError(f"{late}: {phase} did not end within checkpoint_engine.timeout_seconds")
+    return [future.result() for future in futures]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What has been drawn of a completion that may take several requests to vLLM."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# vLLM's finish reason of an aborted request.
+ABORTED = "abort"
+
+
+@dataclass
+class Drawn:
+    """What has been drawn of one completion.
+
+    Attributes:
+        ids, logprobs, versions: one entry per token.
+        finish_reason: of vLLM; ``"abort"`` while the completion has to go on.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ABORTED
+
+    def forget(self) -> None:
+        """Drop all tokens."""
+        self.ids, self.logprobs, self.versions = [], [], []
+
+    def add(self, output: Any, version: int) -> None:
+        """Append vLLM's output of one request."""
+        self.ids += output.token_ids
+        self.logprobs += [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        self.versions += [version] * len(output.token_ids)
+        self.finish_reason = output.finish_reason
