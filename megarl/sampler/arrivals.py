@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a weight sync does to one engine: weights arrive, and become the ones that are sampled from, or nothing is."""
+"""Receive weights into one engine and make them the ones that are sampled from, or let it refuse to generate."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What has been drawn of a completion that may take several requests to vLLM."""
+"""Hold what has been drawn of a completion that may take several requests to vLLM."""
 
 from dataclasses import dataclass, field
 from typing import Any

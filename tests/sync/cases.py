@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``python -m tests.sync`` runs: engines, and for each kind of engines the layouts and transports."""
+"""List the engines, layouts and transports that ``python -m tests.sync`` combines."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
