@@ -10,7 +10,7 @@ ABORTED = "abort"
 
 @dataclass
 class Drawn:
-    """What has been drawn of one completion.
+    """The tokens drawn so far of one completion.
 
     Attributes:
         ids, logprobs, versions: one entry per token.

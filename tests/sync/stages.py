@@ -39,7 +39,7 @@ SAMPLER = {
 
 
 class Row(NamedTuple):
-    """What a stage found, as the largest |difference| of logprobs over all versions and engines.
+    """The result of a stage, as the largest |difference| of logprobs over all versions and engines.
 
     Attributes:
         rig, layout, transport: the stage.
