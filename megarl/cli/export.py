@@ -29,8 +29,8 @@ def export_run(run: Path, form: str, out: Path) -> None:
     adapter = find_adapter(run)
     if form == "merged":
         from megarl.lora.merge import merge_folder
-        from megarl.model.checkpoint import check_base
-        from megarl.model.checkpoint_digests import read_state
+        from megarl.model.checkpoint.digests import read_state
+        from megarl.model.checkpoint.training_state import check_base
 
         add_family(config.model.family)
         base = Path(config.model.path).expanduser()
@@ -59,7 +59,7 @@ def find_adapter(run: Path, step: int | None = None) -> Path:
     Raises:
         CheckpointError: there is none, or the checkpoint is damaged.
     """
-    from megarl.model.checkpoint_digests import verify
+    from megarl.model.checkpoint.digests import verify
 
     if step is not None:
         held = {step_of(checkpoint): checkpoint for checkpoint in checkpoints(run)}

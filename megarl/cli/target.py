@@ -186,8 +186,8 @@ def _checked(text: str, config: RunConfig, adapter: str | None, run: Path | None
 def _check_base(run: Path, config: RunConfig) -> None:
     """Refuse a base model that is not the one that the run was trained on."""
     from megarl.families import add_family
-    from megarl.model.checkpoint import check_base
-    from megarl.model.checkpoint_digests import read_state
+    from megarl.model.checkpoint.digests import read_state
+    from megarl.model.checkpoint.training_state import check_base
 
     add_family(config.model.family)
     for last in checkpoints(run)[-1:]:

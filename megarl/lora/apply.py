@@ -2,7 +2,7 @@
 """Put LoRA on the linears of any GPTModel: plan all changes, check them, then apply them."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,13 +96,7 @@ def apply_lora(
     chosen = resolve_targets(config, names)
     existing = wrapped_layers(models)
     _check_name(name, trainable, models)
-    plans = [
-        (layer, linear, parts)
-        for model in models
-        for index, layer in layers_of(model)
-        for linear in names.linears(index)
-        if any(parts := _plan(layer, linear, HF_LAYER.format(index), config, chosen, names, groups))
-    ]
+    plans = list(_plans(models, config, chosen, names, groups))
     vocabulary = plan_vocabulary(models, config, chosen, hf_config, groups)
     dtype = _dtype_of(models)
     for model in models if not existing else ():
@@ -176,6 +170,18 @@ def _check_attention(model: GPTModel) -> None:
                 "the gradient of the rotary key over tensor-parallel ranks; supported is LatentAttention "
                 "(megarl.model.layers.latent_attention)"
             )
+
+
+def _plans(
+    models: Sequence[GPTModel], config: LoraConfig, chosen: Mapping[str, str], names: WeightMap, groups: Groups
+) -> Iterator[tuple[torch.nn.Module, LinearMap, tuple[PartPlan | None, ...]]]:
+    """Plan every linear that has an adapted part: its layer, the linear, its parts."""
+    for model in models:
+        for index, layer in layers_of(model):
+            for linear in names.linears(index):
+                parts = _plan(layer, linear, HF_LAYER.format(index), config, chosen, names, groups)
+                if any(parts):
+                    yield layer, linear, parts
 
 
 def _plan(

@@ -16,10 +16,10 @@ import torch
 from megarl.config import TrainerConfig, checks
 from megarl.errors import MegarlError, UnsupportedError, pick
 from megarl.loss.base import Loss
-from megarl.model import checkpoint
 from megarl.model.adapter import Attach
-from megarl.model.checkpoint_writer import BackgroundWriter
-from megarl.model.identity import identify
+from megarl.model.checkpoint import training_state
+from megarl.model.checkpoint.identity import identify
+from megarl.model.checkpoint.writer import BackgroundWriter
 from megarl.model.layers.build import build_chunks
 from megarl.model.layers.rope import rope_of
 from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer, make_optimizers
@@ -242,7 +242,7 @@ class MegatronModel(WeightExport):
             return self._stepper.logprobs(batch, temperature)
 
     def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Start writing all that a bitwise resume needs, except the base model; see ``checkpoint.save``.
+        """Start writing all that a bitwise resume needs, except the base model; see ``training_state.save``.
 
         Returns once the state is copied to rank 0's host memory; a thread writes it. The checkpoint appears under its
         name when it is complete. A failure is raised by the next call of ``save_checkpoint``, ``load_checkpoint`` or
@@ -254,7 +254,7 @@ class MegatronModel(WeightExport):
         if not self._has_checkpoints:
             raise UnsupportedError("a model built with fill_base has no checkpoints; save_adapter writes its adapter")
         self._finish_param_gather()
-        checkpoint.save(
+        training_state.save(
             path,
             self.adapter,
             self.optimizer,
@@ -274,8 +274,8 @@ class MegatronModel(WeightExport):
         self._writer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint made at any layout and return its ``extra``; see ``checkpoint.load``."""
-        self.version, extra = checkpoint.load(
+        """Restore a checkpoint made at any layout and return its ``extra``; see ``training_state.load``."""
+        self.version, extra = training_state.load(
             path, self.adapter, self.optimizer, self.groups, self._writer, base=self.config.model.path
         )
         return extra

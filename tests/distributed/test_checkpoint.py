@@ -67,10 +67,10 @@ def test_resumed_run_is_the_uninterrupted_run(tmp_path, family, layout, dtype, e
 
 def save_in_background(folder: str, layout: dict[str, Any]) -> dict:
     """Train on while a save is held up, then make saves fail; return what each call raises."""
-    from megarl.model import checkpoint
+    from megarl.model.checkpoint import training_state
 
-    gate, save_file = threading.Event(), checkpoint.save_file
-    checkpoint.save_file = lambda *args: gate.wait(60) and save_file(*args)
+    gate, save_file = threading.Event(), training_state.save_file
+    training_state.save_file = lambda *args: gate.wait(60) and save_file(*args)
     model = build(Path(folder), layout, "bfloat16")
     first, second, third, fourth = (Path(folder) / name for name in ("first", "second", "third", "fourth"))
     train(model, range(STEPS))
@@ -119,7 +119,7 @@ def test_training_goes_on_while_a_save_is_written_and_a_failure_reaches_every_ra
 
 def load_elsewhere(folder: str, layout: dict[str, Any]) -> dict:
     """Load, and return the optimizer's whole state by name."""
-    from megarl.model.checkpoint import _optimizer_tensors
+    from megarl.model.checkpoint.training_state import _optimizer_tensors
     from megarl.model.weights.streaming import stream_full
 
     model = build(Path(folder), layout)

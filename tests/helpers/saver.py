@@ -41,10 +41,10 @@ def running(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, An
 
 def save_for_ever(pipe: Any, folder: Path, resume: Path | None, in_place: bool = False) -> None:
     """Train a step, save, and repeat. Send the time when a save begins, and the step when it is complete."""
-    from megarl.model import checkpoint
+    from megarl.model.checkpoint import training_state
 
     if in_place:
-        checkpoint.publish = _write_in_place
+        training_state.publish = _write_in_place
     model = _build_alone(folder)
     if resume:
         model.load_checkpoint(resume)

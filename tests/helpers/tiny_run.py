@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 from megarl.config import parse_config
 from megarl.lora import attach
-from megarl.model.checkpoint import _rng_state
+from megarl.model.checkpoint.training_state import _rng_state
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups

@@ -14,7 +14,7 @@ from megarl import files
 from megarl.errors import CheckpointError, ConfigError
 from megarl.files import append_line, discard, publish, user_path, write_text
 from megarl.folder_lock import FolderLock
-from megarl.model.checkpoint_writer import BackgroundWriter
+from megarl.model.checkpoint.writer import BackgroundWriter
 
 
 def fill(folder):

@@ -74,7 +74,7 @@ INTERNAL: dict[str, set[str]] = {
     "controller.rollouts": COMMON | {"loss.advantages", "tasks", "evaluation", "sampler.seeds", "controller.actors"},
     "controller.trackers": COMMON | {"report"},
     "controller.recording": COMMON
-    | {"model.checkpoint_digests", "evaluation", "report", "checkpoint_engine.phases"}
+    | {"model.checkpoint.digests", "evaluation", "report", "checkpoint_engine.phases"}
     | {"controller.actors", "controller.rollouts", "controller.trackers"},
     "launch": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "evaluation"},

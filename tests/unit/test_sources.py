@@ -14,6 +14,7 @@ SOURCES = [ROOT / "setup.py", ROOT / ".ci/run"] + [
     for file in sorted((ROOT / folder).rglob("*"))
     if file.suffix in (".py", ".sh", ".sbatch", ".Dockerfile")
 ]
+MOST_LINES = 300
 QUESTION_WORDS = {"Which", "What", "Where", "How", "Whether", "Why"}
 
 
@@ -38,3 +39,9 @@ def test_docstrings_say_what_the_code_does_instead_of_asking() -> None:
         and (ast.get_docstring(node) or "").partition(" ")[0] in QUESTION_WORDS
     ]
     assert not questions, f"begin the docstring with what the code does or holds in {', '.join(questions)}"
+
+
+def test_files_are_short_enough_to_read() -> None:
+    lines = {file: len(file.read_text().splitlines()) for file in SOURCES}
+    long = [f"{file.relative_to(ROOT)} ({count})" for file, count in lines.items() if count > MOST_LINES]
+    assert not long, f"split by subject, at most {MOST_LINES} lines a file: {', '.join(long)}"

@@ -12,7 +12,7 @@ from megarl.config import RunConfig
 from megarl.config.resume import check_changes
 from megarl.errors import CheckpointError
 from megarl.files import append_line, discard, write_text, writing
-from megarl.model.checkpoint_digests import verify
+from megarl.model.checkpoint.digests import verify
 from megarl.run_folder import (
     CHECKPOINTS,
     DISCARDED,

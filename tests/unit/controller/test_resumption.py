@@ -13,7 +13,7 @@ from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
 from megarl.controller.recording.resumption import find_resumption
 from megarl.errors import CheckpointError, ConfigError
-from megarl.model.checkpoint_digests import seal, verify
+from megarl.model.checkpoint.digests import seal, verify
 from megarl.run_folder import evaluations, last_checkpoint
 from tests.helpers.models import make_model
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megarl.model.identity import difference, identify
+from megarl.model.checkpoint.identity import difference, identify
 from tests.helpers.models import make_model, rope
 
 

@@ -2,7 +2,7 @@
 """Save and load training checkpoints: adapter, fp32 main weights, Adam moments, random states, the caller's own state.
 
 Tensors are stored whole under PEFT's names, so a checkpoint loads at any layout, with or without the distributed
-optimizer. Only the random states belong to ranks. The base model is never stored. ``checkpoint_digests`` adds a digest
+optimizer. Only the random states belong to ranks. The base model is never stored. ``digests`` adds a digest
 of each file and tensor. Training stops only while the state is copied to rank 0's host memory; a thread then writes it.
 A checkpoint directory appears by one rename, so it is either complete or absent.
 """
@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from megarl.errors import CheckpointError
 from megarl.files import publish
 from megarl.model.adapter import Adapter
-from megarl.model.checkpoint_digests import FORMAT, read_state, seal, verify
-from megarl.model.checkpoint_writer import BackgroundWriter
-from megarl.model.identity import difference
+from megarl.model.checkpoint.digests import FORMAT, read_state, seal, verify
+from megarl.model.checkpoint.identity import difference
+from megarl.model.checkpoint.writer import BackgroundWriter
 from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect
 from megarl.model.weights.streaming import stream_full
@@ -158,7 +158,7 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
 
     Args:
         folder: the checkpoint directory.
-        state: the parsed state, from ``checkpoint_digests.read_state``.
+        state: the parsed state, from ``digests.read_state``.
         base: the Hugging Face folder that ``model.path`` names.
 
     Raises:
