@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint_engine.choice import choose_transport, own_memory
 from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
-from megarl.checkpoint_engine.participants import Sink
+from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
@@ -43,7 +44,8 @@ class WeightSync:
     Args:
         model: this rank's ``MegatronModel``.
         engines: on rank 0 each ``SamplerProcess``; elsewhere none.
-        config: the ``checkpoint_engine`` section; ``transport: auto`` is ``shm``.
+        config: the ``checkpoint_engine`` section. For ``transport: auto`` the engines are asked, at the first sync,
+            where they compute.
     """
 
     def __init__(
@@ -52,14 +54,15 @@ class WeightSync:
         engines: Sequence[Sink] = (),
         config: CheckpointEngineConfig | dict[str, Any] | None = None,
     ) -> None:
-        config = parse_section(CheckpointEngineConfig, "checkpoint_engine", config)
-        if config.transport == "auto":
-            config = config.model_copy(update={"transport": "shm"})
-        self._model, self._timeout, self._content = model, config.timeout_seconds, config.content
-        self._board = _Board(config.timeout_seconds)
+        self._config = parse_section(CheckpointEngineConfig, "checkpoint_engine", config)
+        self._model, self._engines = model, list(engines)
+        self._board = _Board(self._config.timeout_seconds)
         self._manager: CheckpointEngineManager | None = None
-        if dist.get_rank() == 0:
-            self._manager = CheckpointEngineManager(_AllRanks(model, self._board, self._timeout), engines, config)
+
+    @property
+    def transport(self) -> str:
+        """The transport's name; ``"auto"`` until rank 0 has chosen one, and on the other ranks."""
+        return self._config.transport
 
     def sync(self, kind: Kind | None = None) -> SyncReport:
         """Bring the weights of the model's present version to every engine and make them current.
@@ -75,7 +78,8 @@ class WeightSync:
             WeightSyncError: naming the participant, the phase and the cause; the same on every rank. No engine
                 generates until it is readmitted.
         """
-        return self._drive(lambda manager: manager.sync(self._model.policy_version(), kind or self._content))
+        content = kind or self._config.content
+        return self._drive(lambda manager: manager.sync(self._model.policy_version(), content))
 
     def readmit(self, successors: Sequence[Sink] = ()) -> list[SyncReport]:
         """Bring back the engines that refuse since a sync failed: base and present version are sent to them anew.
@@ -89,17 +93,21 @@ class WeightSync:
         Raises:
             WeightSyncError: as ``sync``.
         """
-        if self._manager is not None:
+
+        def act(manager: CheckpointEngineManager) -> list[SyncReport]:
             for engine in successors:
-                self._manager.replace(engine, "its process was dead")
-        return self._drive(lambda manager: manager.readmit(self._model.policy_version()))
+                manager.replace(engine, "its process was dead")
+            return manager.readmit(self._model.policy_version())
+
+        return self._drive(act)
 
     def _drive(self, act: Callable[[CheckpointEngineManager], T]) -> T:
         """Let rank 0's manager act, and all other ranks do what it asks for; the result on every rank."""
-        if self._manager is None:
+        if dist.get_rank() != 0:
             return self._serve()
         outcome: Any = WeightSyncError("rank 0 left the sync")
         try:
+            self._manager = self._manager or self._new_manager()
             outcome = act(self._manager)
             return outcome
         except MegarlError as error:
@@ -108,10 +116,18 @@ class WeightSync:
         finally:
             self._board.end(outcome)
 
+    def _new_manager(self) -> CheckpointEngineManager:
+        timeout, engines = self._config.timeout_seconds, self._engines
+        if self._config.transport == "auto" and engines:
+            memories = gather({one.name: one.memories for one in engines}, time.monotonic() + timeout, "start")
+            name, _ = choose_transport(own_memory(), [memory for part in memories for memory in part])
+            self._config = self._config.model_copy(update={"transport": name})
+        return CheckpointEngineManager(_AllRanks(self._model, self._board, timeout), engines, self._config)
+
     def _serve(self) -> Any:
         """Do what rank 0 asks for, until it says how the sync ended."""
         while True:
-            method, arguments = self._board.next_call(self._timeout + GRACE_SECONDS)
+            method, arguments = self._board.next_call(self._config.timeout_seconds + GRACE_SECONDS)
             if method is None:
                 [outcome] = arguments
                 if isinstance(outcome, BaseException):

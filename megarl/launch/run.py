@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import ray
 
+from megarl.checkpoint_engine.choice import choose_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.config import RunConfig, check_run
+from megarl.config import CheckpointEngineConfig, RunConfig, check_run
 from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import async_loop, loop
@@ -233,7 +234,7 @@ def actors(
         calls = trainers.start("build", address, port, plan.trainer_threads)
         calls |= {engine.name: engine.actor.start.remote() for engine in samplers.engines}
         wait_all(calls, watch, limit)
-        yield trainers, samplers, resolve_transport(config, ranks[0], engines, watch)
+        yield trainers, samplers, resolve_transport(config.checkpoint_engine, trainers, samplers, screen)
         stop_engines(samplers, screen)
     finally:
         end(ranks + engines, group, watch)
@@ -262,13 +263,17 @@ def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
         screen.say(f"an engine did not stop by itself and is killed: {error}")
 
 
-def resolve_transport(config: RunConfig, rank0: Any, engines: Sequence[Any], watch: Watch) -> Any:
-    """Return ``checkpoint_engine`` with ``auto`` replaced: shared memory on one node, gloo between nodes."""
-    section = config.checkpoint_engine
-    if section.transport != "auto":
-        return section
-    nodes = wait_all({f"actor {i}": actor.node.remote() for i, actor in enumerate([rank0, *engines])}, watch)
-    return section.model_copy(update={"transport": "shm" if len(set(nodes)) == 1 else "gloo"})
+def resolve_transport(
+    section: CheckpointEngineConfig, trainers: TrainerGroup, samplers: SamplerGroup, screen: Screen
+) -> CheckpointEngineConfig:
+    """Return ``checkpoint_engine`` with ``auto`` replaced, and tell which transport brings the weights."""
+    name, why = section.transport, "as set"
+    if name == "auto":
+        sender = trainers.start_on_rank_zero("memory").result()
+        receivers = [memory for engine in samplers.engines for memory in engine.memories().result()]
+        name, why = choose_transport(sender, receivers)
+    screen.say(f"weights reach the engines by {name}: {why}")
+    return section.model_copy(update={"transport": name})
 
 
 def end(actors_started: Sequence[Any], group: Any, watch: Watch | None) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
+from megarl.checkpoint_engine.choice import Memory
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
 from megarl.config.load import parse_section
@@ -135,6 +136,10 @@ class SamplerProcess:
     def use_base(self, version: int) -> None:
         """Make the base model alone the version to sample from; see ``VllmSampler.use_base``."""
         self._call("use_base", version).result()
+
+    def memories(self) -> Future[list[Memory]]:
+        """See ``VllmSampler.memories``."""
+        return self._call("memories")
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
         """See ``checkpoint_engine.participants.Sink``."""

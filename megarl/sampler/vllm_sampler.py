@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.checkpoint_engine.choice import Memory
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
@@ -189,6 +190,10 @@ class VllmSampler:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def memories(self) -> list[Memory]:
+        """Return the memory that each worker computes in."""
+        return [Memory(*one) for one in await self._rpc("megarl_memory")]
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """Receive one transfer in every worker and stage it.

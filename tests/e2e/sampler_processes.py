@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 280
+TIMEOUT = 480
 NAMES = ("llama", "moe", "qwen3", "merged", "qwen2", "merged_moe")
 
 

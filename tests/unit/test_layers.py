@@ -54,7 +54,9 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "checkpoint_engine.records": COMMON | {"checkpoint_engine.wire"},
-    "sampler": COMMON | {"peft", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.receiver*"},
+    "sampler": COMMON
+    | {"peft", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.choice"}
+    | {"checkpoint_engine.receiver*"},
     "report": COMMON,
     "evaluation": COMMON | {"tasks"},
     "controller": COMMON

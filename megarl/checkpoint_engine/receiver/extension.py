@@ -17,6 +17,7 @@ import torch
 from vllm.platforms import current_platform
 
 from megarl.checkpoint_engine.base import Receiver, open_receiver
+from megarl.checkpoint_engine.choice import own_memory
 from megarl.checkpoint_engine.receiver import cpu_kernels, cpu_mixtures, plain_mixtures, routers
 from megarl.checkpoint_engine.receiver.base_weights import load_weights
 from megarl.checkpoint_engine.receiver.mixtures import check_engine
@@ -124,6 +125,10 @@ class ReceiverExtension:
         check_engine(manager._adapter_manager)
         self._megarl_slots = Slots(manager)
         return self.rank
+
+    def megarl_memory(self) -> list[str]:
+        """Return the memory that this worker computes in, as ``choice.Memory``."""
+        return list(own_memory())
 
     def megarl_receive(self, endpoint: bytes, first: int, kept: list[int]) -> bytes:
         """Receive one transfer. An adapter goes into an idle LoRA slot; a base or merged weights are loaded.

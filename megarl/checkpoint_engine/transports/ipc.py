@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Link
+from megarl.checkpoint_engine.choice import gpu_id
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm import host_id
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
@@ -99,9 +100,8 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> IpcReceiver:
 
 def device_id() -> str:
     """Return the identity of the memory that this process shares with others: its GPU's, else this host's."""
-    if torch.cuda.is_available():
-        return f"GPU {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    return f"host {host_id()}"
+    gpu = gpu_id()
+    return f"GPU {gpu}" if gpu else f"host {host_id()}"
 
 
 def _remove(folder: Path, lock: int) -> None:

@@ -33,8 +33,11 @@ DEPTH = 2
 
 
 def host_id() -> str:
-    """Return this machine's identity since its last boot (``boot_id``), equal for processes that can share memory."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Return the identity of /dev/shm, equal for processes that can share memory.
+
+    It is the host's since its last boot (``boot_id``) and the mount's: containers of one host may have one each.
+    """
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{Path('/dev/shm').stat().st_dev}"
 
 
 class ShmSender:

@@ -156,6 +156,10 @@ class EngineHandle:
     def __init__(self, actor: Any, name: str, receivers: int, watch: Watch) -> None:
         self.actor, self.name, self.receivers, self.watch = actor, name, receivers, watch
 
+    def memories(self) -> Future:
+        """See ``checkpoint_engine.participants.Sink``."""
+        return as_future({self.name: self.actor.memories.remote()}, self.watch)
+
     def receive(self, endpoint: bytes, first: int) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""
         return as_future({self.name: self.actor.receive.remote(endpoint, first)}, self.watch)

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import ray
 
 from megarl.config import RunConfig
 from megarl.config.sections.eval import Sampling
@@ -35,9 +34,9 @@ class SamplerEngine:
         with self._with_cause():
             await self.sampler.start()
 
-    async def node(self) -> str:
-        """Return the Ray node of this engine."""
-        return ray.get_runtime_context().get_node_id()
+    async def memories(self) -> Any:
+        """See ``VllmSampler.memories``."""
+        return await self.sampler.memories()
 
     async def generate(
         self,

@@ -43,9 +43,11 @@ class TrainerRank:
         self._store = open_store(address)
         return address, self._store.port
 
-    def node(self) -> str:
-        """Return the Ray node of this rank."""
-        return ray.get_runtime_context().get_node_id()
+    def memory(self) -> Any:
+        """Return the ``choice.Memory`` that this rank computes in; not a collective."""
+        from megarl.checkpoint_engine.choice import own_memory
+
+        return own_memory()
 
     def sees(self, path: str) -> bool:
         """Return True if a file or folder exists on this rank's node; not a collective."""

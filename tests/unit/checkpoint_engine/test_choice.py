@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``transport: auto`` follows from where trainer and engines compute."""
+
+import pytest
+
+from megarl.checkpoint_engine.choice import Memory, choose_transport, own_memory
+
+GPU0, GPU1, OTHER = Memory("here", "GPU-0"), Memory("here", "GPU-1"), Memory("there", "GPU-2")
+CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
+
+
+@pytest.mark.parametrize(
+    ("sender", "receivers", "transport"),
+    [
+        (GPU0, [GPU0], "ipc"),
+        (GPU0, [GPU0, GPU0], "ipc"),
+        (GPU0, [GPU0, GPU1], "shm"),
+        (GPU0, [GPU1, GPU1], "shm"),
+        (CPU, [CPU], "shm"),
+        (CPU, [GPU0], "shm"),
+        (GPU0, [GPU1, OTHER], "gloo"),
+        (CPU, [OTHER_CPU], "gloo"),
+        # Without a GPU's identity nothing is shared on a device.
+        (Memory("here", ""), [Memory("here", "")], "shm"),
+    ],
+)
+def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory], transport: str) -> None:
+    assert choose_transport(sender, receivers)[0] == transport
+
+
+def test_processes_of_one_host_have_one_memory() -> None:
+    assert own_memory() == own_memory()
+    assert own_memory().host
