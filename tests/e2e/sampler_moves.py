@@ -55,7 +55,8 @@ def move(rig: Rig, kind: Any, way: str, old: int, count: int) -> dict[str, Any]:
         "changed": changed,
         "whole": all(one.finish_reason == "stop" or len(one.response_ids) == 16 for one in ones),
         "late_error": version_error(rig, [one for group in late.result(60) for one in group], (old, new)),
-        "held": held[0] == ([old + 1, new + 1] if kind == "adapter" else []),
+        # The old version is dropped as soon as the workers wait for the next one.
+        "held": new + 1 in held[0] and set(held[0]) <= {old + 1, new + 1} if kind == "adapter" else held[0] == [],
     }
 
 

