@@ -29,6 +29,10 @@ class RewardError(MegarlError, RuntimeError):
     """A reward function raised, or returned something other than a finite number."""
 
 
+class EpisodeError(MegarlError, RuntimeError):
+    """An environment raised, never ended, or returned something other than a trajectory of its own episode."""
+
+
 class AdapterError(MegarlError, ValueError):
     """A LoRA adapter is truncated, has a wrong shape or names a target that the model lacks."""
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the frozen records that travel between packages. Arrays are NumPy, not torch, so that tasks stay light.
 
-Shape letters: P prompt tokens, R response tokens, L = P + R tokens of a sequence.
+Shape letters: P prompt tokens, N tokens after them, R of these that the policy drew, L = P + N tokens of a sequence. In
+a completion of one turn R = N.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from megarl.errors import DataError
 # Largest reward, and largest metric of a reward. Twice this, the widest spread in a group, still fits float32 (the
 # dtype of advantages), and sums of squares of such rewards fit float64.
 LARGEST_REWARD = 1e38
+# Finish reasons of a trajectory that a limit ended.
+LIMITS = ("length", "turns", "time")
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion that the sampler returned for a prompt, token by token.
+    """One token sequence: what the sampler returned for a prompt, or the turns of an episode one after the other.
 
     Attributes:
         prompt_ids: exactly the ids that were sent, int64 ``[P]``.
-        response_ids: exactly the ids that were drawn, the stop token included, int64 ``[R]``.
+        response_ids: exactly the ids that were drawn, the stop token included, int64 ``[N]``. In an episode also those
+            that tools or users said between the turns.
         logprobs: log-probability of each drawn token under the distribution that it was drawn from (temperature
             applied), float32 ``[R]``.
-        versions: policy version that made each token, int64 ``[R]``.
-        finish_reason: ``"stop"`` or ``"length"``.
+        versions: policy version that made each drawn token, int64 ``[R]``.
+        finish_reason: ``"stop"`` or ``"length"``; of the last turn.
+        drawn: True where the policy drew the token, bool ``[N]``; None: it drew all of them.
     """
 
     prompt_ids: np.ndarray
@@ -50,14 +55,73 @@ class Completion:
     logprobs: np.ndarray
     versions: np.ndarray
     finish_reason: str
+    drawn: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        lengths = {len(self.response_ids), len(self.logprobs), len(self.versions)}
-        if len(lengths) != 1:
+        if self.drawn is not None and (self.drawn.dtype != bool or self.drawn.shape != self.response_ids.shape):
             raise DataError(
-                f"completion arrays disagree: response_ids has {len(self.response_ids)} tokens, logprobs "
+                f"completion.drawn is {self.drawn.dtype} {self.drawn.shape}; it must be bool of the shape of "
+                f"response_ids, {self.response_ids.shape}"
+            )
+        count = len(self.response_ids) if self.drawn is None else int(self.drawn.sum())
+        if {len(self.logprobs), len(self.versions)} != {count}:
+            raise DataError(
+                f"completion arrays disagree: response_ids has {count} drawn tokens, logprobs "
                 f"{len(self.logprobs)}, versions {len(self.versions)}; they must be equal"
             )
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True where the policy drew the token, bool ``[P + N]``."""
+        drawn = np.ones(len(self.response_ids), dtype=bool) if self.drawn is None else self.drawn
+        return np.concatenate([np.zeros(len(self.prompt_ids), dtype=bool), drawn])
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sample of a prompt: the token sequences that it is trained on, how it ended, and what it earned.
+
+    A completion of one turn is a trajectory of one sequence. An episode may branch into several.
+
+    Attributes:
+        sequences: the token sequences; none if the episode ended before a token was drawn.
+        finish_reason: ``"stop"``, or the limit that ended it: ``"length"`` (tokens), ``"turns"``, ``"time"``; or
+            ``"error"``.
+        reward: of the whole trajectory: a number, a ``megarl.tasks.Reward``, or a mapping of the components that
+            ``task.reward_weights`` weighs.
+        rewards: a reward for each sequence, which its advantage is made of; None: all share ``reward``.
+        advantages: per-token advantages of each sequence, float ``[R]``, used as they are; None: made of the rewards.
+    """
+
+    sequences: tuple[Completion, ...]
+    finish_reason: str = "stop"
+    reward: Any = 0.0
+    rewards: tuple[float, ...] | None = None
+    advantages: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit ended it."""
+        return self.finish_reason in LIMITS
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Number of tokens that the policy drew."""
+        return sum(len(one.logprobs) for one in self.sequences)
+
+    @property
+    def versions(self) -> np.ndarray:
+        """Policy version of each drawn token, sequence after sequence, int64."""
+        return np.concatenate([np.zeros(0, dtype=np.int64), *(one.versions for one in self.sequences)])
+
+    def units(self) -> list["Trajectory"]:
+        """Return the parts that have an advantage each: the whole, or every sequence if it has its own reward."""
+        if self.rewards is None:
+            return [self]
+        return [
+            Trajectory((one,), self.finish_reason, reward)
+            for one, reward in zip(self.sequences, self.rewards, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

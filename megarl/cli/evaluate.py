@@ -109,24 +109,25 @@ def _evaluate_model(
     from megarl.cli.target import TargetEngine
     from megarl.controller.actors.logs import log_file
     from megarl.controller.rollouts.evaluation import Evaluation
-    from megarl.controller.rollouts.rewards import RewardProcess
+    from megarl.controller.rollouts.judges import dry_response, start_judge
     from megarl.evaluation.sets import build_sets
     from megarl.hub import offline_children
-    from megarl.launch.tokenizer import load_tokenizer
     from megarl.tasks import TaskContext, build_task
+    from megarl.tokenizer import load_tokenizer
 
     report("reading the prompts")
     context = TaskContext(config.task, Path.cwd(), config.train.seed)
     tokenizer = load_tokenizer(targets[0].config.model.path)
     sets = build_sets(config, Path.cwd(), tokenizer, lambda: build_task(context), entries)
-    needs_task = any(one.context is None for one in sets)
+    own = [one for one in sets if one.context is None]
     with offline_children():
-        rewards = RewardProcess(context, log_file(logs, "rewards")) if needs_task else None
+        model = targets[0].config.model.path
+        judge = start_judge(context, log_file(logs, "rewards"), model, own[0].plays) if own else None
         evaluation = Evaluation(
-            sets, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), config.sampler.seed, logs, rewards
+            sets, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), config.sampler.seed, logs, model, judge
         )
         try:
-            evaluation.dry_run(())
+            evaluation.dry_run(dry_response(tokenizer))
             report("starting vLLM")
             with TargetEngine(targets, config, logs / "engine.log") as engine:
                 results = {}
@@ -138,5 +139,5 @@ def _evaluate_model(
                 return results
         finally:
             evaluation.close()
-            if rewards:
-                rewards.close()
+            if judge:
+                judge.close()

@@ -45,7 +45,7 @@ def sample(arguments: argparse.Namespace) -> None:
     from megarl.config.load import parse_section
     from megarl.config.sections.eval import EvalTaskConfig
     from megarl.hub import offline_children
-    from megarl.launch.tokenizer import load_tokenizer
+    from megarl.tokenizer import load_tokenizer
 
     if arguments.seed < 0:
         raise ConfigError(f"--seed is {arguments.seed}; it must be at least 0")

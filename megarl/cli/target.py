@@ -5,6 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,6 +155,12 @@ class TargetEngine:
     ) -> list[list[Completion]]:
         """See ``VllmSampler.generate``."""
         return self._engine.generate(prompts, version, seeds, sampling)
+
+    def turn(
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+    ) -> Future[Completion]:
+        """See ``SamplerProcess.turn``."""
+        return self._engine.turn(prompt, seed, version, sampling)
 
     def __enter__(self) -> Self:
         return self

@@ -34,7 +34,7 @@ def run(state: RunState) -> None:
     first_evaluation(state)
     score = partial(scored, state, any_version=True)
     with Producer(
-        state.config, state.samplers, state.stream, score, step=state.step, version=state.updates
+        state.config, state.episodes or state.samplers, state.stream, score, step=state.step, version=state.updates
     ) as producer:
         while state.step < state.config.train.steps:
             step(state, producer)
@@ -70,5 +70,5 @@ def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:
 
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
     """Compute by how many versions the tokens of a batch are older than ``version``."""
-    ages = version - np.concatenate([one.versions for group in groups for one in group.rollout.completions[0]])
-    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())}
+    ages = version - np.concatenate([one.versions for group in groups for one in group.rollout.trajectories[0]])
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())} if len(ages) else {}

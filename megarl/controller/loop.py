@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
@@ -15,14 +15,16 @@ from megarl.controller.canary import Canary
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
+from megarl.controller.rollouts.episode_process import EpisodeProcess
+from megarl.controller.rollouts.episodes import Episodes
 from megarl.controller.rollouts.evaluation import Evaluation
+from megarl.controller.rollouts.judges import Judge
+from megarl.controller.rollouts.judging import Decode, Rules, judge, score
 from megarl.controller.rollouts.length_penalty import trained_scores
-from megarl.controller.rollouts.rewards import RewardProcess
-from megarl.controller.rollouts.rollout import Decode, Rollout, score
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError, WeightSyncError
 from megarl.loss.advantages import build_advantages
-from megarl.types import Completion
 
 
 @dataclass
@@ -32,7 +34,7 @@ class RunState:
     Attributes:
         config: the run's config, resolved.
         trainers, samplers, manager: the actors, and the manager of weight syncs between them.
-        rewards: the process that scores completions.
+        judge: the process that scores completions, or plays the episodes of an environment.
         stream, decode: the prompts; function: response ids -> text.
         recorder: writes the metrics, rollouts and checkpoints of the run folder.
         canary: compares trainer and engines after each sync, or None.
@@ -47,7 +49,7 @@ class RunState:
     trainers: TrainerGroup
     samplers: SamplerGroup
     manager: CheckpointEngineManager
-    rewards: RewardProcess
+    judge: Judge
     stream: PromptStream
     decode: Decode
     recorder: Recorder
@@ -58,6 +60,13 @@ class RunState:
     updates: int = 0
     saved: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def episodes(self) -> Episodes | None:
+        """Plays the episodes of an environment on the engines; None for a task of one turn."""
+        if not isinstance(self.judge, EpisodeProcess):
+            return None
+        return Episodes(self.judge, self.samplers, self.config)
 
     def to_json(self, stream: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the controller's part of a checkpoint, with another state of the stream if given."""
@@ -206,38 +215,47 @@ def draw(state: RunState, count: int) -> Rollout:
         prompts = state.stream.next(count)
         # Encodes prompts that come next, most often the next step's, while the samplers work.
         state.stream.prepare(state.config.train.prompts_per_step)
-        completions = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
+        answers = (
+            state.episodes.play(prompts, state.updates)
+            if state.episodes
+            else state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
+        )
     with timed(state, "reward"):
-        return scored(state, prompts, completions)
+        return scored(state, prompts, answers)
 
 
 def scored(
     state: RunState,
     prompts: Sequence[EncodedPrompt],
-    completions: Sequence[Sequence[Completion]],
+    answers: Sequence[Any],
     *,
     any_version: bool = False,
 ) -> Rollout:
-    """Score completions: return them with their rewards and advantages.
+    """Score answers: return them with their rewards and advantages.
 
     Args:
         state: the run's state.
         prompts: the prompts, as sent.
-        completions: of each prompt.
+        answers: of each prompt: completions, or episodes that were played.
         any_version: False refuses tokens of another version than the current one.
     """
+    config, version = state.config, None if any_version else state.updates
+    rules = Rules(
+        build_advantages(config.loss),
+        lambda scores, each: trained_scores(scores, each, config.loss, config.sampler.max_response_tokens),
+        mask_truncated=config.loss.truncated == "mask",
+    )
+    process = state.judge
+    if isinstance(process, EpisodeProcess):
+        return judge(prompts, answers, rules, version=version)
     return score(
         prompts,
-        completions,
-        lambda groups: state.rewards.score(groups, state.trainers.watch.check),
+        answers,
+        lambda groups: process.score(groups, state.trainers.watch.check),
         state.decode,
-        build_advantages(state.config.loss),
-        group=state.config.sampler.samples_per_prompt,
-        version=None if any_version else state.updates,
-        scores_of=lambda scores, answers: trained_scores(
-            scores, answers, state.config.loss, state.config.sampler.max_response_tokens
-        ),
-        mask_truncated=state.config.loss.truncated == "mask",
+        rules,
+        group=config.sampler.samples_per_prompt,
+        version=version,
     )
 
 

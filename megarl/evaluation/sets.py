@@ -14,7 +14,7 @@ from megarl.config import RunConfig, TaskConfig
 from megarl.config.sections.eval import HELD_OUT, EvalTaskConfig, Sampling
 from megarl.errors import ConfigError, DataError, MegarlError, first_few
 from megarl.tasks import TaskContext, build_task
-from megarl.tasks.base import Task
+from megarl.tasks.base import Task, is_environment
 from megarl.tasks.held_out import last_prompts
 from megarl.tasks.options import absolute_files
 from megarl.tasks.prompting import check_template_kwargs, encode_prompt
@@ -32,6 +32,7 @@ class EvalSet:
         prompts: the prompts.
         ids: token ids of each, int64 ``[P]``.
         dropped: number of prompts left out for their length.
+        plays: whether the task is an environment.
     """
 
     config: EvalTaskConfig
@@ -40,6 +41,7 @@ class EvalSet:
     prompts: Sequence[Prompt]
     ids: Sequence[np.ndarray]
     dropped: int = 0
+    plays: bool = False
 
     @property
     def key(self) -> str:
@@ -89,7 +91,8 @@ def _build(
 ) -> EvalSet:
     context, section = None, config.task
     if one.name == HELD_OUT:
-        prompts: Sequence[Prompt] = last_prompts(run_task(), config.task.held_out)[: one.limit]
+        task = run_task()
+        prompts: Sequence[Prompt] = last_prompts(task, config.task.held_out)[: one.limit]
     else:
         section = one.task(config.task)
         context = TaskContext(section, recipe_dir, config.train.seed)
@@ -98,7 +101,9 @@ def _build(
     if not prompts:
         raise ConfigError("the set has no prompts; check path and options")
     kept, ids = _encoded(prompts, section, tokenizer, config.sampler.max_prompt_tokens)
-    return EvalSet(one, one.sampling(config.sampler), context, kept, ids, len(prompts) - len(kept))
+    return EvalSet(
+        one, one.sampling(config.sampler), context, kept, ids, len(prompts) - len(kept), is_environment(task)
+    )
 
 
 def _encoded(

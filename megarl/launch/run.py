@@ -26,10 +26,10 @@ from megarl.controller.canary import Canary
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recording.resumption import find_resumption
 from megarl.controller.recording.screen import Screen
-from megarl.controller.rollouts.data import PromptStream
+from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
+from megarl.controller.rollouts.judges import dry_response, dry_run, start_judge
 from megarl.controller.rollouts.producer import most_ahead
-from megarl.controller.rollouts.rewards import DRY_RESPONSE, RewardProcess
 from megarl.errors import ConfigError, MegarlError
 from megarl.evaluation.sets import build_sets
 from megarl.files import user_path
@@ -41,13 +41,13 @@ from megarl.launch.processes import signals_ignored
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.launch.resume import contents_of, resume
-from megarl.launch.tokenizer import load_tokenizer
 from megarl.run_folder import CONFIG, run_prefix
 from megarl.sampler.settings import check_device
 from megarl.tasks import TaskContext, build_task
-from megarl.tasks.base import Task
+from megarl.tasks.base import Task, is_environment
 from megarl.tasks.held_out import training_part
 from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
+from megarl.tokenizer import load_tokenizer
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
@@ -83,20 +83,21 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         recorder = Recorder(folder, config, screen)
         if isinstance(task, ShortPrompts):
             recorder.note_dropped(task.dropped, len(task))
-        rewards = RewardProcess(
-            TaskContext(config.task, recipe_dir, config.train.seed), log_file(folder / LOGS, "rewards")
-        )
+        context = TaskContext(config.task, recipe_dir, config.train.seed)
+        judge = start_judge(context, log_file(folder / LOGS, "rewards"), config.model.path, is_environment(task))
 
         def decode(ids: np.ndarray) -> str:
             return tokenizer.decode(ids, skip_special_tokens=True)
 
-        evaluation = Evaluation(sets, decode, config.sampler.seed, folder / LOGS, rewards) if sets else None
+        logs = folder / LOGS
+        evaluation = Evaluation(sets, decode, config.sampler.seed, logs, config.model.path, judge) if sets else None
         try:
             recorder.hold()
             if config.task.reward_dry_run:
                 screen.phase("reward dry run")
-                ids = tokenizer.encode(DRY_RESPONSE, add_special_tokens=False)
-                rewards.dry_run(training[0], ids, config.sampler.samples_per_prompt)
+                ids = dry_response(tokenizer)
+                first = EncodedPrompt(training[0], stream.encode(training[0]))
+                dry_run(judge, first, ids, config.sampler.samples_per_prompt)
                 if evaluation:
                     evaluation.dry_run(ids)
             resumed = find_resumption(folder, config, origin["contents"]) if config.train.resume else None
@@ -110,7 +111,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     trainers=trainers,
                     samplers=samplers,
                     manager=manager,
-                    rewards=rewards,
+                    judge=judge,
                     stream=stream,
                     decode=decode,
                     recorder=recorder,
@@ -132,7 +133,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         finally:
             if evaluation:
                 evaluation.close()
-            rewards.close()
+            judge.close()
             recorder.close()
     screen.summary(summary)
     return folder
@@ -224,7 +225,7 @@ def actors(
         for index, name in enumerate(engine_names):
             place = placement.options(group, plan.engine[index], plan.engine_gpus)
             arguments = (shared, plan.engine_threads, watch.participant(name, index))
-            calls_at_once = ENGINE_CALLS + most_ahead(config)
+            calls_at_once = ENGINE_CALLS + most_ahead(config) * config.sampler.samples_per_prompt
             engines.append(ray.remote(SamplerEngine).options(**place, max_concurrency=calls_at_once).remote(*arguments))
         trainers = TrainerGroup(ranks, watch, config.train)
         samplers = SamplerGroup(dict(zip(engine_names, engines, strict=True)), watch, config.sampler)

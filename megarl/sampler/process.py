@@ -129,6 +129,12 @@ class SamplerProcess:
         """Start to sample from whichever version is current; see ``VllmSampler.sample``."""
         return self._call("sample", list(prompts), list(seeds))
 
+    def turn(
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+    ) -> Future[Completion]:
+        """Start to draw one turn of an episode; see ``VllmSampler.turn``. There is one engine only."""
+        return self._call("turn", prompt, seed, version, sampling)
+
     def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return the logprobs of a sequence's tokens but the first; see ``VllmSampler.score``."""
         return self._call("score", tokens, version).result()

@@ -64,7 +64,7 @@ class Requests:
             prompt: int64 ``[P]``.
             seed: 31 bits; sample j is drawn with ``seed + j``.
             version: the version that must draw every token, or None for whichever is current when a token is drawn.
-            sampling: how an evaluation draws them, which names a version; None: as in training.
+            sampling: how an evaluation or an episode draws them; None: as in training.
 
         Raises:
             StaleVersionError: another version than ``version`` is resident, or none.
@@ -74,7 +74,7 @@ class Requests:
         count = sampling.samples if sampling else self._config.sampler.samples_per_prompt
         every = [Drawn() for _ in range(count)]
         await self._ask(prompt, every, seed, version, sampling)
-        await asyncio.gather(*(self._go_on(prompt, one, seed + j) for j, one in enumerate(every)))
+        await asyncio.gather(*(self._go_on(prompt, one, seed + j, sampling) for j, one in enumerate(every)))
         return [self._completion(prompt, one) for one in every]
 
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
@@ -98,12 +98,12 @@ class Requests:
         pairs = zip(logprobs[1:], tokens[1:].tolist(), strict=True)
         return np.asarray([at[token].logprob for at, token in pairs], dtype=np.float32)
 
-    async def _go_on(self, prompt: np.ndarray, drawn: Drawn, seed: int) -> None:
+    async def _go_on(self, prompt: np.ndarray, drawn: Drawn, seed: int, sampling: Sampling | None) -> None:
         """Ask again as long as new versions end the request."""
         while drawn.finish_reason == ABORTED:
             if self._config.checkpoint_engine.in_flight == "abort":
                 drawn.forget()
-            await self._ask(prompt, [drawn], seed, None)
+            await self._ask(prompt, [drawn], seed, None, sampling)
 
     async def _ask(
         self, prompt: np.ndarray, every: list[Drawn], seed: int, version: int | None, sampling: Sampling | None = None

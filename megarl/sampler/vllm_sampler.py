@@ -28,7 +28,7 @@ from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.requests import Requests, cause_of
 from megarl.sampler.seeds import seed_from
-from megarl.sampler.settings import engine_arguments, stop_tokens
+from megarl.sampler.settings import engine_arguments, longest_sequence, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
@@ -160,6 +160,22 @@ class VllmSampler:
         """
         return await self._complete(prompts, seeds, None)
 
+    async def turn(self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling) -> Completion:
+        """Draw one turn of an episode.
+
+        Args:
+            prompt: everything said so far, int64 ``[P]``; with the turn at most ``sampler.max_prompt_tokens`` and the
+                most tokens of a completion.
+            seed: 31 bits.
+            version: the policy version that must answer; None: whichever is current, as for ``sample``.
+            sampling: how the turn is drawn; ``samples`` is 1.
+
+        Raises:
+            StaleVersionError, WeightSyncError, DataError, WorkerError: as ``generate``.
+        """
+        room = longest_sequence(self._config) - self._config.sampler.max_prompt_tokens - sampling.max_tokens
+        return (await self._complete([prompt], [seed], version, sampling, room))[0][0]
+
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return the logprobs of a sequence's tokens but the first under a version, at temperature 1.
 
@@ -176,10 +192,15 @@ class VllmSampler:
         return await self._answer(self._requests.score(tokens, version))
 
     async def _complete(
-        self, prompts: list[np.ndarray], seeds: list[int], version: int | None, sampling: Sampling | None = None
+        self,
+        prompts: list[np.ndarray],
+        seeds: list[int],
+        version: int | None,
+        sampling: Sampling | None = None,
+        room: int = 0,
     ) -> list[list[Completion]]:
         for number, prompt in enumerate(prompts):
-            self._check_prompt(number, prompt)
+            self._check_prompt(number, prompt, room)
         tasks = [
             asyncio.ensure_future(self._requests.complete(prompt, seed, version, sampling))
             for prompt, seed in zip(prompts, seeds, strict=True)
@@ -261,14 +282,15 @@ class VllmSampler:
         if engine is not None:
             engine.shutdown()
 
-    def _check_prompt(self, number: int, prompt: np.ndarray) -> None:
+    def _check_prompt(self, number: int, prompt: np.ndarray, room: int) -> None:
         """Refuse prompts that vLLM would truncate, reject or crash on."""
         if prompt.ndim != 1 or prompt.dtype != np.int64:
             raise DataError(f"prompt {number} must be one-dimensional int64, got {prompt.dtype} {prompt.shape}")
-        limit = self._config.sampler.max_prompt_tokens
+        limit = self._config.sampler.max_prompt_tokens + room
         if not 1 <= len(prompt) <= limit:
             raise DataError(
-                f"prompt {number} has {len(prompt)} tokens; allowed are 1 to sampler.max_prompt_tokens {limit}"
+                f"prompt {number} has {len(prompt)} tokens; allowed are 1 to {limit}: sampler.max_prompt_tokens"
+                + (f", and {room} for the turns before" if room else "")
             )
         if self._vocabulary and (prompt.min() < 0 or prompt.max() >= self._vocabulary):
             raise DataError(f"prompt {number} holds a token outside the vocabulary of {self._vocabulary}")

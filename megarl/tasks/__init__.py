@@ -6,7 +6,7 @@ from collections.abc import Callable
 from megarl.errors import ConfigError
 from megarl.plugins import pick_or_load
 from megarl.tasks import arithmetic, countdown, gsm8k, jsonl
-from megarl.tasks.base import Reward, Task, TaskContext
+from megarl.tasks.base import Reward, Task, TaskContext, is_environment
 from megarl.tasks.rewards.custom_reward import RewardedTask, load_reward
 
 __all__ = ["TASKS", "Reward", "Task", "TaskContext", "build_task"]
@@ -17,6 +17,11 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "countdown": countdown.build,
     "gsm8k": gsm8k.build,
     "jsonl": jsonl.build,
+}
+# Name -> where its factory is. They are loaded like a user's own.
+ENVIRONMENTS = {
+    "calculator": "megarl.environments.calculator:build",
+    "guessing": "megarl.environments.guessing:build",
 }
 
 
@@ -29,9 +34,18 @@ def build_task(context: TaskContext) -> Task:
         ConfigError: unknown task, wrong options, missing file or reward function.
         DataError: malformed rows; the message counts all of them and lists the first few.
     """
-    task = pick_or_load(TASKS, context.config.name, "task", "task.name", context.recipe_dir)(context)
+    name = context.config.name
+    known = TASKS | dict.fromkeys(ENVIRONMENTS)
+    task = pick_or_load(known, ENVIRONMENTS.get(name, name), "task", "task.name", context.recipe_dir)(context)
     if len(task) == 0:
-        raise ConfigError(f"task '{context.config.name}' has no prompts; check task.path and task.options")
+        raise ConfigError(f"task '{name}' has no prompts; check task.path and task.options")
+    if is_environment(task):
+        if context.config.reward is not None:
+            raise ConfigError(
+                f"task.reward is '{context.config.reward}', but task '{name}' is an environment, which gives the "
+                "reward of its episodes itself; remove it"
+            )
+        return task
     if context.config.reward is None:
         if context.config.reward_weights:
             raise ConfigError("task.reward_weights is set, but task.reward is not; remove it, or name the function")

@@ -54,6 +54,15 @@ class ArithmeticTask:
         return self._options.size
 
     def __getitem__(self, index: int) -> Prompt:
+        sum_ = self.sum(index)
+        return Prompt(
+            id=f"arithmetic-{index}",
+            messages=({"role": "user", "content": f"What is {sum_}? Reply with the number only."},),
+            data={"answer": int(evaluate(sum_)[0])},
+        )
+
+    def sum(self, index: int) -> str:
+        """Return the sum of a prompt: ``"3 + 4"``."""
         if not 0 <= index < len(self):
             raise IndexError(f"prompt {index} of an arithmetic task with {len(self)}")
         options = self._options
@@ -61,11 +70,7 @@ class ArithmeticTask:
         sum_ = str(draw.randint(options.min, options.max))
         for _ in range(options.operands - 1):
             sum_ += f" {draw.choice(options.operators)} {draw.randint(options.min, options.max)}"
-        return Prompt(
-            id=f"arithmetic-{index}",
-            messages=({"role": "user", "content": f"What is {sum_}? Reply with the number only."},),
-            data={"answer": int(evaluate(sum_)[0])},
-        )
+        return sum_
 
     def reward(self, prompt: Prompt, response: str) -> Reward:
         """Score 1 for exactly the number; 0.6 if it is the last number of a longer reply; 0.1 for a wrong bare number.

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.config import TaskConfig
 from megarl.types import Prompt
@@ -58,3 +58,8 @@ class TaskContext:
     config: TaskConfig
     recipe_dir: Path
     seed: int
+
+
+def is_environment(task: Any) -> bool:
+    """Return True if the prompts of a task are answered by episodes; see ``megarl.environments``."""
+    return hasattr(getattr(task, "whole", task), "rollout")

@@ -24,6 +24,11 @@ class TrainingPart:
         self._task, self._size = task, len(task) - count
         self._asked = {_question(prompt) for prompt in asked}
 
+    @property
+    def whole(self) -> Task:
+        """The whole task."""
+        return getattr(self._task, "whole", self._task)
+
     def __len__(self) -> int:
         return self._size
 

@@ -198,6 +198,11 @@ class ShortPrompts:
         self._task, self.dropped = task, len(dropped)
         self._kept = np.delete(np.arange(len(task)), dropped)
 
+    @property
+    def whole(self) -> Task:
+        """The whole task."""
+        return getattr(self._task, "whole", self._task)
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -49,6 +49,8 @@ INTERNAL: dict[str, set[str]] = {
     "model.optimizer": COMMON | {"parallel"},
     "lora": COMMON | {"parallel", "model", "peft"},
     "tasks": COMMON,
+    "environments": COMMON | {"tasks"},
+    "tokenizer": {"errors"},
     "checkpoint_engine": COMMON | {"checkpoint_engine", "peft"},  # senders
     "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
     "checkpoint_engine.wire": COMMON,
@@ -68,23 +70,36 @@ INTERNAL: dict[str, set[str]] = {
         "model",
         "lora",
         "tasks",
+        "environments",
         "checkpoint_engine",
         "sampler",
         "controller",
     },
     "controller.actors": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
-    "controller.rollouts": COMMON | {"loss.advantages", "tasks", "evaluation", "sampler.seeds", "controller.actors"},
+    "controller.rollouts": COMMON
+    | {"loss.advantages", "tasks", "environments", "evaluation", "sampler.seeds", "controller.actors", "tokenizer"},
     "controller.trackers": COMMON | {"report"},
     "controller.recording": COMMON
     | {"model.checkpoint.digests", "evaluation", "report", "checkpoint_engine.phases"}
     | {"controller.actors", "controller.rollouts", "controller.trackers"},
     "launch": COMMON
-    | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "evaluation"},
+    | {
+        "parallel",
+        "loss",
+        "model",
+        "lora",
+        "tasks",
+        "checkpoint_engine",
+        "sampler",
+        "controller",
+        "evaluation",
+        "tokenizer",
+    },
     "bench": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
-    | {"bench", "verify", "report", "evaluation"},
+    | {"bench", "verify", "report", "evaluation", "tokenizer"},
 }
 
 # Package -> the only parts that may import it (a trailing * stands for any ending).
@@ -109,6 +124,7 @@ NEVER: dict[str, set[str]] = {
         "torch_addons",
         "config",
         "tasks",
+        "environments",
         "report",
         "evaluation",
     )

@@ -30,6 +30,17 @@ class TaskConfig(Section):
     after the other in the main thread, for a reward that is not thread-safe or that uses signals."""
     reward_seconds: float = Field(600.0, gt=0.0)
     """Limit of one call of the reward, seconds. A call that takes longer ends the run."""
+    max_turns: int = Field(16, ge=1)
+    """For an environment: most turns of an episode."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """For an environment: most tokens of a turn. Default: what is left of ``sampler.max_response_tokens``, which counts
+    all tokens of an episode after the prompt, those of tools and users included."""
+    episode_seconds: float = Field(600.0, gt=0.0)
+    """For an environment: limit of an episode, seconds; sampling and its waiting included. An episode that takes longer
+    ends with what has been drawn and a reward of 0. One whose code keeps the process busy ends the run."""
+    reward_errors: Literal["raise", "zero"] = "raise"
+    """What becomes of an episode in which the environment raises. ``raise``: it ends the run; ``zero``: the reward is
+    0, and ``task/ended_error`` counts it."""
     system_prompt: str | None = None
     """System message put before every question."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -73,20 +73,24 @@ def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
     """Return the result of one remote call. Raises what ``wait_all`` raises."""
     try:
         return ray.get(reference)
-    except RayTaskError as error:
-        log_note = watch.log_note(name) if watch else ""
+    except RayError as error:
+        raise named_error(error, name, watch) from None
+
+
+def named_error(error: RayError, name: str, watch: Watch | None = None) -> MegarlError:
+    """Return the error of a remote call as ``wait_all`` raises it."""
+    log_note = watch.log_note(name) if watch else ""
+    if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, MegarlError):
             cause.args = (f"{cause}{log_note}",)
-            raise cause from None
+            return cause
         root = root_of(str(error)) or f"{type(cause).__name__}: {cause}"
-        raise WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{log_note}") from None
-    except RayActorError as error:
-        log_note = watch.log_note(name) if watch else ""
+        return WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{log_note}")
+    if isinstance(error, RayActorError):
         reason = str(error).strip().splitlines()
-        raise WorkerError(f"{name} died: {' '.join(reason[:6])}{log_note}") from None
-    except RayError as error:
-        raise WorkerError(f"{name} failed: {error}{watch.log_note(name) if watch else ''}") from None
+        return WorkerError(f"{name} died: {' '.join(reason[:6])}{log_note}")
+    return WorkerError(f"{name} failed: {error}{log_note}")
 
 
 def _traceback_of(error: RayTaskError) -> str:
@@ -220,9 +224,33 @@ class SamplerGroup:
                 results[index] = completions
         return results
 
-    def start(self, engine: int, prompt: np.ndarray, seed: int) -> Any:
-        """Start to sample one prompt under whichever version is current; return the reference of the result."""
-        return self.engines[engine].actor.sample.remote(prompt, seed)
+    def start(self, engine: int, prompt: Any, seed: int) -> Any:
+        """Start to sample one prompt under whichever version is current; return the reference of the result.
+
+        Args:
+            engine: index of the engine.
+            prompt: has the token ids ``[P]`` as ``ids``.
+            seed: 31 bits.
+        """
+        return self.engines[engine].actor.sample.remote(prompt.ids, seed)
+
+    def turn(
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+    ) -> "Future[Completion]":
+        """Start to draw one turn of an episode on an engine; see ``VllmSampler.turn``."""
+        handle, future = self.engines[engine % len(self.engines)], Future[Completion]()
+
+        def settle(done: Future) -> None:
+            error = done.exception()
+            if isinstance(error, RayError):
+                error = named_error(error, handle.name, self.watch)
+            if error is None:
+                future.set_result(done.result())
+            else:
+                future.set_exception(error)
+
+        handle.actor.turn.remote(prompt, seed, version, sampling).future().add_done_callback(settle)
+        return future
 
     def finished(self, engines: Mapping[Any, int], seconds: float) -> list[tuple[Any, list[Completion]]]:
         """Return the references that are done, with their completions; wait at most ``seconds`` for the first.

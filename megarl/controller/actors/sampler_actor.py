@@ -54,6 +54,11 @@ class SamplerEngine:
         with self._with_cause():
             return (await self.sampler.sample([prompt], [seed]))[0]
 
+    async def turn(self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling) -> Completion:
+        """Draw one turn of an episode; see ``VllmSampler.turn``."""
+        with self._with_cause():
+            return await self.sampler.turn(prompt, seed, version, sampling)
+
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """See ``VllmSampler.score``."""
         with self._with_cause():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train on one rollout: compute reference and old logprobs if needed, then do one or more optimizer steps."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -65,13 +66,13 @@ def run_updates(
         model: this rank's model.
         loss: the loss built from ``config.loss``.
         config: the run's config.
-        samples: samples of the whole step; the completions of a prompt are next to each other.
+        samples: samples of the whole step, each with its group; those of a prompt are next to each other.
         rates: learning rate of each update.
 
     Returns:
         Metrics averaged over the updates; for names ending in ``_max``, the largest value.
     """
-    parts = split_groups(samples, len(rates), config.sampler.samples_per_prompt)
+    parts = split_groups(samples, len(rates))
     updates = [plan_update(model, loss, config, part) for part in parts]
     if config.loss.kl_coef > 0:
         reference = partial(model.forward, adapter=reference_of(config))
@@ -97,9 +98,7 @@ def divide(samples: Sequence[Sample], loss: Loss, config: RunConfig) -> tuple[li
     are all groups of the update, they are in the second one: nothing is trained, and the metrics are those of all.
     """
     if config.loss.groups_without_signal != "keep":
-        size = config.sampler.samples_per_prompt
-        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
-        kept = [sample for group in groups if any(s.has_signal for s in group) for sample in group]
+        kept = [sample for group in groups_of(samples) if any(s.has_signal for s in group) for sample in group]
         if not kept:
             return [], list(samples)
         samples = kept
@@ -117,9 +116,14 @@ def plan(
     return model.pack(samples, weights[: len(samples)], int(counts.sum()))
 
 
-def split_groups(samples: Sequence[Sample], parts: int, group: int) -> list[list[Sample]]:
-    """Split a rollout into ``parts`` with nearly equal numbers of whole groups of ``group`` completions."""
-    groups = [list(samples[i : i + group]) for i in range(0, len(samples), group)]
+def groups_of(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Return the samples of each prompt, which are next to each other."""
+    return [list(group) for _, group in itertools.groupby(samples, key=lambda sample: sample.group)]
+
+
+def split_groups(samples: Sequence[Sample], parts: int) -> list[list[Sample]]:
+    """Split a rollout into ``parts`` with nearly equal numbers of whole groups."""
+    groups = groups_of(samples)
     return [
         [sample for index in chunk for sample in groups[index]]
         for chunk in np.array_split(np.arange(len(groups)), parts)

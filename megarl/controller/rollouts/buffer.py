@@ -5,9 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megarl.controller.rollouts.data import Place
 from megarl.controller.rollouts.rollout import Rollout
 
+# The version of a group without tokens, which never gets too old.
+NEVER_OLD = np.iinfo(np.int64).max
 # Seconds between two checks that the participants live, while the trainer waits.
 LOOK_SECONDS = 0.5
 
@@ -27,7 +31,8 @@ class ScoredGroup:
     @property
     def oldest(self) -> int:
         """The oldest policy version that made a token of the group."""
-        return min(int(one.versions.min()) for one in self.rollout.completions[0])
+        versions = np.concatenate([one.versions for one in self.rollout.trajectories[0]])
+        return int(versions.min(initial=NEVER_OLD))
 
 
 class GroupBuffer:

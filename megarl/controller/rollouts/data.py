@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.errors import CheckpointError
+from megarl.sampler.seeds import seed_from
 from megarl.tasks.base import Task
 from megarl.types import Prompt
 
@@ -35,6 +36,11 @@ class EncodedPrompt:
     prompt: Prompt
     ids: np.ndarray
     place: Place | None = None
+
+
+def seed_of(seed: int, place: Place) -> int:
+    """Return the 31-bit seed of a prompt's samples: the same for every engine, order and attempt."""
+    return seed_from(seed, place.epoch, place.position)
 
 
 class PromptStream:

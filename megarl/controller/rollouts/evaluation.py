@@ -2,6 +2,7 @@
 """Evaluate one policy version on sets of prompts: sample, score, estimate."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,8 +11,11 @@ import numpy as np
 from megarl.config.sections.eval import Sampling
 from megarl.controller.actors.logs import log_file
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.rewards import RewardProcess
-from megarl.controller.rollouts.rollout import Decode, Rollout, score
+from megarl.controller.rollouts.episode_process import EpisodeProcess
+from megarl.controller.rollouts.episodes import Turns, ask_engine
+from megarl.controller.rollouts.judges import Judge, dry_run, start_judge
+from megarl.controller.rollouts.judging import Decode, Rules, judge, score
+from megarl.controller.rollouts.rollout import Rollout
 from megarl.evaluation.results import SetResult, check_reward, measure
 from megarl.evaluation.sets import EvalSet
 from megarl.sampler.seeds import seed_from
@@ -21,7 +25,7 @@ from megarl.types import Completion
 SEED = 0x6576616C
 
 
-class Evaluator(Protocol):
+class Evaluator(Turns, Protocol):
     """A sampler to evaluate: the engines of a run, or one engine."""
 
     def generate(
@@ -45,7 +49,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, sets: Sequence[EvalSet], decode: Decode, seed: int, logs: Path, run_rewards: RewardProcess | None = None
+        self, sets: Sequence[EvalSet], decode: Decode, seed: int, logs: Path, model: str, run_judge: Judge | None = None
     ) -> None:
         """Start the processes that score the sets.
 
@@ -54,11 +58,12 @@ class Evaluation:
             decode: function: response ids -> text.
             seed: ``sampler.seed``.
             logs: folder of the processes' logs.
-            run_rewards: scores the sets without a context, which are the run's own prompts.
+            model: folder of the model, whose tokenizer environments use.
+            run_judge: judges the sets without a context, which are the run's own prompts.
         """
-        self.sets, self._decode, self._seed, self._run_rewards = list(sets), decode, seed, run_rewards
+        self.sets, self._decode, self._seed, self._run_judge = list(sets), decode, seed, run_judge
         self._own = {
-            one.key: RewardProcess(one.context, log_file(logs, f"rewards-{one.key}"))
+            one.key: start_judge(one.context, log_file(logs, f"rewards-{one.key}"), model, one.plays)
             for one in self.sets
             if one.context is not None
         }
@@ -67,14 +72,15 @@ class Evaluation:
         """Call each set's reward once, and check that its metrics can be computed from what it gives.
 
         Args:
-            ids: the tokens of ``rewards.DRY_RESPONSE``.
+            ids: ``judges.dry_response``.
 
         Raises:
-            RewardError: see ``RewardProcess.dry_run``.
+            MegarlError: see ``judges.dry_run``.
             ConfigError: see ``check_reward``.
         """
         for one in self.sets:
-            check_reward(one.config, self._rewards(one).dry_run(one.prompts[0], ids, one.sampling.samples))
+            prompt = EncodedPrompt(one.prompts[0], one.ids[0])
+            check_reward(one.config, dry_run(self._judge(one), prompt, ids, one.sampling.samples))
 
     def run(self, sampler: Evaluator, version: int, look: Callable[[], None] = lambda: None) -> Mapping[str, Evaluated]:
         """Evaluate a version; return the result of each set by its key.
@@ -94,23 +100,39 @@ class Evaluation:
         for rewards in self._own.values():
             rewards.close()
 
-    def _rewards(self, one: EvalSet) -> RewardProcess:
-        rewards = self._own.get(one.key, self._run_rewards)
-        assert rewards is not None
-        return rewards
+    def _judge(self, one: EvalSet) -> Judge:
+        found = self._own.get(one.key, self._run_judge)
+        assert found is not None
+        return found
 
     def _run(self, one: EvalSet, sampler: Evaluator, version: int, look: Callable[[], None]) -> Evaluated:
         prompts = [EncodedPrompt(prompt, ids) for prompt, ids in zip(one.prompts, one.ids, strict=True)]
         seeds = [seed_from(self._seed, SEED, index) for index in range(len(prompts))]
-        rollout = score(
+        rollout = self._rollout(one, prompts, seeds, sampler, version, look)
+        lengths = np.array([[answer.drawn_tokens for answer in group] for group in rollout.trajectories])
+        truncated = np.array([[answer.is_truncated for answer in group] for group in rollout.trajectories])
+        return Evaluated(measure(one, rollout.rewards, lengths, truncated), rollout)
+
+    def _rollout(
+        self,
+        one: EvalSet,
+        prompts: list[EncodedPrompt],
+        seeds: list[int],
+        sampler: Evaluator,
+        version: int,
+        look: Callable[[], None],
+    ) -> Rollout:
+        process = self._judge(one)
+        if isinstance(process, EpisodeProcess):
+            asks = [partial(ask_engine, sampler, version, index) for index in range(len(prompts))]
+            played = process.play(prompts, asks, seeds, one.sampling, look)
+            return judge(prompts, played, Rules(), version=version)
+        return score(
             prompts,
             sampler.generate([prompt.ids for prompt in prompts], version, seeds, one.sampling),
-            lambda groups: self._rewards(one).score(groups, look),
+            lambda groups: process.score(groups, look),
             self._decode,
-            np.zeros_like,
+            Rules(),
             group=one.sampling.samples,
             version=version,
         )
-        lengths = np.array([[len(answer.response_ids) for answer in group] for group in rollout.completions])
-        truncated = np.array([[answer.finish_reason == "length" for answer in group] for group in rollout.completions])
-        return Evaluated(measure(one, rollout.rewards, lengths, truncated), rollout)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from megarl.config import LossConfig
-from megarl.types import Completion
+from megarl.types import Trajectory
 
 
 def trained_scores(
-    scores: np.ndarray, completions: Sequence[Completion], config: LossConfig, max_tokens: int
+    scores: np.ndarray, trajectories: Sequence[Trajectory], config: LossConfig, max_tokens: int
 ) -> np.ndarray:
     """Scores of a group as the advantages see them.
 
@@ -20,7 +20,7 @@ def trained_scores(
 
     Args:
         scores: ``[G]`` the task's rewards.
-        completions: G.
+        trajectories: G.
         config: ``truncated``, ``overlong_tokens`` and ``overlong_penalty`` are used.
         max_tokens: ``sampler.max_response_tokens``.
 
@@ -30,7 +30,7 @@ def trained_scores(
     if config.truncated in ("keep", "mask"):
         return scores
     if config.truncated == "zero":
-        return np.where([one.finish_reason == "length" for one in completions], 0.0, scores)
-    lengths = np.array([len(one.response_ids) for one in completions], dtype=np.float64)
+        return np.where([one.is_truncated for one in trajectories], 0.0, scores)
+    lengths = np.array([one.drawn_tokens for one in trajectories], dtype=np.float64)
     free = max_tokens - config.overlong_tokens
     return scores + config.overlong_penalty * np.minimum(0.0, (free - lengths) / config.overlong_tokens)

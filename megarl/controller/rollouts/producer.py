@@ -10,16 +10,19 @@ from typing import Any, NamedTuple, Self
 from megarl.config import RunConfig
 from megarl.controller.actors.actor_handles import SamplerGroup
 from megarl.controller.rollouts.buffer import GroupBuffer, ScoredGroup
-from megarl.controller.rollouts.data import EncodedPrompt, Place, PromptStream
+from megarl.controller.rollouts.data import EncodedPrompt, Place, PromptStream, seed_of
+from megarl.controller.rollouts.episodes import Episodes
 from megarl.controller.rollouts.rollout import Rollout
+from megarl.environments.episode import Played
 from megarl.errors import WorkerError
-from megarl.sampler.seeds import seed_from
 from megarl.types import Completion
 
 # Seconds that the thread waits for completions before it looks whether more may start.
 LOOK_SECONDS = 0.05
 
-Score = Callable[[Sequence[EncodedPrompt], Sequence[Sequence[Completion]]], Rollout]
+# What an engine made of each sample of a prompt: completions, or episodes that were played.
+Answers = Sequence[Completion] | Sequence[Played]
+Score = Callable[[Sequence[EncodedPrompt], Sequence[Any]], Rollout]
 
 
 class Running(NamedTuple):
@@ -46,14 +49,21 @@ class Producer:
     """
 
     def __init__(
-        self, config: RunConfig, samplers: SamplerGroup, stream: PromptStream, score: Score, *, step: int, version: int
+        self,
+        config: RunConfig,
+        samplers: SamplerGroup | Episodes,
+        stream: PromptStream,
+        score: Score,
+        *,
+        step: int,
+        version: int,
     ) -> None:
         """
         Args:
             config: the run's config.
-            samplers: the engines.
+            samplers: the engines, or what plays episodes on them.
             stream: the prompts; in the block, only this object uses it.
-            score: function: prompts, completions -> the rollout. Called in a thread.
+            score: function: prompts, answers of each -> the rollout. Called in a thread.
             step: number of steps done.
             version: current policy version.
         """
@@ -62,7 +72,7 @@ class Producer:
         self._buffer = GroupBuffer()
         self._taken: list[Place] = []  # groups of the present step
         self._running: dict[Any, Running] = {}
-        self._unscored: list[tuple[Running, list[Completion]]] = []
+        self._unscored: list[tuple[Running, Answers]] = []
         self._scoring: tuple[list[Place], Future[list[Rollout]]] | None = None
         self._left_out = self._repeated = 0  # in the present step
         self._lock = threading.RLock()  # of all that a checkpoint describes
@@ -157,7 +167,7 @@ class Producer:
                     load[running.engine] += 1
                 engine = load.index(min(load))
                 assert prompt.place is not None
-                reference = self._samplers.start(engine, prompt.ids, seed_of(self._config.sampler.seed, prompt.place))
+                reference = self._samplers.start(engine, prompt, seed_of(self._config.sampler.seed, prompt.place))
                 self._running[reference] = Running(engine, prompt, prompt.place, time.monotonic())
 
     def _collect(self) -> None:
@@ -212,8 +222,3 @@ def most_ahead(config: RunConfig) -> int:
     """Return the largest number of prompts that are sampled at the same time."""
     train = config.train
     return train.prompts_per_step * (train.max_staleness // train.updates_per_step + 1)
-
-
-def seed_of(seed: int, place: Place) -> int:
-    """Return the 31-bit seed of a prompt's samples: the same for every engine, order and attempt."""
-    return seed_from(seed, place.epoch, place.position)

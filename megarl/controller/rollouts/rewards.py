@@ -4,22 +4,18 @@
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
-import subprocess
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
-from megarl.controller.actors.logs import redirect_output
+from megarl.controller.rollouts.child import Child, run_child
 from megarl.controller.rollouts.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
@@ -32,7 +28,7 @@ POLL_SECONDS = 0.2
 DRY_RESPONSE = "This is plain text."
 
 
-class RewardProcess:
+class RewardProcess(Child):
     """Scores completions in a child process, which lives until the end of the run and keeps any state of the reward."""
 
     def __init__(self, context: TaskContext, log: Path) -> None:
@@ -42,12 +38,9 @@ class RewardProcess:
             context: the task's context; ``reward_threads`` and ``reward_seconds`` are used.
             log: file of the process's output.
         """
-        self._limit, self._log = context.config.reward_seconds, log
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), str(log)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        theirs.close()
-        self._connection.send(context)
+        super().__init__(__name__, log)
+        self._limit = context.config.reward_seconds
+        self.connection.send(context)
 
     def score(
         self, groups: Sequence[Group], look: Callable[[], None] = lambda: None, once: bool = False
@@ -65,13 +58,13 @@ class RewardProcess:
         """
         running: dict[int, tuple[str, float]] = {}
         try:
-            self._connection.send((list(groups), once))
+            self.connection.send((list(groups), once))
             while True:
-                if not self._connection.poll(POLL_SECONDS):
+                if not self.connection.poll(POLL_SECONDS):
                     self._check_time(running)
                     look()
                     continue
-                kind, *values = self._connection.recv()
+                kind, *values = self.connection.recv()
                 if kind == "begin":
                     running[values[0]] = (values[1], time.monotonic())
                 elif kind == "end":
@@ -81,7 +74,7 @@ class RewardProcess:
                 else:
                     return values[0]
         except (EOFError, OSError) as error:
-            raise RewardError(f"the reward process {self._status()}{_names(running)}{self._log_note()}") from error
+            raise RewardError(f"the reward process {self.status()}{_names(running)}{self._log_note()}") from error
         except MegarlError as error:
             error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
             raise
@@ -105,27 +98,14 @@ class RewardProcess:
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
 
-    def close(self) -> None:
-        """Kill the process and its children. Safe to call twice."""
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self._process.pid).children(recursive=True):
-                child.kill()
-        self._process.kill()
-        self._process.wait()
-        self._connection.close()
-
     def _check_time(self, running: dict[int, tuple[str, float]]) -> None:
         now = time.monotonic()
         late = {key: (name, began) for key, (name, began) in running.items() if now - began > self._limit}
         if late:
             raise RewardError(f"a reward took longer than task.reward_seconds ({self._limit:g} s){_names(late)}")
 
-    def _status(self) -> str:
-        status = self._process.wait()
-        return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-
     def _log_note(self) -> str:
-        return f"\nlog of the rewards: {self._log}"
+        return f"\nlog of the rewards: {self.log}"
 
 
 def _names(running: dict[int, tuple[str, float]]) -> str:
@@ -203,17 +183,5 @@ def serve(connection: Connection) -> None:
             send(("error", error))
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, even in the middle of a reward."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    redirect_output(Path(sys.argv[2]))
-    # Ctrl-C on the terminal is for the controller, which then ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        serve(Connection(int(sys.argv[1])))
+    run_child(serve)

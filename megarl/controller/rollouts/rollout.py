@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn completions into rewards, advantages and training samples, and write the record of them."""
+"""Hold the scored trajectories of a step, turn them into training samples, and write the record of them."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,30 +10,33 @@ from typing import Any
 import numpy as np
 
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.scoring import Group
-from megarl.errors import DataError
 from megarl.files import replacing
-from megarl.loss.advantages import Advantages
 from megarl.tasks.base import Reward
-from megarl.types import Completion, DecodedCompletion, Sample
+from megarl.types import Completion, Sample, Trajectory
 
-Decode = Callable[[np.ndarray], str]
+# Advantages of a trajectory's sequences: for each a number, or one per drawn token.
+SequenceAdvantages = Sequence[float | np.ndarray]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The scored completions of one step. Each list has one entry per prompt, with the G completions of that prompt.
+    """The scored trajectories of one step. Each list has one entry per prompt, with the G samples of that prompt.
 
     Attributes:
-        mask_truncated: True if no token of a truncated completion is trained on (``loss.truncated: mask``).
+        trajectories: what the samples became.
+        texts: the decoded response of each sequence of each trajectory.
+        rewards: of each trajectory.
+        advantages: of each sequence of each trajectory.
+        scores: ``[G]`` rewards that the advantages are made of; more if sequences have rewards of their own.
+        mask_truncated: True if no token of a truncated trajectory is trained on (``loss.truncated: mask``).
         trained: indices of the prompts to train on, ascending; None for all.
     """
 
     prompts: list[EncodedPrompt]
-    completions: list[list[Completion]]
-    texts: list[list[str]]
+    trajectories: list[list[Trajectory]]
+    texts: list[list[list[str]]]
     rewards: list[list[Reward]]
-    advantages: list[Advantages]
+    advantages: list[list[SequenceAdvantages]]
     scores: list[np.ndarray]
     mask_truncated: bool = False
     trained: list[int] | None = None
@@ -63,16 +66,22 @@ class Rollout:
         return replace(self, trained=None, **lists)
 
     def group(self, index: int) -> list[Sample]:
-        """Return the training sequences of one prompt's completions."""
-        return [
-            masked_sample(completion, index)
-            if self.mask_truncated and completion.finish_reason == "length"
-            else to_sample(completion, advantage, index)
-            for completion, advantage in zip(self.completions[index], self.advantages[index], strict=True)
-        ]
+        """Return the training sequences of one prompt; each of its trajectories has at least one."""
+        samples: list[Sample] = []
+        for trajectory, advantages in zip(self.trajectories[index], self.advantages[index], strict=True):
+            if not trajectory.sequences:
+                samples.append(masked_sample(self.prompts[index].ids, index))
+            masked = self.mask_truncated and trajectory.is_truncated
+            samples += [
+                masked_sample(np.concatenate([one.prompt_ids, one.response_ids]), index)
+                if masked
+                else to_sample(one, advantage, index)
+                for one, advantage in zip(trajectory.sequences, advantages, strict=True)
+            ]
+        return samples
 
     def samples(self) -> list[Sample]:
-        """Return the training sequences; the completions of a prompt are next to each other."""
+        """Return the training sequences; those of a prompt are next to each other."""
         return [
             sample
             for index in (range(len(self.prompts)) if self.trained is None else self.trained)
@@ -82,22 +91,22 @@ class Rollout:
     def metrics(self) -> dict[str, float]:
         """Compute means over the step: reward, its spread, the task's own metrics, lengths, shares.
 
-        ``reward_std`` is the mean of the groups' standard deviations. The extremes are those of single completions, and
-        advantages are those of all drawn groups, by completion or by token as ``loss.advantage`` gives them.
+        ``reward_std`` is the mean of the groups' standard deviations. The extremes are those of single trajectories,
+        and advantages are those of all drawn groups, by sequence or by token as ``loss.advantage`` gives them.
         """
         flat = [reward for group in self.rewards for reward in group]
-        completions = [completion for group in self.completions for completion in group]
-        lengths = np.array([len(completion.response_ids) for completion in completions])
+        trajectories = [one for group in self.trajectories for one in group]
+        lengths = np.array([one.drawn_tokens for one in trajectories])
         scores = [np.array([reward.score for reward in group]) for group in self.rewards]
-        advantages = np.concatenate([np.ravel(advantage) for group in self.advantages for advantage in group])
+        given = [np.ravel(each) for group in self.advantages for sequences in group for each in sequences]
         metrics = {
             **statistics("reward", np.concatenate(scores)),
             "trained_reward": float(np.mean(np.concatenate(self.scores))),
             "reward_std": float(np.mean([group.std() for group in scores])),
-            **statistics("advantage", advantages),
+            **statistics("advantage", np.concatenate(given or [np.zeros(1)])),
             "groups_without_signal": float(np.mean(np.logical_not(self.signals))),
             **statistics("response_tokens", lengths),
-            "truncated": float(np.mean([completion.finish_reason == "length" for completion in completions])),
+            "truncated": float(np.mean([one.is_truncated for one in trajectories])),
             "sampled_tokens": float(lengths.sum()),
             "prompt_tokens": float(np.mean([len(prompt.ids) for prompt in self.prompts])),
         }
@@ -108,34 +117,61 @@ class Rollout:
         }
 
     def example(self) -> tuple[str, str, float] | None:
-        """Return the text of the first prompt's last message, its first completion and that one's reward."""
+        """Return the text of the first prompt's last message, its first response and that one's reward."""
         if not self.prompts:
             return None
-        return str(self.prompts[0].prompt.messages[-1]["content"]), self.texts[0][0], self.rewards[0][0].score
+        text = next(iter(self.texts[0][0]), "")
+        return str(self.prompts[0].prompt.messages[-1]["content"]), text, self.rewards[0][0].score
 
     def write(self, file: Path) -> None:
-        """Write one JSON line per completion, with everything needed to inspect or repeat the training step."""
+        """Write one JSON line per sequence, with everything needed to inspect or repeat the training step."""
         with replacing(file) as handle:
-            for prompt, completions, texts, rewards, advantages in zip(
-                self.prompts, self.completions, self.texts, self.rewards, self.advantages, strict=True
-            ):
-                for completion, text, reward, advantage in zip(completions, texts, rewards, advantages, strict=True):
-                    row = {
-                        "prompt": prompt.prompt.id,
-                        "messages": [dict(message) for message in prompt.prompt.messages],
-                        "reference": dict(prompt.prompt.data),
-                        "text": text,
-                        "reward": reward.score,
-                        "metrics": dict(reward.metrics),
-                        "advantage": np.asarray(advantage, dtype=float).tolist(),
-                        "version": int(completion.versions[0]) if len(completion.versions) else None,
-                        "last_version": int(completion.versions[-1]) if len(completion.versions) else None,
-                        "finish_reason": completion.finish_reason,
-                        "prompt_ids": completion.prompt_ids.tolist(),
-                        "response_ids": completion.response_ids.tolist(),
-                        "logprobs": [float(value) for value in completion.logprobs],
-                    }
-                    handle.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            for row in self._rows():
+                handle.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        for prompt, *group in zip(
+            self.prompts, self.trajectories, self.texts, self.rewards, self.advantages, strict=True
+        ):
+            for index, (trajectory, texts, reward, advantages) in enumerate(zip(*group, strict=True)):
+                about = {
+                    "prompt": prompt.prompt.id,
+                    "messages": [dict(message) for message in prompt.prompt.messages],
+                    "reference": dict(prompt.prompt.data),
+                    "sample": index,
+                    "reward": reward.score,
+                    "metrics": dict(reward.metrics),
+                    "finish_reason": trajectory.finish_reason,
+                }
+                for number, parts in enumerate(zip(trajectory.sequences, texts, advantages, strict=True)):
+                    yield about | {"sequence": number} | sequence_row(*parts)
+                if not trajectory.sequences:
+                    yield about | {"text": "", "prompt_ids": prompt.ids.tolist(), "response_ids": [], "logprobs": []}
+
+
+def sequence_row(sequence: Completion, text: str, advantage: float | np.ndarray) -> dict[str, Any]:
+    """Return what a row of the record says of one sequence; ``drawn`` are the spans of tokens that were drawn."""
+    versions = sequence.versions
+    row = {
+        "text": text,
+        "advantage": np.asarray(advantage, dtype=float).tolist(),
+        "version": int(versions[0]) if len(versions) else None,
+        "last_version": int(versions[-1]) if len(versions) else None,
+        "prompt_ids": sequence.prompt_ids.tolist(),
+        "response_ids": sequence.response_ids.tolist(),
+        "logprobs": [float(value) for value in sequence.logprobs],
+    }
+    return row if sequence.drawn is None else row | {"drawn": spans(sequence.drawn)}
+
+
+def spans(drawn: np.ndarray) -> list[list[int]]:
+    """Return begin and end of each run of True.
+
+    >>> spans(np.array([True, True, False, True]))
+    [[0, 2], [3, 4]]
+    """
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], drawn, [False]]).astype(np.int8)))
+    return edges.reshape(-1, 2).tolist()
 
 
 def statistics(name: str, values: np.ndarray) -> dict[str, float]:
@@ -148,100 +184,27 @@ def statistics(name: str, values: np.ndarray) -> dict[str, float]:
     }
 
 
-def score(
-    prompts: Sequence[EncodedPrompt],
-    completions: Sequence[Sequence[Completion]],
-    rewards_of: Callable[[Sequence[Group]], list[Reward]],
-    decode: Decode,
-    advantages_of: Callable[[np.ndarray], Advantages],
-    *,
-    group: int,
-    version: int | None,
-    scores_of: Callable[[np.ndarray, Sequence[Completion]], np.ndarray] = lambda scores, _: scores,
-    mask_truncated: bool = False,
-) -> Rollout:
-    """Check and score what the samplers returned.
-
-    Args:
-        prompts: as sent.
-        completions: as returned, per prompt.
-        rewards_of: function: prompts, each with its completions -> the rewards of all completions in order, such as
-            ``RewardProcess.score``.
-        decode: function: response ids -> text without special tokens.
-        advantages_of: function: rewards ``[G]`` -> advantages, one entry per completion: a number, or ``[R]``.
-        group: number of completions expected per prompt.
-        version: the policy version that must have sampled every token; None for any.
-        scores_of: function: rewards ``[G]`` and the completions -> the scores that advantages are made of ``[G]``.
-        mask_truncated: see ``Rollout``.
-
-    Raises:
-        DataError: a wrong number of completions, prompt tokens other than those sent, an empty response, or a token
-            sampled by another version.
-        RewardError: as ``rewards_of`` raised it.
-    """
-    for prompt, answers in zip(prompts, completions, strict=True):
-        check_group(prompt, answers, group, version)
-    texts = [[decode(answer.response_ids) for answer in answers] for answers in completions]
-    flat = rewards_of(
-        [
-            (prompt.prompt, [decoded(text, answer) for text, answer in zip(group_texts, answers, strict=True)])
-            for prompt, group_texts, answers in zip(prompts, texts, completions, strict=True)
-        ]
-    )
-    rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
-    scores = [
-        scores_of(np.array([reward.score for reward in group_rewards]), answers)
-        for group_rewards, answers in zip(rewards, completions, strict=True)
-    ]
-    advantages = [advantages_of(group_scores) for group_scores in scores]
-    groups = [list(answers) for answers in completions]
-    return Rollout(list(prompts), groups, texts, rewards, advantages, scores, mask_truncated)
-
-
-def decoded(text: str, completion: Completion) -> DecodedCompletion:
-    """Return what a reward sees of a completion."""
-    return DecodedCompletion(text, completion.finish_reason, np.asarray(completion.response_ids, dtype=np.int64))
-
-
-def check_group(prompt: EncodedPrompt, answers: Sequence[Completion], group: int, version: int | None) -> None:
-    """Refuse completions that do not match the request; see ``score``."""
-    name = prompt.prompt.id
-    if len(answers) != group:
-        raise DataError(f"prompt '{name}' got {len(answers)} completions; sampler.samples_per_prompt is {group}")
-    for answer in answers:
-        if not np.array_equal(answer.prompt_ids, prompt.ids):
-            raise DataError(f"prompt '{name}': the sampler used other prompt tokens than it was sent")
-        if not len(answer.response_ids):
-            raise DataError(f"prompt '{name}': the sampler returned an empty response")
-        if version is not None and (answer.versions != version).any():
-            wrong = sorted(set(answer.versions.tolist()) - {version})
-            raise DataError(f"prompt '{name}': tokens of policy version {wrong[0]}, asked for was {version}")
-
-
-def to_sample(completion: Completion, advantage: float | np.ndarray, group: int) -> Sample:
+def to_sample(sequence: Completion, advantage: float | np.ndarray, group: int) -> Sample:
     """Build a training sample from exactly the sampler's token ids; nothing is tokenised again."""
-    prompt, response = completion.prompt_ids, completion.response_ids
-    mask: np.ndarray = np.zeros(len(prompt) + len(response), dtype=bool)
-    mask[len(prompt) :] = True
     return Sample(
-        tokens=np.concatenate([prompt, response]),
-        response_mask=mask,
+        tokens=np.concatenate([sequence.prompt_ids, sequence.response_ids]),
+        response_mask=sequence.mask,
         advantage=advantage,
-        sampler_logprobs=completion.logprobs,
+        sampler_logprobs=sequence.logprobs,
         group=group,
     )
 
 
-def masked_sample(completion: Completion, group: int) -> Sample:
-    """Build the sample of a completion that is not trained on: a sequence without response tokens.
+def masked_sample(tokens: np.ndarray, group: int) -> Sample:
+    """Build the sample of a sequence that is not trained on: a sequence without response tokens.
 
     It adds nothing to the loss, and counts where ``loss.aggregation`` counts sequences. Two tokens stand for all of it,
     so that nothing is computed for tokens without a loss.
     """
-    tokens = np.concatenate([completion.prompt_ids, completion.response_ids])[:2]
+    tokens = np.concatenate([tokens, tokens])[:2]  # a prompt may be one token
     return Sample(
         tokens=tokens,
         response_mask=np.zeros(len(tokens), dtype=bool),
-        sampler_logprobs=completion.logprobs[:0],
+        sampler_logprobs=np.zeros(0, dtype=np.float32),
         group=group,
     )

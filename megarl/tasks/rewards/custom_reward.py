@@ -7,19 +7,16 @@ returns a number, a ``megarl.tasks.Reward`` or a dictionary of components. The n
 """
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
-import numpy as np
-
-from megarl.errors import ConfigError, RewardError, nearest
+from megarl.errors import ConfigError, RewardError
 from megarl.plugins import load_object
 from megarl.tasks.base import Reward, Task, TaskContext
 from megarl.tasks.rewards.forms import form_of, one_for_each
-from megarl.types import LARGEST_REWARD, Prompt
+from megarl.tasks.rewards.verdicts import Verdicts
+from megarl.types import Prompt
 
 RewardFunction = Callable[[Prompt, Any], Any]
 
@@ -40,7 +37,7 @@ class RewardedTask:
         self._task = task
         self._name = name
         self._function = function
-        self._weights = dict(weights or {})
+        self._verdicts = Verdicts(f"task.reward {name}", weights or {})
         self.reward_form = form_of(function)
 
     def __len__(self) -> int:
@@ -87,63 +84,9 @@ class RewardedTask:
 
     def _checked(self, verdict: Any, prompt: Prompt, given: Any) -> Reward | list[Reward]:
         if not self.reward_form.is_group:
-            return self._one(verdict, prompt)
+            return self._verdicts.reward(verdict, prompt)
         verdicts = one_for_each(verdict, len(given), f"task.reward {self._name} for prompt '{prompt.id}'")
-        return [self._one(value, prompt) for value in verdicts]
-
-    def _one(self, verdict: Any, prompt: Prompt) -> Reward:
-        """Return the verdict on one completion as a checked ``Reward``."""
-        if isinstance(verdict, Mapping):
-            return self._weighted(verdict, prompt)
-        if self._weights:
-            raise RewardError(
-                f"task.reward_weights is set, but task.reward {self._name} returned {verdict!r} for prompt "
-                f"'{prompt.id}'; return a dictionary of components, or remove the weights"
-            )
-        if not isinstance(verdict, Reward):
-            verdict = Reward(verdict)
-        return Reward(
-            self._finite("the score", verdict.score, prompt),
-            {key: self._finite(f"metric '{key}'", value, prompt) for key, value in verdict.metrics.items()},
-            verdict.answer,
-        )
-
-    def _weighted(self, components: Mapping[str, Any], prompt: Prompt) -> Reward:
-        """Return the weighted sum, with each component as a metric."""
-        said = f"task.reward {self._name} for prompt '{prompt.id}'"
-        for name in components:
-            if name not in self._weights:
-                raise RewardError(
-                    f"{said} returned component '{name}', which has no weight{nearest(str(name), self._weights)}; set "
-                    f"task.reward_weights.{name}"
-                )
-        for name in self._weights:
-            if name not in components:
-                raise RewardError(
-                    f"{said} returned no component '{name}'{nearest(name, map(str, components))}; return it, or remove "
-                    f"task.reward_weights.{name}"
-                )
-        values = {name: self._finite(f"component '{name}'", value, prompt) for name, value in components.items()}
-        score = sum(self._weights[name] * value for name, value in values.items())
-        return Reward(self._finite("the score", score, prompt), values)
-
-    def _finite(self, label: str, value: Any, prompt: Prompt) -> float:
-        # Real covers bool, int, float and NumPy's numbers. Anything else (str, None, a tensor) is a mistake.
-        if not isinstance(value, Real | np.bool_):
-            raise RewardError(
-                f"task.reward {self._name} returned {value!r} ({type(value).__name__}) as {label} for prompt "
-                f"'{prompt.id}'; return a float or a megarl.tasks.Reward"
-            )
-        try:
-            number = float(value)
-        except OverflowError:  # an integer
-            number = math.inf
-        if not abs(number) <= LARGEST_REWARD:
-            raise RewardError(
-                f"task.reward {self._name} returned {number!r} as {label} for prompt '{prompt.id}'; it must be finite "
-                f"and within +-{LARGEST_REWARD:g}"
-            )
-        return number
+        return [self._verdicts.reward(value, prompt) for value in verdicts]
 
 
 def load_reward(context: TaskContext, spec: str) -> RewardFunction:

@@ -29,8 +29,8 @@ class Engines:
 
     def start(self, engine, prompt, seed):
         number = next(self._count)
-        self.requests[number] = (engine, prompt, self.version)
-        self.started.append((engine, int(prompt[0]), seed, self.version))
+        self.requests[number] = (engine, prompt.ids, self.version)
+        self.started.append((engine, int(prompt.ids[0]), seed, self.version))
         return number
 
     def finished(self, engines, seconds):
@@ -98,7 +98,7 @@ class Run:
             trainers=SimpleNamespace(watch=SimpleNamespace(check=None), update=update),
             samplers=self.engines,
             manager=SimpleNamespace(sync=sync),
-            rewards=SimpleNamespace(score=score),
+            judge=SimpleNamespace(score=score),
             stream=number_stream(PROMPTS),
             decode=lambda ids: "",
             recorder=SimpleNamespace(

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config import parse_config
 from megarl.controller.rollouts.buffer import GroupBuffer
-from megarl.controller.rollouts.producer import seed_of
+from megarl.controller.rollouts.data import seed_of
 from megarl.errors import ConfigError, RewardError, WorkerError
 from tests.unit.controller.async_rig import BATCH, STEPS, Run, first_places
 
@@ -85,14 +85,14 @@ def test_groups_without_signal_are_replaced():
 
 def test_rewards_of_several_prompts_are_computed_in_one_call():
     run, sizes = Run(3), []
-    score = run.state.rewards.score
+    score = run.state.judge.score
 
     def slow(groups, check):
         sizes.append(len(groups))
         time.sleep(0.01)
         return score(groups, check)
 
-    run.state.rewards.score = slow
+    run.state.judge.score = slow
     run.go()
     assert max(sizes) > 1 and sum(sizes) == len(run.engines.started)
     assert set(run.flat) == set(first_places(STEPS * BATCH))
@@ -132,7 +132,7 @@ def test_errors_of_rewards_and_engines_end_the_run():
     def fail(groups, check):
         raise RewardError("task.reward raised ValueError")
 
-    run.state.rewards.score = fail
+    run.state.judge.score = fail
     with pytest.raises(RewardError, match="raised ValueError"):
         run.go()
     run = Run(1)

@@ -14,15 +14,15 @@ from megarl.config import LossConfig, TrainConfig
 from megarl.controller.actors.updates import combine, split_groups
 from megarl.controller.recording.background import Background
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
+from megarl.controller.rollouts.judging import Rules, score
 from megarl.controller.rollouts.length_penalty import trained_scores
-from megarl.controller.rollouts.rollout import score
 from megarl.controller.rollouts.scoring import Scorer
 from megarl.controller.schedule import learning_rate
 from megarl.errors import CheckpointError, DataError
 from megarl.loss.advantages import group_advantages
 from megarl.loss.aggregation import sequence_weights
 from megarl.tasks.base import Reward
-from megarl.types import Completion, Prompt
+from megarl.types import Completion, Prompt, Sample
 
 
 class CountingTask:
@@ -101,10 +101,9 @@ def run_score(completions, version=0, **arguments):
         completions,
         Scorer(CountingTask(3), 1).score,
         lambda ids: "x" * len(ids),
-        lambda r: r - r.mean(),
+        Rules(lambda r: r - r.mean(), **arguments),
         group=2,
         version=version,
-        **arguments,
     )
 
 
@@ -121,7 +120,7 @@ def test_samples_are_exactly_the_samplers_tokens():
 def test_rewards_advantages_and_lengths_have_their_spread_in_the_metrics():
     answers = [completion([0, 9], ids) for ids in ([4, 5, 6], [7])]
     rollout = run_score([answers])
-    measured = dataclasses.replace(rollout, advantages=[[np.array([2.0, 1.0, 0.0]), -1.0]]).metrics()
+    measured = dataclasses.replace(rollout, advantages=[[[np.array([2.0, 1.0, 0.0])], [-1.0]]]).metrics()
     expected = {
         "reward_min": 1.0, "reward_max": 3.0, "reward_std": 1.0,
         "advantage": 0.5, "advantage_min": -1.0, "advantage_max": 2.0, "advantage_std": np.std([2.0, 1.0, 0.0, -1.0]),
@@ -183,8 +182,9 @@ def test_rollout_file_repeats_every_completion_exactly(tmp_path):
 
 
 def test_updates_take_whole_groups_and_every_sample_once():
-    parts = split_groups(list(range(20)), 3, 4)
-    assert [item for part in parts for item in part] == list(range(20))
+    samples = [Sample(np.array([1, 2]), np.array([False, True]), group=index // 4) for index in range(20)]
+    parts = split_groups(samples, 3)
+    assert [item for part in parts for item in part] == samples
     assert all(len(part) % 4 == 0 for part in parts)
     assert len(parts) == 3
 
@@ -232,7 +232,7 @@ def test_groups_without_signal_are_those_whose_rewards_are_equal(size, reward):
             [group],
             Scorer(task, 1).score,
             lambda ids: "",
-            advantages,
+            Rules(advantages),
             group=len(group),
             version=0,
         )

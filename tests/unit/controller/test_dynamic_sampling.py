@@ -46,7 +46,7 @@ def make_state(every, choice="resample", finish_reason="stop", truncated="keep")
         trainers=SimpleNamespace(watch=SimpleNamespace(check=None)),
         samplers=SimpleNamespace(generate=generate),
         manager=None,
-        rewards=SimpleNamespace(score=score),
+        judge=SimpleNamespace(score=score),
         stream=number_stream(PROMPTS),
         decode=lambda ids: "",
         recorder=SimpleNamespace(phase=lambda name: None),
@@ -87,7 +87,7 @@ def test_a_masked_completion_gives_its_group_no_signal(finish_reason):
     rollout = loop.collect(make_state(every=1, choice="drop", finish_reason=finish_reason, truncated="mask"))
     assert rollout.signals == [finish_reason == "stop"] * WANTED
     # Half of the completions are above their group's mean.
-    assert [np.sign(advantage).tolist() for advantage in rollout.advantages] == [[-1, 1]] * WANTED
+    assert [np.sign(advantage).ravel().tolist() for advantage in rollout.advantages] == [[-1, 1]] * WANTED
 
 
 @pytest.mark.parametrize("choice", ["keep", "drop"])

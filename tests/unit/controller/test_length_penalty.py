@@ -7,7 +7,7 @@ import pytest
 from megarl.config import LossConfig, parse_config
 from megarl.controller.rollouts.length_penalty import trained_scores
 from megarl.errors import ConfigError
-from megarl.types import Completion
+from megarl.types import Completion, Trajectory
 
 LIMIT, CACHE = 20, 5
 SCORES = np.array([1.0, 0.0, 1.0, 1.0, -2.0])
@@ -19,7 +19,8 @@ def completions():
     for size in (1, 15, 16, 19, 20):
         ids = np.arange(size)
         reason = "length" if size == LIMIT else "stop"
-        found.append(Completion(np.arange(2), ids, np.zeros(size, np.float32), np.zeros(size, np.int64), reason))
+        drawn = Completion(np.arange(2), ids, np.zeros(size, np.float32), np.zeros(size, np.int64), reason)
+        found.append(Trajectory((drawn,), reason))
     return found
 
 

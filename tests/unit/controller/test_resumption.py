@@ -207,7 +207,7 @@ def test_what_lies_behind_a_path_may_not_change_unsaid(model, key):
 # A new setting belongs here or in FREE, depending on whether another value makes it another experiment.
 DECIDE = """
     task.name task.system_prompt task.options task.reward_weights task.held_out task.long_prompts
-    task.chat_template_kwargs
+    task.chat_template_kwargs task.max_turns task.max_turn_tokens task.reward_errors
     loss.name loss.clip_low loss.clip_high loss.kl_coef loss.reference loss.aggregation loss.advantage_scale
     loss.importance_cap loss.options loss.truncated loss.overlong_tokens loss.overlong_penalty loss.importance_level
     loss.advantage loss.groups_without_signal

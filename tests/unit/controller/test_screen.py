@@ -17,7 +17,7 @@ from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.report.panels import cells
 from megarl.tasks import Reward
-from megarl.types import Completion, Prompt
+from megarl.types import Completion, Prompt, Trajectory
 
 
 def row(step, **values):
@@ -90,7 +90,8 @@ def test_a_rollouts_row_holds_the_prompt_the_reference_and_each_metric(tmp_path)
     prompt = Prompt("p-1", ({"role": "user", "content": "3 + 4?"},), {"answer": 7, "numbers": {3}})
     answer = Completion(ids, ids, np.zeros(2, np.float32), np.zeros(2, np.int64), "stop")
     verdict = Reward(1.0, {"correct": 1.0, "exact": 0.0})
-    rollout = Rollout([EncodedPrompt(prompt, ids)], [[answer]], [["7"]], [[verdict]], [np.zeros(1)], [np.zeros(1)])
+    trajectory, prompts = Trajectory((answer,)), [EncodedPrompt(prompt, ids)]
+    rollout = Rollout(prompts, [[trajectory]], [[["7"]]], [[verdict]], [[[0.0]]], [np.zeros(1)])
     rollout.write(tmp_path / "rollout.jsonl")
     [written] = [json.loads(line) for line in (tmp_path / "rollout.jsonl").read_text().splitlines()]
     assert written["messages"] == [{"role": "user", "content": "3 + 4?"}]

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Play the episodes of a run on its engines, for both loops."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from megarl.config import RunConfig
+from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.actor_handles import SamplerGroup
+from megarl.controller.rollouts.data import EncodedPrompt, seed_of
+from megarl.controller.rollouts.episode_process import Ask, EpisodeProcess
+from megarl.environments.episode import Played
+from megarl.types import Completion
+
+
+class Turns(Protocol):
+    """What draws turns: the engines of a run, or one engine."""
+
+    def turn(
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+    ) -> "Future[Completion]":
+        """Start to draw one turn of an episode; see ``VllmSampler.turn``."""
+        ...
+
+
+class Episodes:
+    """The episodes of a run; for a ``Producer`` what a ``SamplerGroup`` is for completions of one turn.
+
+    All episodes of a prompt run on one engine, so that they share its cache of prefixes.
+
+    Attributes:
+        process: plays them.
+        engines, watch: of the samplers.
+    """
+
+    def __init__(self, process: EpisodeProcess, samplers: SamplerGroup, config: RunConfig) -> None:
+        """
+        Args:
+            process: plays the episodes.
+            samplers: the engines.
+            config: the run's config.
+        """
+        self.process, self._samplers, self._seed = process, samplers, config.sampler.seed
+        self.engines, self.watch = samplers.engines, samplers.watch
+        section = config.sampler
+        self._sampling = Sampling(section.samples_per_prompt, section.temperature, 1.0, section.max_response_tokens)
+
+    def play(self, prompts: Sequence[EncodedPrompt], version: int) -> list[list[Played]]:
+        """Play episodes under one policy version, spread over the engines.
+
+        Args:
+            prompts: P, of the stream.
+            version: the policy version that must draw every token.
+
+        Returns:
+            ``[P][G]``.
+        """
+        asks = [self._ask(version, index) for index in range(len(prompts))]
+        seeds = [seed_of(self._seed, prompt.place) for prompt in prompts if prompt.place is not None]
+        return self.process.play(prompts, asks, seeds, self._sampling, self.watch.check)
+
+    def start(self, engine: int, prompt: EncodedPrompt, seed: int) -> "Future[list[Played]]":
+        """Start the episodes of one prompt, each token under whichever version is current."""
+        return self.process.start(prompt, self._ask(None, engine), seed, self._sampling)
+
+    def finished(
+        self, engines: "Mapping[Future[list[Played]], int]", seconds: float
+    ) -> "list[tuple[Future[list[Played]], list[Played]]]":
+        """Return the groups that are done; see ``SamplerGroup.finished``."""
+        self.process.check_time()
+        done = wait(engines, seconds, FIRST_COMPLETED).done if engines else ()
+        return [(future, future.result()) for future in engines if future in done]
+
+    def cancel(self, references: "Sequence[Future[list[Played]]]") -> None:
+        """Cancel episodes that nobody waits for any more."""
+        self.process.cancel(references)
+
+    def _ask(self, version: int | None, engine: int) -> Ask:
+        return partial(ask_engine, self._samplers, version, engine)
+
+
+def ask_engine(
+    sampler: Turns, version: int | None, engine: int, ids: np.ndarray, seed: int, sampling: Sampling
+) -> "Future[Completion]":
+    """Ask an engine for a turn; see ``VllmSampler.turn``."""
+    return sampler.turn(ids, seed, version, sampling, engine)

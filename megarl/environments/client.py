@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draw the turns of one episode, within its limits, and keep every drawn token with its logprob and version."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megarl.environments.record import Call, sequences_of
+from megarl.errors import EpisodeError
+from megarl.types import Completion, Trajectory
+
+# Draws one turn: token ids ``[P]``, number of the turn, most tokens -> the completion.
+Draw = Callable[[np.ndarray, int, int], Awaitable[Completion]]
+
+
+class EpisodeLimit(Exception):
+    """The episode has reached a limit, so no further turn is drawn.
+
+    An environment may catch it, to return a trajectory with a reward. If it does not, the reward is 0. Either way the
+    trajectory ends with ``reason``.
+
+    Attributes:
+        reason: ``"turns"`` or ``"length"``.
+    """
+
+    def __init__(self, reason: str, said: str) -> None:
+        super().__init__(said)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode.
+
+    Attributes:
+        turns: most turns (``task.max_turns``).
+        tokens: most tokens after the prompt, those of tools and users included (``sampler.max_response_tokens``).
+        turn_tokens: most tokens of a turn (``task.max_turn_tokens``).
+        seconds: wall-clock limit (``task.episode_seconds``).
+    """
+
+    turns: int
+    tokens: int
+    turn_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said at once.
+
+    Attributes:
+        text: decoded, without special tokens.
+        ids: the drawn tokens, the stop token included, int64 ``[R]``.
+        logprobs: of each, float32 ``[R]``.
+        versions: policy version that drew each, int64 ``[R]``.
+        finish_reason: ``"stop"`` or ``"length"``.
+    """
+
+    text: str
+    ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish_reason: str
+
+
+@dataclass
+class Client:
+    """The policy, as one episode sees it.
+
+    Attributes:
+        prompt_ids: the rendered prompt, with the header of the assistant's turn, int64 ``[P]``.
+        tokenizer: the model's tokenizer.
+        limits: of the episode.
+        draw: draws a turn.
+        template: variables of the chat template (``task.chat_template_kwargs``).
+        limit: the limit that ended the episode, or None.
+        failure: why the engines could not draw a turn, or None.
+    """
+
+    prompt_ids: np.ndarray
+    tokenizer: Any
+    limits: Limits
+    draw: Draw
+    template: Mapping[str, Any] = field(default_factory=dict)
+    limit: str | None = None
+    failure: Exception | None = None
+    _calls: list[Call] = field(default_factory=list)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns that have been asked for."""
+        return len(self._calls)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of a text, without special tokens around it, int64."""
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """Return the text of token ids.
+
+        Args:
+            ids: the tokens.
+            special: also show special tokens.
+        """
+        return self.tokenizer.decode(np.asarray(ids), skip_special_tokens=not special)
+
+    async def sample(self, ids: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Turn:
+        """Draw a turn.
+
+        Calls may overlap. What is sent and drawn becomes a part of the trajectory: ids that begin with an earlier
+        sequence, its drawn tokens included, extend that sequence; others begin a new one.
+
+        Args:
+            ids: everything that the policy is to see, ``[P]``.
+            max_tokens: most tokens of the turn, if less than the limits allow.
+
+        Raises:
+            EpisodeLimit: no turn or no token is left.
+            EpisodeError: ``ids`` are not token ids.
+            MegarlError: the engines failed; the run ends, whatever the environment makes of it.
+        """
+        sent = token_ids(ids)
+        left = len(self.prompt_ids) + self.limits.tokens - len(sent)
+        if self.turns >= self.limits.turns:
+            raise self._ended("turns", f"the episode has had task.max_turns ({self.limits.turns})")
+        if left < 1:
+            raise self._ended("length", f"the episode has sampler.max_response_tokens ({self.limits.tokens})")
+        call = Call(sent)
+        self._calls.append(call)
+        most = min(left, self.limits.turn_tokens, max_tokens or left)
+        try:
+            drawn = call.drawn = await self.draw(sent, self.turns - 1, most)
+        except Exception as error:
+            self.failure = error
+            raise
+        text = self.decode(drawn.response_ids)
+        return Turn(text, drawn.response_ids, drawn.logprobs, drawn.versions, drawn.finish_reason)
+
+    def sequences(self) -> tuple[Completion, ...]:
+        """Return the sequences drawn so far, in the order in which they were begun."""
+        return sequences_of(self._calls)
+
+    def trajectory(
+        self,
+        reward: Any = 0.0,
+        *,
+        rewards: Sequence[float] | None = None,
+        advantages: Sequence[np.ndarray] | None = None,
+    ) -> Trajectory:
+        """Return all that was drawn, with its reward.
+
+        Args:
+            reward: see ``Trajectory.reward``.
+            rewards: a reward for each of ``sequences()``.
+            advantages: of each of ``sequences()``, one for each token that was drawn.
+        """
+        sequences = self.sequences()
+        cut = bool(sequences) and sequences[-1].finish_reason == "length"
+        return Trajectory(
+            sequences,
+            self.limit or ("length" if cut else "stop"),
+            reward,
+            None if rewards is None else tuple(rewards),
+            None if advantages is None else tuple(np.asarray(each, dtype=np.float32) for each in advantages),
+        )
+
+    def _ended(self, reason: str, said: str) -> EpisodeLimit:
+        self.limit = reason
+        return EpisodeLimit(reason, said)
+
+
+def token_ids(ids: Any) -> np.ndarray:
+    """Return ids as int64 ``[P]``.
+
+    Raises:
+        EpisodeError: they are not a list of integers, or there are none.
+    """
+    array = np.asarray(ids)
+    if array.ndim != 1 or not array.size or not np.issubdtype(array.dtype, np.integer):
+        raise EpisodeError(
+            f"client.sample was given {array.dtype} {array.shape}; give the token ids as integers [P], P > 0"
+        )
+    return array.astype(np.int64)
