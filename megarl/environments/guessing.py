@@ -31,9 +31,7 @@ class GuessingOptions(Section):
     @model_validator(mode="after")
     def _check_range(self) -> "GuessingOptions":
         if self.max - self.min + 1 < self.width:
-            raise ValueError(
-                f"width ({self.width}) must be at most the numbers from min ({self.min}) to max ({self.max})"
-            )
+            raise ValueError(f"width ({self.width}) exceeds the numbers from min ({self.min}) to max ({self.max})")
         return self
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train asynchronously with a real engine: versions within the bound, kill -9, resume without a lost prompt."""
+"""Train asynchronously on episodes with a real engine: versions within the bound, kill -9, resume with every prompt.
+
+Every recorded token that was drawn has the logprob that Hugging Face + PEFT give it.
+"""
 
 import signal
 from pathlib import Path
@@ -11,6 +14,7 @@ from megarl.config import load_config
 from megarl.controller.rollouts.data import PromptStream
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.held_out import training_part
+from tests.helpers.sampled import peft_logprobs
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
 STEPS, STALENESS, PROMPTS = 10, 2, 2
@@ -22,15 +26,38 @@ SETTINGS = (
     "train.learning_rate=1e-3",
     "loss.importance_cap=2.0",
     "checkpoint_engine.in_flight=continue",
-    "sampler.max_response_tokens=64",
+    "sampler.max_response_tokens=90",
     "sampler.max_prompt_tokens=96",
+    "train.micro_batch_tokens=256",
+    "task={name: 'echo.py:Echo', held_out: 2, max_turns: 3, max_turn_tokens: 32, options: {min: 10, max: 99}}",
+    "eval.tasks=[]",
 )
+# A random model never answers correctly, so any reward that differs between episodes is used.
+ENVIRONMENT = """
+from megarl.environments import Chat, EpisodeLimit
+from megarl.tasks import arithmetic
+
+
+class Echo(arithmetic.ArithmeticTask):
+    def __init__(self, context):
+        super().__init__(arithmetic.ArithmeticOptions(**context.config.options), context.seed)
+
+    async def rollout(self, prompt, client):
+        chat, said = Chat(client), ""
+        try:
+            while True:
+                said += (await chat.sample()).text
+                chat.add({"role": "user", "content": said[-3:] + "?"})
+        except EpisodeLimit:
+            return client.trajectory(sum(character.islower() for character in said) / 8)
+"""
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
     """Return the folder of a run that was killed after step 4 and resumed."""
     recipe = make_recipe(tmp_path_factory.mktemp("async"), "qwen3", tied=True)
+    (recipe.parent / "echo.py").write_text(ENVIRONMENT)
     first = TrainRun(recipe, f"train.output={recipe.parent}", *SETTINGS)
     try:
         first.wait_for("step 5 ", timeout=240)
@@ -63,6 +90,21 @@ def test_no_prompt_is_lost_or_trained_twice_across_the_kill(run_folder: Path) ->
     prompts = [{one["prompt"] for one in read_rollout(run_folder, step)} for step in range(1, STEPS + 1)]
     assert [len(step) for step in prompts] == [PROMPTS] * STEPS
     assert set().union(*prompts) == first_prompts(run_folder, PROMPTS * STEPS)
+
+
+def test_what_was_drawn_has_pefts_logprobs_and_only_that_is_marked(run_folder: Path) -> None:
+    checked = 0
+    for step in range(2, STEPS + 1):
+        rows = [one for one in read_rollout(run_folder, step) if one["version"] == one["last_version"]]
+        assert all(row["finish_reason"] in ("turns", "length") for row in rows)
+        for version in {row["version"] for row in rows if row["version"] % 2 == 0 and row["version"]}:
+            made = [row for row in rows if row["version"] == version]
+            adapter = run_folder / "checkpoints" / f"step-{version:06d}" / "adapter"
+            sampled = np.concatenate([row["logprobs"] for row in made])
+            assert np.abs(peft_logprobs(run_folder.parent / "recipe.yaml", adapter, made) - sampled).max() <= 1e-4
+            checked += sum(len(row["drawn"]) > 1 for row in made)
+    assert checked > 0, "no episode of several turns was drawn by one version"
+    assert all(row["task/turns"] > 1 for row in read_rows(run_folder))
 
 
 def first_prompts(run_folder: Path, count: int) -> set[str]:

@@ -18,7 +18,9 @@ def peft_logprobs(recipe: Path, adapter: Path | None, rows: list[dict], *, merge
     logprobs = []
     for row in rows:
         tokens = np.array(row["prompt_ids"] + row["response_ids"])
-        mask = np.arange(len(tokens)) >= len(row["prompt_ids"])
+        mask: np.ndarray = np.zeros(len(tokens), dtype=bool)
+        for begin, end in row.get("drawn", [[0, len(row["response_ids"])]]):
+            mask[len(row["prompt_ids"]) + begin : len(row["prompt_ids"]) + end] = True
         with torch.no_grad():
             logprobs.append(logprobs_of(model, Sample(tokens, mask)).numpy())
     return np.concatenate(logprobs)

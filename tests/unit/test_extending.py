@@ -4,8 +4,9 @@
 import ast
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from megarl.checkpoint_engine.base import Link, load_transport
 from megarl.checkpoint_engine.stream import Inbox, Outbox, plan_of
 from megarl.checkpoint_engine.wire import Book
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
+from megarl.config.sections.eval import Sampling
+from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.episode_process import EpisodeProcess
 from megarl.controller.rollouts.rewards import RewardProcess
 from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
@@ -26,7 +30,10 @@ from megarl.loss import build_loss
 from megarl.loss.advantages import build_advantages
 from megarl.model.weights.full_config import names_of
 from megarl.tasks import TaskContext, build_task
-from megarl.types import DecodedCompletion
+from megarl.tasks.base import is_environment
+from megarl.types import Completion, DecodedCompletion, Prompt
+from tests.helpers.scripted import Policy
+from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.loss.cases import make_case
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -81,8 +88,12 @@ EXAMPLES = examples(PAGE.read_text())
 def run_task(settings: dict[str, Any], folder: Path) -> None:
     """Build the task and score a right completion and a wrong one in the process that scores those of a run."""
     context = TaskContext(TaskConfig(**settings), folder, 0)
-    prompt = build_task(context)[0]
+    task = build_task(context)
+    prompt = task[0]
     right = str(next(iter(prompt.data.values())))
+    if is_environment(task):
+        run_environment(context, prompt, right, folder)
+        return
     ids = np.array([1, 2, 3])
     answers = [DecodedCompletion(right, "stop", ids), DecodedCompletion("nothing of it", "length", ids)]
     process = RewardProcess(context, folder / "rewards.log")
@@ -94,6 +105,30 @@ def run_task(settings: dict[str, Any], folder: Path) -> None:
     assert good.score > bad.score, (good, bad)
     for name in settings.get("reward_weights", {}):
         assert name in good.metrics
+
+
+def run_environment(context: TaskContext, prompt: Prompt, right: str, folder: Path) -> None:
+    """Play episodes in the process that plays those of a run: against a policy that is right, and one that is not."""
+    make_tokenizer(folder)
+    policy = Policy(folder, [])
+
+    def ask(text: str, ids: np.ndarray, seed: int, sampling: Sampling) -> Future:
+        drawn = policy.encode(text + "<|end|>")
+        future: Future = Future()
+        future.set_result(Completion(ids, drawn, np.zeros(len(drawn), np.float32), np.zeros_like(drawn), "stop"))
+        return future
+
+    process = EpisodeProcess(context, folder / "rewards.log", str(folder))
+    try:
+        encoded = EncodedPrompt(prompt, policy.encode("<|user|>q<|end|><|assistant|>"))
+        process.dry_run(encoded, policy.encode("plain<|end|>").tolist())
+        asks = [partial(ask, right), partial(ask, "nothing of it")]
+        [[good], [bad]] = process.play([encoded] * 2, asks, [0, 0], Sampling(1, 1.0, 1.0, 500))
+    finally:
+        process.close()
+    assert good.reward.score > bad.reward.score
+    assert good.reward.metrics["turns"] == 1 and bad.reward.metrics["turns"] > 1
+    assert not any(played.reward.metrics["ended_error"] for played in (good, bad))
 
 
 def run_loss(settings: dict[str, Any], folder: Path) -> None:

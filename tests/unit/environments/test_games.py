@@ -83,7 +83,7 @@ def test_the_calculator_is_called_and_its_result_is_not_drawn(folder):
     [
         (
             {"name": "guessing", "options": {"min": 9, "max": 9}},
-            r"width \(10\) must be at most the numbers from min \(9\)",
+            r"width \(10\) exceeds the numbers",
         ),
         ({"name": "guessing", "reward": "r.py:f"}, "is an environment, which gives the reward of its episodes itself"),
         ({"name": "calculator", "path": "rows.jsonl"}, "generates its prompts; remove it"),
