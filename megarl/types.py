@@ -18,6 +18,8 @@ from megarl.errors import DataError
 LARGEST_REWARD = 1e38
 # Finish reasons of a trajectory that a limit ended.
 LIMITS = ("length", "turns", "time")
+# Finish reason of an episode in which the environment raised.
+ERROR = "error"
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,12 @@ class Trajectory:
     Attributes:
         sequences: the token sequences; none if the episode ended before a token was drawn.
         finish_reason: ``"stop"``, or the limit that ended it: ``"length"`` (tokens), ``"turns"``, ``"time"``; or
-            ``"error"``.
+            ``"error"``: the environment raised.
         reward: of the whole trajectory: a number, a ``megarl.tasks.Reward``, or a mapping of the components that
             ``task.reward_weights`` weighs.
         rewards: a reward for each sequence, which its advantage is made of; None: all share ``reward``.
         advantages: per-token advantages of each sequence, float ``[R]``, used as they are; None: made of the rewards.
+        turns: number of turns of an episode; None for a completion of one turn.
     """
 
     sequences: tuple[Completion, ...]
@@ -98,6 +101,7 @@ class Trajectory:
     reward: Any = 0.0
     rewards: tuple[float, ...] | None = None
     advantages: tuple[np.ndarray, ...] | None = None
+    turns: int | None = None
 
     @property
     def is_truncated(self) -> bool:

@@ -10,12 +10,9 @@ import numpy as np
 from megarl.environments.base import Environment
 from megarl.environments.client import Client, EpisodeLimit
 from megarl.errors import ConfigError, EpisodeError, MegarlError
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 from megarl.tasks.rewards.verdicts import Verdicts
-from megarl.types import LIMITS, Completion, Prompt, Trajectory
-
-# Finish reason of an episode in which the environment raised.
-ERROR = "error"
+from megarl.types import ERROR, LIMITS, Completion, Prompt, Trajectory
 
 
 @dataclass(frozen=True)
@@ -65,9 +62,10 @@ class Player:
                 raise client.failure from error
             if not self.zero_on_error or isinstance(error, ConfigError):
                 raise
-            trajectory, reward = replace(client.trajectory(), finish_reason=ERROR), Reward(0.0)
-        trajectory = replace(trajectory, reward=reward.score)  # the environment may have given any object
-        return Played(trajectory, counted(reward, trajectory, client.turns), texts_of(trajectory, client))
+            trajectory, reward = replace(client.trajectory(), finish_reason=ERROR), NOTHING
+        # The reward may have been any object; this one goes to another process.
+        trajectory = replace(trajectory, reward=reward.score, turns=client.turns)
+        return Played(trajectory, reward, texts_of(trajectory, client))
 
     async def _rollout(self, prompt: Prompt, client: Client) -> Trajectory:
         """Return what the environment makes of the prompt, or of what was drawn before a limit."""
@@ -99,14 +97,8 @@ class Player:
     def _reward(self, trajectory: Trajectory, prompt: Prompt, client: Client) -> Reward:
         """Return the reward; 0 if a limit ended the episode and the environment gave none."""
         if not trajectory.reward and trajectory.is_truncated:
-            return Reward(0.0)
+            return NOTHING
         return self.verdicts.reward(trajectory.reward, prompt)
-
-
-def counted(reward: Reward, trajectory: Trajectory, turns: int) -> Reward:
-    """Add to the metrics of a reward how the episode ended, and its number of turns."""
-    ends = {f"ended_{reason}": float(trajectory.finish_reason == reason) for reason in (*LIMITS, ERROR)}
-    return replace(reward, metrics={**reward.metrics, "turns": float(turns), **ends})
 
 
 def texts_of(trajectory: Trajectory, client: Client) -> list[str]:

@@ -12,7 +12,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.evaluation.estimates import maj_at_k, pass_at_k
 from megarl.evaluation.intervals import Estimate, average, share
 from megarl.evaluation.sets import EvalSet
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 
 # Value of ``right`` that means the reward itself.
 REWARD = "reward"
@@ -77,7 +77,7 @@ def measure(
     means = {name: _means(each) for name, each in values.items()}
     wanted = measured.config.wanted()
     if wanted:
-        for reward in (reward for group in rewards for reward in group):
+        for reward in (reward for group in rewards for reward in group if reward != NOTHING):
             check_reward(measured.config, reward)
         right = [[_right(measured.config, reward) for reward in group] for group in rewards]
         for name, (kind, k) in wanted.items():
@@ -119,6 +119,8 @@ def check_reward(config: EvalTaskConfig, reward: Reward) -> None:
 
 
 def _right(config: EvalTaskConfig, reward: Reward) -> float:
+    if reward == NOTHING:
+        return 0.0
     value = reward.score if config.right == REWARD else reward.metrics[config.right]
     if config.right != REWARD and value not in (0.0, 1.0):
         raise RewardError(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from megarl.errors import ConfigError
 from megarl.plugins import pick_or_load
-from megarl.tasks import arithmetic, countdown, gsm8k, jsonl
+from megarl.tasks import arithmetic, countdown, gsm8k, jsonl, reasoning_gym
 from megarl.tasks.base import Reward, Task, TaskContext, is_environment
 from megarl.tasks.rewards.custom_reward import RewardedTask, load_reward
 
@@ -17,6 +17,7 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
     "countdown": countdown.build,
     "gsm8k": gsm8k.build,
     "jsonl": jsonl.build,
+    "reasoning_gym": reasoning_gym.build,
 }
 # Name -> where its factory is. They are loaded like a user's own.
 ENVIRONMENTS = {

@@ -26,6 +26,10 @@ class Reward:
     answer: str | None = None
 
 
+# The reward of an answer that could not be judged: no metric of a right one is missing.
+NOTHING = Reward(0.0, {}, "")
+
+
 class Task(Protocol):
     """A finite, indexable set of prompts, with the reward of a completion.
 

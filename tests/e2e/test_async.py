@@ -29,7 +29,11 @@ SETTINGS = (
     "sampler.max_response_tokens=90",
     "sampler.max_prompt_tokens=96",
     "train.micro_batch_tokens=256",
-    "task={name: 'echo.py:Echo', held_out: 2, max_turns: 3, max_turn_tokens: 32, options: {min: 10, max: 99}}",
+    "task.name=echo.py:Echo",
+    "task.reward=null",
+    "task.options={min: 10, max: 99}",
+    "task.max_turns=3",
+    "task.max_turn_tokens=32",
     "eval.tasks=[]",
 )
 # A random model never answers correctly, so any reward that differs between episodes is used.
@@ -104,7 +108,7 @@ def test_what_was_drawn_has_pefts_logprobs_and_only_that_is_marked(run_folder: P
             assert np.abs(peft_logprobs(run_folder.parent / "recipe.yaml", adapter, made) - sampled).max() <= 1e-4
             checked += sum(len(row["drawn"]) > 1 for row in made)
     assert checked > 0, "no episode of several turns was drawn by one version"
-    assert all(row["task/turns"] > 1 for row in read_rows(run_folder))
+    assert all(row["episode_turns"] > 1 for row in read_rows(run_folder))
 
 
 def first_prompts(run_folder: Path, count: int) -> set[str]:

@@ -127,8 +127,7 @@ def run_environment(context: TaskContext, prompt: Prompt, right: str, folder: Pa
     finally:
         process.close()
     assert good.reward.score > bad.reward.score
-    assert good.reward.metrics["turns"] == 1 and bad.reward.metrics["turns"] > 1
-    assert not any(played.reward.metrics["ended_error"] for played in (good, bad))
+    assert good.trajectory.turns == 1 and bad.trajectory.turns > 1
 
 
 def run_loss(settings: dict[str, Any], folder: Path) -> None:

@@ -40,7 +40,7 @@ class TaskConfig(Section):
     ends with what has been drawn and a reward of 0. One whose code keeps the process busy ends the run."""
     reward_errors: Literal["raise", "zero"] = "raise"
     """What becomes of an episode in which the environment raises. ``raise``: it ends the run; ``zero``: the reward is
-    0, and ``task/ended_error`` counts it."""
+    0, and ``ended_error`` counts it."""
     system_prompt: str | None = None
     """System message put before every question."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -69,7 +69,8 @@ class EpisodeProcess(Child):
         super().__init__("megarl.controller.rollouts.episode_worker", log)
         self._task = context.config
         self._numbers, self._lock, self._sending = itertools.count(), threading.Lock(), threading.Lock()
-        self._running: dict[int, tuple[_Group, int, float]] = {}
+        self._running: dict[int, tuple[_Group, int]] = {}
+        self._begun: dict[int, float] = {}
         self.connection.send((context, model))
         self._reader = threading.Thread(target=self._read, name="episodes", daemon=True)
         self._reader.start()
@@ -95,7 +96,7 @@ class EpisodeProcess(Child):
             with self._lock:
                 number = next(self._numbers)
                 group.numbers.append(number)
-                self._running[number] = (group, index, time.monotonic())
+                self._running[number] = (group, index)
             if not self._send(("play", number, prompt.prompt, prompt.ids, limits)):
                 self._fail(group, self._death())
         return group.future
@@ -161,7 +162,7 @@ class EpisodeProcess(Child):
         """Cancel episodes that nobody waits for any more."""
         unwanted = set(futures)
         with self._lock:
-            numbers = [number for number, (group, *_) in self._running.items() if group.future in unwanted]
+            numbers = [number for number, (group, _) in self._running.items() if group.future in unwanted]
             for number in numbers:
                 self._running.pop(number)
         self._send(("cancel", numbers))
@@ -170,8 +171,9 @@ class EpisodeProcess(Child):
         """Raise ``EpisodeError`` if an episode did not even end by its time limit."""
         limit = self._task.episode_seconds
         with self._lock:
-            running = list(self._running.values())
-        late = {group.name for group, _, began in running if time.monotonic() - began > limit + GRACE_SECONDS}
+            latest = time.monotonic() - limit - GRACE_SECONDS
+            begun = [number for number, since in self._begun.items() if since < latest]
+            late = {self._running[number][0].name for number in begun if number in self._running}
         if late:
             self.kill()
             raise EpisodeError(
@@ -193,21 +195,30 @@ class EpisodeProcess(Child):
 
     def _read(self) -> None:
         """Serve the child's messages until it is gone."""
+        take: dict[str, Callable[..., None]] = {
+            "begun": self._begin,
+            "sample": self._sample,
+            "played": self._played,
+            "failed": self._failed,
+        }
         with contextlib.suppress(EOFError, OSError):
             while True:
                 kind, *values = self.connection.recv()
-                getattr(self, f"_{kind}")(*values)
+                take[kind](*values)
         with self._lock:
-            groups = [group for group, *_ in self._running.values()]
+            groups = [group for group, _ in self._running.values()]
         for group in groups:
             self._fail(group, self._death())
+
+    def _begin(self, number: int) -> None:
+        self._begun[number] = time.monotonic()
 
     def _sample(self, request: int, number: int, ids: np.ndarray, turn: int, most: int) -> None:
         """Ask an engine for a turn, and send what it answers."""
         found = self._running.get(number)
         if found is None:
             return
-        group, index, _ = found
+        group, index = found
         sampling = Sampling(1, group.sampling.temperature, group.sampling.top_p, most)
         future = group.ask(ids, seed_from(group.seed, index, turn), sampling)
         future.add_done_callback(partial(self._answer, request))
@@ -218,18 +229,22 @@ class EpisodeProcess(Child):
         error = future.exception()
         self._send(("drawn", request, future.result() if error is None else error))
 
+    def _finished(self, number: int) -> tuple[_Group, int] | None:
+        self._begun.pop(number, None)
+        return self._running.pop(number, None)
+
     def _played(self, number: int, played: Played) -> None:
-        found = self._running.pop(number, None)
+        found = self._finished(number)
         if found is None:
             return
-        group, index, _ = found
+        group, index = found
         group.results[index] = played
         results = [one for one in group.results if one is not None]
         if len(results) == len(group.results) and not group.future.done():
             group.future.set_result(results)
 
     def _failed(self, number: int, error: MegarlError) -> None:
-        found = self._running.pop(number, None)
+        found = self._finished(number)
         if found is not None:
             error.args = (f"{error}\nlog of the environment: {self.log}",)
             self._fail(found[0], error)
@@ -243,7 +258,7 @@ class EpisodeProcess(Child):
 
     def _death(self) -> EpisodeError:
         with self._lock:
-            names = {group.name for group, *_ in self._running.values()}
+            names = {group.name for group, _ in self._running.values()}
         return EpisodeError(
             f"the environment's process {self.status()}{_names(names)}\nlog of the environment: {self.log}"
         )

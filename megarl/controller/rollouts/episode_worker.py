@@ -2,7 +2,7 @@
 """Play episodes in a process of their own; the turns are drawn by whoever started it.
 
 Messages from the parent: ``("play", number, prompt, ids, limits)``, ``("drawn", request, completion or error)``,
-``("cancel", numbers)``. Messages to it: ``("sample", request, number, ids, turn, most tokens)``,
+``("cancel", numbers)``. Messages to it: ``("begun", number)``, ``("sample", request, number, ids, turn, most tokens)``,
 ``("played", number, result)``, ``("failed", number, error)``. Numbers are those of episodes.
 """
 
@@ -100,6 +100,7 @@ class Worker:
         try:
             if self._failure is not None:
                 raise self._failure
+            self._connection.send(("begun", number))
             client = Client(ids, self._tokenizer, limits, draw, self._template)
             self._connection.send(("played", number, await self._player.play(prompt, client)))
         except Exception as error:

@@ -12,7 +12,7 @@ import numpy as np
 from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.files import replacing
 from megarl.tasks.base import Reward
-from megarl.types import Completion, Sample, Trajectory
+from megarl.types import ERROR, LIMITS, Completion, Sample, Trajectory
 
 # Advantages of a trajectory's sequences: for each a number, or one per drawn token.
 SequenceAdvantages = Sequence[float | np.ndarray]
@@ -110,6 +110,7 @@ class Rollout:
             "sampled_tokens": float(lengths.sum()),
             "prompt_tokens": float(np.mean([len(prompt.ids) for prompt in self.prompts])),
         }
+        metrics |= episode_metrics(trajectories)
         names = sorted({name for reward in flat for name in reward.metrics})
         return metrics | {
             f"task/{name}": float(np.mean([reward.metrics[name] for reward in flat if name in reward.metrics]))
@@ -147,6 +148,15 @@ class Rollout:
                     yield about | {"sequence": number} | sequence_row(*parts)
                 if not trajectory.sequences:
                     yield about | {"text": "", "prompt_ids": prompt.ids.tolist(), "response_ids": [], "logprobs": []}
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the mean number of turns, and the shares of episodes that each limit or an error ended."""
+    episodes = [one for one in trajectories if one.turns is not None]
+    if not episodes:
+        return {}
+    ended = {f"ended_{end}": float(np.mean([one.finish_reason == end for one in episodes])) for end in (*LIMITS, ERROR)}
+    return {"episode_turns": float(np.mean([one.turns for one in episodes])), **ended}
 
 
 def sequence_row(sequence: Completion, text: str, advantage: float | np.ndarray) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_an_episode_becomes_a_sample_whose_mask_has_holes(process, tmp_path):
     scores = np.array([reward.score for reward in rollout.rewards[0]])
     assert [sample.advantage for sample in rollout.samples()] == pytest.approx(group_advantages(scores, "std"))
     assert rollout.signals == [True]
-    assert rollout.metrics()["response_tokens"] == 6 and rollout.metrics()["task/turns"] == 2
+    assert rollout.metrics()["response_tokens"] == 6 and rollout.metrics()["episode_turns"] == 2
     with pytest.raises(DataError, match="tokens of policy version 7, asked for was 8"):
         rollout_of(play(process, "two_turns"), version=8)
 
@@ -193,7 +193,7 @@ def test_an_episode_that_waits_too_long_ends_with_what_was_drawn(process):
     played = play(process, "waits")
     assert [(one.trajectory.finish_reason, one.reward.score) for one in played[0]] == [("time", 0.0)] * 2
     rollout = rollout_of(played)
-    assert rollout.metrics()["truncated"] == 1.0 and rollout.metrics()["task/ended_time"] == 1.0
+    assert rollout.metrics()["truncated"] == 1.0 and rollout.metrics()["ended_time"] == 1.0
 
 
 def test_an_environment_that_blocks_its_process_is_named(folder, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 from megarl.environments import Chat
 from megarl.environments.episode import Player
 from megarl.errors import EpisodeError, RewardError, WorkerError
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 from megarl.tasks.rewards.verdicts import Verdicts
 from megarl.types import Prompt, Trajectory
 from tests.helpers.scripted import Policy
@@ -66,11 +66,10 @@ def returns(change):
     return rollout
 
 
-def test_the_reward_has_how_the_episode_ended_beside_its_own_metrics(folder):
+def test_the_reward_is_the_environments_own(folder):
     played = play(folder, one_turn)
     assert (played.reward.score, played.reward.answer, played.texts) == (0.5, "ab", ["ab<|end|>"])
-    ends = {f"ended_{reason}": 0.0 for reason in ("length", "turns", "time", "error")}
-    assert played.reward.metrics == {"correct": 1.0, "turns": 1.0} | ends
+    assert played.reward.metrics == {"correct": 1.0} and played.trajectory.turns == 1
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_the_reward_has_how_the_episode_ended_beside_its_own_metrics(folder):
 def test_a_limit_that_is_not_caught_ends_the_episode_with_what_was_drawn(folder, rollout, limits, reason):
     played = play(folder, rollout, **limits)
     assert (played.reward.score, played.trajectory.finish_reason) == (0.0, reason)
-    assert played.reward.metrics[f"ended_{reason}"] == 1.0
+    assert played.reward == NOTHING
     assert played.trajectory.drawn_tokens > 0
 
 
@@ -119,7 +118,7 @@ def test_what_is_wrong_is_a_named_error_or_a_counted_zero(folder, rollout, messa
     with pytest.raises((EpisodeError, RewardError), match=message):
         play(folder, rollout)
     played = play(folder, rollout, zero=True)
-    assert played.reward.score == 0.0 and played.reward.metrics["ended_error"] == 1.0
+    assert played.reward == NOTHING and played.trajectory.finish_reason == "error"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cp
 # (requirements/gpu-te.txt). Only the quickstart reads a GGUF file. Only a task of a saved data set or a hub's needs
 # datasets; its error says how to get it. Likewise the trackers' libraries.
 NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
-NOT_DECLARED |= {"mlflow", "swanlab", "trackio", "wandb"}
+NOT_DECLARED |= {"mlflow", "reasoning_gym", "swanlab", "trackio", "wandb"}
 NOT_DECLARED |= {"torch_npu"}  # of Ascend hosts
 
 

@@ -19,7 +19,7 @@ def message_of(error=ConfigError, **config):
 def test_an_unknown_task_names_the_nearest():
     message = message_of(name="arithmetics")
     assert "unknown task 'arithmetics'; did you mean 'arithmetic'?" in message
-    assert "known: arithmetic, calculator, countdown, gsm8k, guessing, jsonl" in message
+    assert "known: arithmetic, calculator, countdown, gsm8k, guessing, jsonl, reasoning_gym" in message
 
 
 @pytest.mark.parametrize("name", TASKS)
