@@ -105,7 +105,7 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit ended it."""
+        """True if a limit ended it."""
         return self.finish_reason in LIMITS
 
     @property

@@ -19,12 +19,10 @@ from megarl.controller.rollouts.episode_process import EpisodeProcess
 from megarl.controller.rollouts.episodes import Episodes
 from megarl.controller.rollouts.evaluation import Evaluation
 from megarl.controller.rollouts.judges import Judge
-from megarl.controller.rollouts.judging import Decode, Rules, judge, score
-from megarl.controller.rollouts.length_penalty import trained_scores
+from megarl.controller.rollouts.judging import Decode, judge, rules_of, score
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.loss.advantages import build_advantages
 
 
 @dataclass
@@ -64,9 +62,8 @@ class RunState:
     @cached_property
     def episodes(self) -> Episodes | None:
         """Plays the episodes of an environment on the engines; None for a task of one turn."""
-        if not isinstance(self.judge, EpisodeProcess):
-            return None
-        return Episodes(self.judge, self.samplers, self.config)
+        judge = self.judge
+        return Episodes(judge, self.samplers, self.config) if isinstance(judge, EpisodeProcess) else None
 
     def to_json(self, stream: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the controller's part of a checkpoint, with another state of the stream if given."""
@@ -215,11 +212,11 @@ def draw(state: RunState, count: int) -> Rollout:
         prompts = state.stream.next(count)
         # Encodes prompts that come next, most often the next step's, while the samplers work.
         state.stream.prepare(state.config.train.prompts_per_step)
-        answers = (
-            state.episodes.play(prompts, state.updates)
-            if state.episodes
-            else state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
-        )
+        answers: Sequence[Any]
+        if state.episodes:
+            answers = state.episodes.play(prompts, state.updates)
+        else:
+            answers = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
     with timed(state, "reward"):
         return scored(state, prompts, answers)
 
@@ -239,12 +236,7 @@ def scored(
         answers: of each prompt: completions, or episodes that were played.
         any_version: False refuses tokens of another version than the current one.
     """
-    config, version = state.config, None if any_version else state.updates
-    rules = Rules(
-        build_advantages(config.loss),
-        lambda scores, each: trained_scores(scores, each, config.loss, config.sampler.max_response_tokens),
-        mask_truncated=config.loss.truncated == "mask",
-    )
+    rules, version = rules_of(state.config), None if any_version else state.updates
     process = state.judge
     if isinstance(process, EpisodeProcess):
         return judge(prompts, answers, rules, version=version)
@@ -254,7 +246,7 @@ def scored(
         lambda groups: process.score(groups, state.trainers.watch.check),
         state.decode,
         rules,
-        group=config.sampler.samples_per_prompt,
+        group=state.config.sampler.samples_per_prompt,
         version=version,
     )
 

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said at once.
+    """The policy's words between two of others.
 
     Attributes:
         text: decoded, without special tokens.

@@ -21,11 +21,12 @@ from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import ConfigError, DataError, MegarlError, WeightSyncError, WorkerError, nearest
+from megarl.errors import ConfigError, MegarlError, WeightSyncError, WorkerError, nearest
 from megarl.families import add_family
 from megarl.sampler.arrivals import Arrivals
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.gate import VersionGate
+from megarl.sampler.prompt_checks import check_prompt
 from megarl.sampler.requests import Requests, cause_of
 from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import engine_arguments, longest_sequence, stop_tokens
@@ -161,20 +162,15 @@ class VllmSampler:
         return await self._complete(prompts, seeds, None)
 
     async def turn(self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling) -> Completion:
-        """Draw one turn of an episode.
+        """Draw one turn of an episode; errors as ``generate``.
 
         Args:
-            prompt: everything said so far, int64 ``[P]``; with the turn at most ``sampler.max_prompt_tokens`` and the
-                most tokens of a completion.
-            seed: 31 bits.
+            prompt: all said so far, int64 ``[P]``; fits with the turn into the longest sequence of the config.
+            seed, sampling: 31 bits, and how the turn is drawn; ``sampling.samples`` is 1.
             version: the policy version that must answer; None: whichever is current, as for ``sample``.
-            sampling: how the turn is drawn; ``samples`` is 1.
-
-        Raises:
-            StaleVersionError, WeightSyncError, DataError, WorkerError: as ``generate``.
         """
         room = longest_sequence(self._config) - self._config.sampler.max_prompt_tokens - sampling.max_tokens
-        return (await self._complete([prompt], [seed], version, sampling, room))[0][0]
+        return (await self._complete([prompt], [seed], version, sampling, room=room))[0][0]
 
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return the logprobs of a sequence's tokens but the first under a version, at temperature 1.
@@ -196,13 +192,13 @@ class VllmSampler:
         prompts: list[np.ndarray],
         seeds: list[int],
         version: int | None,
-        sampling: Sampling | None = None,
+        *sampling: Sampling | None,
         room: int = 0,
     ) -> list[list[Completion]]:
         for number, prompt in enumerate(prompts):
-            self._check_prompt(number, prompt, room)
+            check_prompt(number, prompt, self._config.sampler.max_prompt_tokens, room, self._vocabulary)
         tasks = [
-            asyncio.ensure_future(self._requests.complete(prompt, seed, version, sampling))
+            asyncio.ensure_future(self._requests.complete(prompt, seed, version, *sampling))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         try:
@@ -281,19 +277,6 @@ class VllmSampler:
         self.gate.refuse("it was closed")
         if engine is not None:
             engine.shutdown()
-
-    def _check_prompt(self, number: int, prompt: np.ndarray, room: int) -> None:
-        """Refuse prompts that vLLM would truncate, reject or crash on."""
-        if prompt.ndim != 1 or prompt.dtype != np.int64:
-            raise DataError(f"prompt {number} must be one-dimensional int64, got {prompt.dtype} {prompt.shape}")
-        limit = self._config.sampler.max_prompt_tokens + room
-        if not 1 <= len(prompt) <= limit:
-            raise DataError(
-                f"prompt {number} has {len(prompt)} tokens; allowed are 1 to {limit}: sampler.max_prompt_tokens"
-                + (f", and {room} for the turns before" if room else "")
-            )
-        if self._vocabulary and (prompt.min() < 0 or prompt.max() >= self._vocabulary):
-            raise DataError(f"prompt {number} holds a token outside the vocabulary of {self._vocabulary}")
 
     def _alive(self) -> Any:
         """Return the engine; raise ``WorkerError`` if it is not running."""

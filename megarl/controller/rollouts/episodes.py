@@ -18,7 +18,7 @@ from megarl.types import Completion
 
 
 class Turns(Protocol):
-    """What draws turns: the engines of a run, or one engine."""
+    """A source of turns: the engines of a run, or one engine."""
 
     def turn(
         self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0

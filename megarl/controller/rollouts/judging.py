@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.config import RunConfig
 from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.length_penalty import trained_scores
 from megarl.controller.rollouts.rollout import Rollout, SequenceAdvantages
 from megarl.controller.rollouts.scoring import Group
 from megarl.environments.episode import Played
 from megarl.errors import DataError, LossInputError
-from megarl.loss.advantages import Advantages
+from megarl.loss.advantages import Advantages, build_advantages
 from megarl.tasks.base import Reward
 from megarl.types import Completion, DecodedCompletion, Trajectory
 
@@ -20,7 +22,7 @@ Decode = Callable[[np.ndarray], str]
 
 @dataclass(frozen=True)
 class Rules:
-    """What the advantages of a group are made of.
+    """The way from rewards to advantages.
 
     Attributes:
         advantages_of: function: scores ``[G]`` -> advantages, one entry for each: a number, or ``[R]``.
@@ -31,6 +33,16 @@ class Rules:
     advantages_of: Callable[[np.ndarray], Advantages] = np.zeros_like
     scores_of: Callable[[np.ndarray, Sequence[Trajectory]], np.ndarray] = lambda scores, _: scores
     mask_truncated: bool = False
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """Return the rules of a run's training."""
+    loss, most = config.loss, config.sampler.max_response_tokens
+    return Rules(
+        build_advantages(loss),
+        lambda scores, each: trained_scores(scores, each, loss, most),
+        mask_truncated=loss.truncated == "mask",
+    )
 
 
 def score(
