@@ -188,17 +188,12 @@ class VllmSampler:
         return await self._answer(self._requests.score(tokens, version))
 
     async def _complete(
-        self,
-        prompts: list[np.ndarray],
-        seeds: list[int],
-        version: int | None,
-        *sampling: Sampling | None,
-        room: int = 0,
+        self, prompts: list[np.ndarray], seeds: list[int], version: int | None, *how: Sampling | None, room: int = 0
     ) -> list[list[Completion]]:
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, self._config.sampler.max_prompt_tokens, room, self._vocabulary)
         tasks = [
-            asyncio.ensure_future(self._requests.complete(prompt, seed, version, *sampling))
+            asyncio.ensure_future(self._requests.complete(prompt, seed, version, *how))
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         try:
