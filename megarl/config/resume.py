@@ -11,6 +11,7 @@ from megarl.errors import ConfigError
 # any ending, a leading one for any beginning. Any other setting affects what is learned.
 FREE = (
     "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "task.reward_dry_run",
+    "task.reward_retries", "task.reward_processes",
     "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.gpu_memory_utilization", "sampler.max_num_seqs",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",

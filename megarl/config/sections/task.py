@@ -30,6 +30,11 @@ class TaskConfig(Section):
     after the other in the main thread, for a reward that is not thread-safe or that uses signals."""
     reward_seconds: float = Field(600.0, gt=0.0)
     """Limit of one call of the reward, seconds. A call that takes longer ends the run."""
+    reward_processes: int = Field(1, ge=1, le=1024)
+    """Processes that compute rewards, each with ``reward_threads`` calls at a time and a state of its own. More than 1:
+    for verifiers that keep a core busy."""
+    reward_retries: int = Field(0, ge=0, le=100)
+    """How often a call of the reward that raised, crashed or exceeded ``reward_seconds`` is tried again."""
     max_turns: int = Field(16, ge=1)
     """For an environment: most turns of an episode."""
     max_turn_tokens: int | None = Field(None, ge=1)
@@ -39,8 +44,9 @@ class TaskConfig(Section):
     """For an environment: limit of an episode, seconds; sampling and its waiting included. An episode that takes longer
     ends with what has been drawn and a reward of 0. One whose code keeps the process busy ends the run."""
     reward_errors: Literal["raise", "zero"] = "raise"
-    """What becomes of an episode in which the environment raises. ``raise``: it ends the run; ``zero``: the reward is
-    0, and ``ended_error`` counts it."""
+    """What becomes of a reward that raises, crashes or exceeds ``reward_seconds``, after its retries, and of an episode
+    in which the environment raises. ``raise``: it ends the run; ``zero``: the reward is 0, and ``failed_rewards`` in
+    the metrics counts it. A process that hangs is replaced."""
     system_prompt: str | None = None
     """System message put before every question."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -3,11 +3,13 @@
 
 import contextlib
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -60,6 +62,18 @@ def run_child(serve: Callable[[Connection], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         serve(Connection(int(sys.argv[1])))
+
+
+def portable(error: BaseException) -> BaseException:
+    """Return an error that can be sent: without what it was raised from, which is printed to the log instead."""
+    cause = error.__cause__
+    if cause is not None:
+        sys.excepthook(type(error), error, error.__traceback__)
+        # Pickled with the error's attributes; tracebacks themselves are not.
+        vars(error)["traceback_text"] = "".join(traceback.format_exception(cause))
+    error.__cause__ = error.__context__ = None
+    pickle.dumps(error)
+    return error
 
 
 def _end_with_parent(parent: int) -> None:

@@ -8,16 +8,13 @@ Messages from the parent: ``("play", number, prompt, ids, limits)``, ``("drawn",
 
 import asyncio
 import itertools
-import pickle
-import sys
 import threading
-import traceback
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import numpy as np
 
-from megarl.controller.rollouts.child import run_child
+from megarl.controller.rollouts.child import portable, run_child
 from megarl.environments.base import Environment
 from megarl.environments.client import Client, Limits
 from megarl.environments.episode import Player
@@ -107,18 +104,6 @@ class Worker:
             if not isinstance(error, MegarlError):
                 error = EpisodeError(f"prompt '{prompt.id}': {type(error).__name__}: {error}")
             self._connection.send(("failed", number, portable(error)))
-
-
-def portable(error: BaseException) -> BaseException:
-    """Return an error that can be sent: without what it was raised from, which is printed to the log instead."""
-    cause = error.__cause__
-    if cause is not None:
-        sys.excepthook(type(error), error, error.__traceback__)
-        # Pickled with the error's attributes; tracebacks themselves are not.
-        vars(error)["traceback_text"] = "".join(traceback.format_exception(cause))
-    error.__cause__ = error.__context__ = None
-    pickle.dumps(error)
-    return error
 
 
 def serve(connection: Connection) -> None:

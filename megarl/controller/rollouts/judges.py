@@ -7,11 +7,12 @@ from typing import Any
 
 from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.controller.rollouts.episode_process import EpisodeProcess
+from megarl.controller.rollouts.reward_pool import RewardPool
 from megarl.controller.rollouts.rewards import DRY_RESPONSE, RewardProcess
 from megarl.tasks import TaskContext
 from megarl.tasks.base import Reward
 
-Judge = RewardProcess | EpisodeProcess
+Judge = RewardProcess | RewardPool | EpisodeProcess
 
 
 def start_judge(context: TaskContext, log: Path, model: str, plays: bool) -> Judge:
@@ -23,7 +24,9 @@ def start_judge(context: TaskContext, log: Path, model: str, plays: bool) -> Jud
         model: folder of the model, whose tokenizer an environment uses.
         plays: whether the task is an environment.
     """
-    return EpisodeProcess(context, log, model) if plays else RewardProcess(context, log)
+    if plays:
+        return EpisodeProcess(context, log, model)
+    return RewardPool(context, log) if context.config.reward_processes > 1 else RewardProcess(context, log)
 
 
 def dry_response(tokenizer: Any) -> list[int]:

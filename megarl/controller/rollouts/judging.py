@@ -14,8 +14,8 @@ from megarl.controller.rollouts.scoring import Group
 from megarl.environments.episode import Played
 from megarl.errors import DataError, LossInputError
 from megarl.loss.advantages import Advantages, build_advantages
-from megarl.tasks.base import Reward
-from megarl.types import Completion, DecodedCompletion, Trajectory
+from megarl.tasks.base import NOTHING, Reward
+from megarl.types import ERROR, Completion, DecodedCompletion, Trajectory
 
 Decode = Callable[[np.ndarray], str]
 
@@ -81,13 +81,13 @@ def score(
             for prompt, group_texts, answers in zip(prompts, texts, completions, strict=True)
         ]
     )
-    rewards = iter(flat)
+    rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
     played = [
         [
-            Played(Trajectory((answer,), answer.finish_reason), next(rewards), [text])
-            for answer, text in zip(answers, group_texts, strict=True)
+            Played(Trajectory((answer,), ERROR if reward == NOTHING else answer.finish_reason), reward, [text])
+            for answer, text, reward in zip(*each, strict=True)
         ]
-        for answers, group_texts in zip(completions, texts, strict=True)
+        for each in zip(completions, texts, rewards, strict=True)
     ]
     return judge(prompts, played, rules, version=version)
 

@@ -3,23 +3,21 @@
 
 import asyncio
 import contextlib
-import itertools
-import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.controller.rollouts.child import Child, run_child
-from megarl.controller.rollouts.scoring import Group, Scorer
+from megarl.controller.rollouts.child import Child, portable, run_child
+from megarl.controller.rollouts.scoring import Group, Place, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 from megarl.tasks.rewards.forms import form_of_task
 from megarl.types import DecodedCompletion, Prompt
 
@@ -39,7 +37,8 @@ class RewardProcess(Child):
             log: file of the process's output.
         """
         super().__init__(__name__, log)
-        self._limit = context.config.reward_seconds
+        self._context, task = context, context.config
+        self._limit, self._retries, self._zero = task.reward_seconds, task.reward_retries, task.reward_errors == "zero"
         self.connection.send(context)
 
     def score(
@@ -50,18 +49,53 @@ class RewardProcess(Child):
         Args:
             groups: pairs of a prompt and its completions.
             look: called every ``POLL_SECONDS`` while waiting; if it raises, the wait ends.
-            once: call the reward a single time: with the first completion, or the first group if it takes groups.
+            once: call the reward a single time: with the first completion, or the first group if it takes groups. An
+                error of that call is raised in any case.
 
         Raises:
-            RewardError: a reward raised, exited, crashed, exceeded ``task.reward_seconds``, or is not a finite number.
-                The message names the prompt and the log.
+            RewardError: a reward raised, exited, crashed, exceeded ``task.reward_seconds``, or is not a finite number,
+                and did so again ``task.reward_retries`` times. The message names the prompt and the log. With
+                ``task.reward_errors: zero`` its completions get ``NOTHING`` instead.
         """
-        running: dict[int, tuple[str, float]] = {}
+        results: dict[tuple[int, int], Reward] = {}
+        failures: Counter[tuple[int, int]] = Counter()
+        every = [(index, number) for index, (_, each) in enumerate(groups) for number in range(len(each))]
+        while left := [place for place in every if place not in results]:
+            for place, error in self._round(groups, left, results, look, once):
+                failures[place] += 1
+                if failures[place] > self._retries:
+                    if not self._zero:
+                        raise self._with_log(error)
+                    results[place] = NOTHING
+            if once:
+                break
+        return [results[place] for place in every if place in results]
+
+    def _round(
+        self,
+        groups: Sequence[Group],
+        left: Sequence[tuple[int, int]],
+        results: dict[tuple[int, int], Reward],
+        look: Callable[[], None],
+        once: bool,
+    ) -> list[tuple[tuple[int, int], MegarlError]]:
+        """Score the completions that are left once; return those that failed, with their errors."""
+        chosen = {index: [number for i, number in left if i == index] for index in dict.fromkeys(i for i, _ in left)}
+        indices = list(chosen)
+        tolerant = not once and (self._zero or self._retries > 0)
+        running: dict[Place, tuple[str, float]] = {}
+        failed: list[tuple[tuple[int, int], MegarlError]] = []
+
+        def fail(places: Iterable[Place], error: MegarlError) -> None:
+            failed.extend(((indices[i], chosen[indices[i]][n]), error) for i, numbers in places for n in numbers)
+
         try:
-            self.connection.send((list(groups), once))
+            batch = [(groups[i][0], [groups[i][1][number] for number in chosen[i]]) for i in indices]
+            self.connection.send((batch, once, tolerant))
             while True:
                 if not self.connection.poll(POLL_SECONDS):
-                    self._check_time(running)
+                    if late := self._late(running):
+                        raise _Stuck(late)
                     look()
                     continue
                 kind, *values = self.connection.recv()
@@ -69,15 +103,28 @@ class RewardProcess(Child):
                     running[values[0]] = (values[1], time.monotonic())
                 elif kind == "end":
                     running.pop(values[0])
+                    i, numbers = values[0]
+                    results.update(zip([(indices[i], chosen[indices[i]][n]) for n in numbers], values[1], strict=True))
+                elif kind == "failed":
+                    running.pop(values[0])
+                    fail([values[0]], values[1])
                 elif kind == "error":
-                    raise values[0]
+                    raise self._with_log(values[0])
                 else:
-                    return values[0]
-        except (EOFError, OSError) as error:
-            raise RewardError(f"the reward process {self.status()}{_names(running)}{self._log_note()}") from error
-        except MegarlError as error:
-            error.args = (f"{error}{self._log_note()}",) if isinstance(error, RewardError) else error.args
-            raise
+                    return failed
+        except (EOFError, OSError, _Stuck) as error:
+            late = error.late if isinstance(error, _Stuck) else running
+            how = (
+                f"a reward took longer than task.reward_seconds ({self._limit:g} s)"
+                if isinstance(error, _Stuck)
+                else f"the reward process {self.status()}"
+            )
+            named = RewardError(f"{how}{_names(late)}")
+            if not tolerant or not late:
+                raise self._with_log(named) from error
+            fail(late, named)
+            self._restart()
+            return failed
 
     def dry_run(self, prompt: Prompt, ids: Sequence[int] = (), group: int = 2) -> Reward:
         """Call the reward once, with responses of plain text, and check that it gives a value; return that.
@@ -98,28 +145,41 @@ class RewardProcess(Child):
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
 
-    def _check_time(self, running: dict[int, tuple[str, float]]) -> None:
+    def _late(self, running: dict[Place, tuple[str, float]]) -> dict[Place, tuple[str, float]]:
         now = time.monotonic()
-        late = {key: (name, began) for key, (name, began) in running.items() if now - began > self._limit}
-        if late:
-            raise RewardError(f"a reward took longer than task.reward_seconds ({self._limit:g} s){_names(late)}")
+        return {key: (name, began) for key, (name, began) in running.items() if now - began > self._limit}
 
-    def _log_note(self) -> str:
-        return f"\nlog of the rewards: {self.log}"
+    def _restart(self) -> None:
+        """Replace a process that hangs or is dead; it loads the reward anew."""
+        self.close()
+        super().__init__(__name__, self.log)
+        self.connection.send(self._context)
+
+    def _with_log(self, error: MegarlError) -> MegarlError:
+        error.args = (f"{error}\nlog of the rewards: {self.log}",) if isinstance(error, RewardError) else error.args
+        return error
 
 
-def _names(running: dict[int, tuple[str, float]]) -> str:
+class _Stuck(Exception):
+    """Calls have exceeded their time."""
+
+    def __init__(self, late: dict[Place, tuple[str, float]]) -> None:
+        super().__init__()
+        self.late = late
+
+
+def _names(running: Mapping[Place, tuple[str, float]]) -> str:
     """Return the prompts whose rewards were being computed, for a message."""
     names = sorted({name for name, _ in running.values()})
     listed = first_few([f"prompt '{name}'" for name in names])
     return f"; being scored were completions of\n{listed}" if names else ""
 
 
-class _Reported:
-    """Wraps a task: reports when a reward begins and ends, and turns ``sys.exit`` into an error."""
+class _Guarded:
+    """Wraps a task: turns whatever its reward raises, ``sys.exit`` included, into an error that names the prompt."""
 
-    def __init__(self, task: Task, send: Callable[[tuple], None]) -> None:
-        self._task, self._send, self._keys = task, send, itertools.count()
+    def __init__(self, task: Task) -> None:
+        self._task = task
         self.reward_form = form_of_task(task)
 
     def __len__(self) -> int:
@@ -131,18 +191,16 @@ class _Reported:
     def reward(self, prompt: Prompt, given: Any) -> Any:
         if self.reward_form.is_async:
             return self._reward_later(prompt, given)
-        with self._reported(prompt):
+        with self._guarded(prompt):
             return self._task.reward(prompt, given)
 
     async def _reward_later(self, prompt: Prompt, given: Any) -> Any:
         task: Any = self._task
-        with self._reported(prompt):
+        with self._guarded(prompt):
             return await task.reward(prompt, given)
 
     @contextlib.contextmanager
-    def _reported(self, prompt: Prompt) -> Iterator[None]:
-        key = next(self._keys)
-        self._send(("begin", key, prompt.id))
+    def _guarded(self, prompt: Prompt) -> Iterator[None]:
         try:
             yield
         except (MegarlError, asyncio.CancelledError):
@@ -151,8 +209,6 @@ class _Reported:
             raise RewardError(f"prompt '{prompt.id}': the reward called sys.exit({error.code!r})") from error
         except BaseException as error:
             raise RewardError(f"prompt '{prompt.id}': the reward raised {type(error).__name__}: {error}") from error
-        finally:
-            self._send(("end", key))
 
 
 def serve(connection: Connection) -> None:
@@ -166,21 +222,22 @@ def serve(connection: Connection) -> None:
     context = connection.recv()
     failure: MegarlError | None = None
     try:
-        scorer = Scorer(_Reported(build_task(context), send), context.config.reward_threads)
+        scorer = Scorer(_Guarded(build_task(context)), context.config.reward_threads)
     except MegarlError as error:
         failure = error
+
+    def report(message: tuple) -> None:
+        send((*message[:2], portable(message[2])) if message[0] == "failed" else message)
+
     while True:
-        groups, once = connection.recv()
+        groups, once, tolerant = connection.recv()
         try:
             if failure is not None:
                 raise failure
-            send(("rewards", scorer.score(groups, once)))
+            scorer.score(groups, once, report, tolerant)
+            send(("done",))
         except MegarlError as error:
-            if error.__cause__ is not None:
-                sys.excepthook(type(error), error, error.__traceback__)
-                # Pickled with the error's attributes; tracebacks themselves are not.
-                vars(error)["traceback_text"] = "".join(traceback.format_exception(error.__cause__))
-            send(("error", error))
+            send(("error", portable(error)))
 
 
 if __name__ == "__main__":

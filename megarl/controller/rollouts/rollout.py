@@ -106,6 +106,7 @@ class Rollout:
             **statistics("advantage", np.concatenate(given or [np.zeros(1)])),
             "groups_without_signal": float(np.mean(np.logical_not(self.signals))),
             **statistics("response_tokens", lengths),
+            "failed_rewards": float(np.mean([one.finish_reason == ERROR for one in trajectories])),
             "truncated": float(np.mean([one.is_truncated for one in trajectories])),
             "sampled_tokens": float(lengths.sum()),
             "prompt_tokens": float(np.mean([len(prompt.ids) for prompt in self.prompts])),
@@ -151,11 +152,11 @@ class Rollout:
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean number of turns, and the shares of episodes that each limit or an error ended."""
+    """Return the mean number of turns, and the shares of episodes that each limit ended."""
     episodes = [one for one in trajectories if one.turns is not None]
     if not episodes:
         return {}
-    ended = {f"ended_{end}": float(np.mean([one.finish_reason == end for one in episodes])) for end in (*LIMITS, ERROR)}
+    ended = {f"ended_{end}": float(np.mean([one.finish_reason == end for one in episodes])) for end in LIMITS}
     return {"episode_turns": float(np.mean([one.turns for one in episodes])), **ended}
 
 

@@ -11,10 +11,13 @@ import psutil
 import pytest
 
 from megarl.config import TaskConfig
+from megarl.controller.rollouts.judges import start_judge
+from megarl.controller.rollouts.reward_pool import RewardPool
 from megarl.controller.rollouts.rewards import RewardProcess
 from megarl.controller.rollouts.scoring import Group
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks import Reward, TaskContext
+from megarl.tasks.base import NOTHING
 from megarl.tasks.rewards.custom_reward import load_reward
 from megarl.types import DecodedCompletion, Prompt
 
@@ -68,6 +71,32 @@ def by_completion(prompt, completion):
 
 def by_responses(prompt, responses):
     return [len(responses) + int(text) for text in responses] if responses[0].isdigit() else [0.0] * len(responses)
+
+def fails_once(prompt, response):
+    marker = prompt.id + response
+    if not os.path.exists(marker):
+        open(marker, "w").close()
+        raise ValueError("the judge is busy")
+    return float(response) + 1
+
+def fails_for_two(prompt, response):
+    if response == "2":
+        raise ValueError("never")
+    if prompt.id == "p1" and response == "1":
+        time.sleep(1000)
+    if prompt.id == "p0" and response == "1":
+        os.abort()
+    return float(response) + 1
+
+async def fails_for_two_async(prompt, response):
+    if prompt.id == "p0" and response == "1":
+        raise ValueError("no")
+    return fails_for_two(prompt, response)
+
+def all_or_none(prompt, responses):
+    if prompt.id == "p1":
+        raise ValueError("no")
+    return [1.0] * len(responses)
 
 class Judge:
     async def __call__(self, prompt, completions):
@@ -169,6 +198,45 @@ def test_every_form_of_a_reward_is_scored_and_has_a_dry_run(start) -> None:
     judge = start("judge")
     judge.dry_run(Prompt("p0", ()), [1, 2], 5)
     assert [reward.score for reward in judge.score(groups(2, size=2))] == [0.5] * 4
+
+
+def numbered(count: int, size: int) -> list[Group]:
+    ids = np.array([5, 6])
+    return [(Prompt(f"p{i}", ()), [DecodedCompletion(str(j), "stop", ids) for j in range(size)]) for i in range(count)]
+
+
+def test_a_reward_that_fails_is_tried_again(start, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = start("fails_once", reward_retries=1)
+    assert [reward.score for reward in process.score(numbered(2, 3))] == [1.0, 2.0, 3.0] * 2
+    (tmp_path / "p01").unlink()
+    with pytest.raises(RewardError, match="raised ValueError for prompt 'p0': the judge is busy"):
+        start("fails_once").score(numbered(1, 2))
+
+
+def test_a_reward_that_raises_hangs_or_crashes_is_a_zero_by_choice_and_the_others_are_kept(start) -> None:
+    process = start("fails_for_two", seconds=1.0, threads=1, reward_errors="zero")
+    expected = [Reward(1.0), NOTHING, NOTHING, Reward(1.0), NOTHING, NOTHING, Reward(1.0), Reward(2.0), NOTHING]
+    assert process.score(numbered(3, 3)) == expected
+    assert process.score(numbered(1, 1)) == [Reward(1.0)], "the process was not replaced"
+    grouped = start("all_or_none", reward_errors="zero")
+    assert grouped.score(numbered(2, 2)) == [Reward(1.0), Reward(1.0), NOTHING, NOTHING]
+    with pytest.raises(RewardError, match="dry run"):
+        start("fails_for_two", reward_errors="zero").dry_run(Prompt("p0", ()))
+
+
+def test_several_processes_keep_the_order(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARDS)
+    settings = {"reward": "reward.py:fails_for_two", "reward_errors": "zero", "reward_seconds": 2.0}
+    context = TaskContext(TaskConfig(name="arithmetic", reward_processes=2, **settings), tmp_path, 0)
+    pool = start_judge(context, tmp_path / "rewards.log", "", False)
+    assert isinstance(pool, RewardPool)
+    try:
+        scores = [reward.score for reward in pool.score(numbered(5, 1) + numbered(3, 3)[2:])]
+        assert scores == [1.0] * 5 + [1.0, 2.0, 0.0]
+    finally:
+        pool.close()
+        pool.close()
 
 
 def test_other_failures_are_noticed_while_rewards_are_computed(start) -> None:
