@@ -41,3 +41,13 @@ def test_links_lead_somewhere_and_lines_are_short(page: Path) -> None:
         assert re.match(r"https?://", target) or (page.parent / target).exists(), f"{target} does not exist"
     prose = [line for line in text.splitlines() if not line.startswith(("|", "    "))]
     assert max(map(len, prose)) <= 120, max(prose, key=len)
+
+
+def test_the_pytest_commands_of_the_pages_select_tests() -> None:
+    commands = re.findall(
+        r"^    python -m pytest (\S+)(?: -k (\w+))?", "\n".join(p.read_text() for p in PAGES), re.MULTILINE
+    )
+    assert len(commands) > 2
+    for place, word in commands:
+        files = [ROOT / place] if place.endswith(".py") else list((ROOT / place).rglob("test_*.py"))
+        assert any(re.search(rf"^def test_\w*{word}", file.read_text(), re.MULTILINE) for file in files), (place, word)
