@@ -21,11 +21,21 @@ class Chat:
         ids: everything said so far, int64.
     """
 
-    def __init__(self, client: Client) -> None:
-        """Begin with the prompt of the client's episode."""
-        self._client, self.ids = client, client.prompt_ids
+    def __init__(self, client: Client, ids: np.ndarray | None = None) -> None:
+        """
+        Args:
+            client: of the episode.
+            ids: how the conversation begins, with the header of the policy's turn; default: the episode's prompt.
+        """
+        self._client, self.ids = client, client.prompt_ids if ids is None else ids
         self._last: Turn | None = None
         self._said: list[Mapping[str, Any]] = []
+
+    def copy(self) -> "Chat":
+        """Return a conversation that has begun in the same way."""
+        chat = Chat(self._client, self.ids)
+        chat._last, chat._said = self._last, list(self._said)
+        return chat
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Say something to the policy, before its next turn.

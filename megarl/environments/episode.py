@@ -82,6 +82,8 @@ class Player:
                 return replace(client.trajectory(), finish_reason="time")
             if client.failure is not None:
                 raise client.failure from error
+            if client.limit is not None:  # what a harness makes of it
+                return client.trajectory()
             if isinstance(error, MegarlError):
                 raise EpisodeError(f"{said}: {error}") from error
             raise EpisodeError(f"{said}: its rollout raised {type(error).__name__}: {error}") from error
