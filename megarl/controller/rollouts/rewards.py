@@ -4,9 +4,8 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from megarl.controller.rollouts.child import Child, portable, run_child
-from megarl.controller.rollouts.scoring import Group, Place, Scorer
+from megarl.controller.rollouts.reward_attempt import Attempt, Running, Spot
+from megarl.controller.rollouts.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
 from megarl.tasks.base import NOTHING, Reward
@@ -57,74 +57,56 @@ class RewardProcess(Child):
                 and did so again ``task.reward_retries`` times. The message names the prompt and the log. With
                 ``task.reward_errors: zero`` its completions get ``NOTHING`` instead.
         """
-        results: dict[tuple[int, int], Reward] = {}
-        failures: Counter[tuple[int, int]] = Counter()
-        every = [(index, number) for index, (_, each) in enumerate(groups) for number in range(len(each))]
-        while left := [place for place in every if place not in results]:
-            for place, error in self._round(groups, left, results, look, once):
-                failures[place] += 1
-                if failures[place] > self._retries:
+        results: dict[Spot, Reward] = {}
+        failures: Counter[Spot] = Counter()
+        spots = [(index, number) for index, (_, each) in enumerate(groups) for number in range(len(each))]
+        while left := [spot for spot in spots if spot not in results]:
+            attempt = Attempt(groups, left)
+            self._run(attempt, look, once)
+            results |= attempt.results
+            for spot, error in attempt.failed.items():
+                failures[spot] += 1
+                if failures[spot] > self._retries:
                     if not self._zero:
                         raise self._with_log(error)
-                    results[place] = NOTHING
+                    results[spot] = NOTHING
             if once:
                 break
-        return [results[place] for place in every if place in results]
+        return [results[spot] for spot in spots if spot in results]
 
-    def _round(
-        self,
-        groups: Sequence[Group],
-        left: Sequence[tuple[int, int]],
-        results: dict[tuple[int, int], Reward],
-        look: Callable[[], None],
-        once: bool,
-    ) -> list[tuple[tuple[int, int], MegarlError]]:
-        """Score the completions that are left once; return those that failed, with their errors."""
-        chosen = {index: [number for i, number in left if i == index] for index in dict.fromkeys(i for i, _ in left)}
-        indices = list(chosen)
+    def _run(self, attempt: Attempt, look: Callable[[], None], once: bool) -> None:
+        """Score what an attempt asks for. If the process hangs or dies, what it was doing has failed."""
         tolerant = not once and (self._zero or self._retries > 0)
-        running: dict[Place, tuple[str, float]] = {}
-        failed: list[tuple[tuple[int, int], MegarlError]] = []
-
-        def fail(places: Iterable[Place], error: MegarlError) -> None:
-            failed.extend(((indices[i], chosen[indices[i]][n]), error) for i, numbers in places for n in numbers)
-
         try:
-            batch = [(groups[i][0], [groups[i][1][number] for number in chosen[i]]) for i in indices]
-            self.connection.send((batch, once, tolerant))
-            while True:
-                if not self.connection.poll(POLL_SECONDS):
-                    if late := self._late(running):
-                        raise _Stuck(late)
-                    look()
-                    continue
-                kind, *values = self.connection.recv()
-                if kind == "begin":
-                    running[values[0]] = (values[1], time.monotonic())
-                elif kind == "end":
-                    running.pop(values[0])
-                    i, numbers = values[0]
-                    results.update(zip([(indices[i], chosen[indices[i]][n]) for n in numbers], values[1], strict=True))
-                elif kind == "failed":
-                    running.pop(values[0])
-                    fail([values[0]], values[1])
-                elif kind == "error":
-                    raise self._with_log(values[0])
-                else:
-                    return failed
-        except (EOFError, OSError, _Stuck) as error:
-            late = error.late if isinstance(error, _Stuck) else running
-            how = (
-                f"a reward took longer than task.reward_seconds ({self._limit:g} s)"
-                if isinstance(error, _Stuck)
-                else f"the reward process {self.status()}"
-            )
-            named = RewardError(f"{how}{_names(late)}")
-            if not tolerant or not late:
-                raise self._with_log(named) from error
-            fail(late, named)
-            self._restart()
-            return failed
+            self.connection.send((attempt.batch, once, tolerant))
+            self._collect(attempt, look)
+            return
+        except _Stuck as error:
+            late, how = error.late, f"a reward took longer than task.reward_seconds ({self._limit:g} s)"
+        except (EOFError, OSError):
+            late, how = attempt.running, f"the reward process {self.status()}"
+        named = RewardError(f"{how}{_names(late)}")
+        if not tolerant or not late:
+            raise self._with_log(named)
+        for place in list(late):
+            attempt.fail(place, named)
+        self._restart()
+
+    def _collect(self, attempt: Attempt, look: Callable[[], None]) -> None:
+        """Take the child's messages until the attempt is done."""
+        take: dict[str, Callable[..., None]] = {"begin": attempt.begin, "end": attempt.end, "failed": attempt.fail}
+        while True:
+            if not self.connection.poll(POLL_SECONDS):
+                if late := attempt.late(self._limit):
+                    raise _Stuck(late)
+                look()
+                continue
+            kind, *values = self.connection.recv()
+            if kind == "error":
+                raise self._with_log(values[0])
+            if kind == "done":
+                return
+            take[kind](*values)
 
     def dry_run(self, prompt: Prompt, ids: Sequence[int] = (), group: int = 2) -> Reward:
         """Call the reward once, with responses of plain text, and check that it gives a value; return that.
@@ -145,10 +127,6 @@ class RewardProcess(Child):
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
 
-    def _late(self, running: dict[Place, tuple[str, float]]) -> dict[Place, tuple[str, float]]:
-        now = time.monotonic()
-        return {key: (name, began) for key, (name, began) in running.items() if now - began > self._limit}
-
     def _restart(self) -> None:
         """Replace a process that hangs or is dead; it loads the reward anew."""
         self.close()
@@ -163,12 +141,12 @@ class RewardProcess(Child):
 class _Stuck(Exception):
     """Calls have exceeded their time."""
 
-    def __init__(self, late: dict[Place, tuple[str, float]]) -> None:
+    def __init__(self, late: Running) -> None:
         super().__init__()
         self.late = late
 
 
-def _names(running: Mapping[Place, tuple[str, float]]) -> str:
+def _names(running: Running) -> str:
     """Return the prompts whose rewards were being computed, for a message."""
     names = sorted({name for name, _ in running.values()})
     listed = first_few([f"prompt '{name}'" for name in names])

@@ -96,7 +96,7 @@ def test_text_and_ids_are_completed(folder):
         ({"stream": True}, "'stream' is True, which is not supported"),
         ({"n": 2}, "'n' is 2"),
         ({"stop": ["x"]}, "'stop' is"),
-        ({"max_tokens": 0}, "must be an integer, at least 1"),
+        ({"max_tokens": 0}, "must be an integer of at least 1"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "'tools' is"),
     ],
 )
