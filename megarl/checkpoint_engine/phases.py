@@ -41,6 +41,11 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     stages: dict[str, float] = field(default_factory=dict)
 
+    def metrics(self) -> dict[str, float]:
+        """Return ``sync_bytes``, and in ``sync/NAME`` the milliseconds of every phase and stage."""
+        times = {f"sync/{name}": 1e3 * seconds for name, seconds in (self.seconds | self.stages).items()}
+        return {"sync_bytes": float(self.nbytes), **times}
+
 
 def run_sync(
     source: Source,

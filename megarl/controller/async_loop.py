@@ -57,7 +57,7 @@ def step(state: RunState, producer: Producer) -> None:
     state.updates += len(rates)
     with timed(state, "sync"):
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
-    metrics |= check_canary(state) | measured | {"sync_bytes": float(report.nbytes)}
+    metrics |= check_canary(state) | measured | report.metrics()
     state.step += 1
     metrics |= producer.advance(state.step, state.updates)
     finish(state, rollout, metrics, partial(snapshot, state, producer))

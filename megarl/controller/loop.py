@@ -193,7 +193,7 @@ def step(state: RunState) -> None:
     state.updates += len(rates)
     with timed(state, "sync"):
         report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
-    metrics |= check_canary(state) | {"sync_bytes": float(report.nbytes)}
+    metrics |= check_canary(state) | report.metrics()
     state.step += 1
     finish(state, rollout, metrics, state.to_json)
 

@@ -102,6 +102,7 @@ def test_run_leaves_what_it_promises(finished):
         assert not held_out & {row["prompt"] for row in read_rollout(finished, step)}
     rows = read_rows(finished)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all({"sync/transfer", "sync/trainer/export", "sync/receiver/load"} <= row.keys() for row in rows)
     tensors = len(load_file(finished / "adapter" / "adapter_model.safetensors"))
     assert {(row["grad_tensors"], row["adapter_tensors"]) for row in rows if row["grad_norm"]} == {(tensors, tensors)}
     assert summary["grad_tensors"] == summary["adapter_tensors"] == tensors

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from megarl.checkpoint_engine.phases import SyncReport
 from megarl.config import parse_config
 from megarl.controller import async_loop, loop
 from megarl.tasks.base import Reward
@@ -88,7 +89,7 @@ class Run:
 
         def sync(version, kind):
             self.engines.version = version
-            return SimpleNamespace(nbytes=0)
+            return SyncReport(version, kind, 0, 0, "")
 
         def score(groups, check):
             return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, g in groups for i in range(len(g))]
