@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the stages of a rig on the trainer's ranks; rank 0 has the engines too."""
 
+import math
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,6 +26,8 @@ from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.cases import make_config
 from tests.sync.cases import ENGINES, LAYOUTS, Rig, Stage
 
+# Bounds of float32 logprobs.
+AGREEMENT, EFFECT = 1e-4, 1e-1
 VERSIONS = 3
 PROMPTS, GROUP, RESPONSE = 4, 2, 12
 # Large, so that a version is far from the one before.
@@ -59,6 +62,17 @@ class Row(NamedTuple):
     base: float
     effect: float
     seconds: float
+
+    @property
+    def problem(self) -> str:
+        """The first bound that the row is outside of; empty if there is none."""
+        checks = {
+            "sampler and trainer differ": self.trainer < AGREEMENT,
+            "sampler and PEFT differ": self.peft < AGREEMENT,
+            "the base differs": math.isnan(self.base) or self.base < AGREEMENT,
+            "a version equals the one before": self.effect > EFFECT,
+        }
+        return next((name for name, good in checks.items() if not good), "")
 
 
 def run_rig(rig: Rig, folder: str) -> list[Row]:

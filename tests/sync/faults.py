@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Break a sync in every way at every stage, between a trainer and two real engines, and go on afterwards.
+
+After each fault the error must name the participant and the stage within ``LIMIT`` seconds, no engine may sample, and
+base and adapter must bring both back: dead processes are started again, engines are readmitted.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.checkpoint_engine.transports.shm_folders import ROOT
+from megarl.config import CheckpointEngineConfig
+from megarl.sampler.process import SamplerProcess
+from tests.e2e.sampler_rig import PeftTrainer, make_model, prompts, raised
+from tests.helpers.processes import find_engine
+from tests.sync.sender import LORA, SEED, Sender
+
+LIMIT, TIMEOUT = 30.0, 20.0
+TRANSPORTS = ("shm", "gloo", "ipc")
+AGREEMENT = 1e-4
+SAMPLER = {
+    "samples_per_prompt": 2,
+    "max_prompt_tokens": 96,
+    "max_response_tokens": 16,
+    "kv_cache_gib": 0.05,
+    "max_num_seqs": 16,
+}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A way to break a sync.
+
+    Attributes:
+        name: of the fault; the trainer breaks by itself what has this name there.
+        says: parts that the error must have.
+        act: what this process does in the middle of the transfer, or before the flip; None: nothing.
+        at_flip: True if it acts before the flip.
+    """
+
+    name: str
+    says: tuple[str, ...]
+    act: "Callable[[Rig], None] | None" = None
+    at_flip: bool = False
+
+
+class Engine(SamplerProcess):
+    """An engine that something happens to before its next flip."""
+
+    before_flip: Callable[[], None] | None = None
+
+    def flip(self, *arguments: Any) -> Future:
+        action, self.before_flip = self.before_flip, None
+        if action is not None:
+            action()
+        return super().flip(*arguments)
+
+
+class Row(NamedTuple):
+    """What followed from a fault.
+
+    Attributes:
+        transport, fault: what was broken.
+        seconds: until the error.
+        recovery: seconds until both engines sampled again.
+        error: largest |difference| of logprobs from PEFT's after that.
+        problem: what should not have been; empty if the row is good.
+        message: the error.
+    """
+
+    transport: str
+    fault: str
+    seconds: float
+    recovery: float
+    error: float
+    problem: str
+    message: str
+
+
+class Rig:
+    """A trainer's process, two engines and their manager."""
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        self.folder = folder
+        self.config = CheckpointEngineConfig(transport=transport, timeout_seconds=TIMEOUT, bucket_mib=1)
+        self.engines = [self.start_engine(index) for index in range(2)]
+        self.sender = Sender(folder / "model", folder / "flag")
+        self.reference = PeftTrainer(folder / "model", LORA)
+        self.manager = CheckpointEngineManager(self.sender, self.engines, self.config)
+        self.version = 0
+        for engine in self.engines:
+            engine.wait()
+        for kind in ("base", "adapter"):
+            self.manager.sync(0, kind)
+
+    def start_engine(self, index: int) -> Engine:
+        """Start an engine; it is waited for where it is used."""
+        model = {"path": str(self.folder / "model"), "dtype": "float32"}
+        lora = {name: LORA[name] for name in ("r", "lora_alpha", "target_modules")}
+        log = self.folder / f"engine-{index}.log"
+        return Engine(model, lora=lora, sampler=SAMPLER, checkpoint_engine=self.config, index=index, log=log, threads=1)
+
+    def run(self, fault: Fault) -> Row:
+        """Break the next sync, and recover."""
+        self.version += 1
+        self.sender.fault = "wait_in_transfer" if fault.act and not fault.at_flip else fault.name
+        started = time.monotonic()
+        outcome: list[str] = []
+        if fault.at_flip:
+            self.engines[1].before_flip = lambda: fault.act(self)
+            outcome.append(raised(lambda: self.manager.sync(self.version, "adapter")))
+        else:
+            outcome.append(self._sync_beside(fault))
+        seconds = time.monotonic() - started
+        problem = self._problem(fault, outcome[0], seconds)
+        started = time.monotonic()
+        self.recover()
+        recovery, error = time.monotonic() - started, self.error()
+        if not error < AGREEMENT:
+            problem = problem or f"after recovery logprobs differ by {error:.1e}"
+        return Row(self.config.transport, fault.name, seconds, recovery, error, problem, outcome[0])
+
+    def _sync_beside(self, fault: Fault) -> str:
+        """Sync in a thread; act when the transfer is in its middle."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(raised, lambda: self.manager.sync(self.version, "adapter"))
+            while fault.act and not self.sender.flag.exists() and not running.done():
+                time.sleep(0.01)
+            if fault.act:
+                fault.act(self)
+                self.sender.flag.unlink(missing_ok=True)
+            return running.result()
+
+    def _problem(self, fault: Fault, message: str, seconds: float) -> str:
+        if absent := [part for part in fault.says if part not in message]:
+            return f"the error does not say {absent}"
+        if seconds > LIMIT:
+            return f"the error took {seconds:.0f} s"
+        for engine in self.engines:
+            for version in (self.version - 1, self.version):
+                answer = raised(lambda engine=engine, version=version: engine.generate(prompts(1), version))
+                if answer == "nothing":
+                    return f"{engine.name} sampled from version {version}"
+        return ""
+
+    def recover(self) -> None:
+        """Start dead processes again, and readmit the engines."""
+        self.sender.fault = None
+        if not self.sender.process.is_running() or self.sender.process.status() == psutil.STATUS_ZOMBIE:
+            self.sender.restart()
+        for index, engine in enumerate(self.engines):
+            if engine._process.poll() is not None or not has_engine(engine):
+                engine.close()
+                self.engines[index] = self.start_engine(index)
+                self.manager.replace(self.engines[index], "it was killed")
+        for engine in self.engines:
+            engine.wait()
+        self.manager.readmit(self.version)
+
+    def error(self) -> float:
+        """Return the largest |difference| between PEFT's logprobs and those of what both engines draw."""
+        self.reference.randomise(SEED + self.version)
+        return max(
+            float(np.abs(self.reference.logprobs(one.prompt_ids, one.response_ids, 1.0) - one.logprobs).max())
+            for engine in self.engines
+            for group in engine.generate(prompts(2), self.version)
+            for one in group
+        )
+
+    def close(self) -> None:
+        """End all processes."""
+        for engine in self.engines:
+            engine.close()
+        self.sender.close()
+
+
+def has_engine(engine: Engine) -> bool:
+    """Return True if vLLM's own process lives."""
+    try:
+        return find_engine(psutil.Process(engine._process.pid)).status() != psutil.STATUS_ZOMBIE
+    except (ValueError, psutil.Error):
+        return False
+
+
+def end_sender(rig: Rig) -> None:
+    """Kill the trainer's process."""
+    rig.sender.process.kill()
+
+
+def end_engine(rig: Rig) -> None:
+    """Kill the second engine's vLLM process."""
+    find_engine(psutil.Process(rig.engines[1]._process.pid)).kill()
+
+
+def end_front_end(rig: Rig) -> None:
+    """Kill the second engine's own process."""
+    psutil.Process(rig.engines[1]._process.pid).kill()
+
+
+def stop_engine(rig: Rig) -> None:
+    """Stop the second engine's vLLM process; recovery kills it."""
+    find_engine(psutil.Process(rig.engines[1]._process.pid)).suspend()
+
+
+FAULTS = (
+    Fault("wrong_rank", ("transfer", "the model needs")),
+    Fault("wrong_name", ("transfer", "no linear module of the model takes the adapter of 'model.layers.9.")),
+    Fault("missing", ("transfer", "is missing")),
+    Fault("not_finite", ("transfer", "not finite")),
+    Fault("wrong_version", ("transfer", "asked to send policy version")),
+    Fault("flipped_bit", ("transfer", "arrived damaged")),
+    Fault("truncated", ("transfer",)),
+    Fault("end_before_receipts", ("trainer, transfer",)),
+    Fault("sender killed in the transfer", ("trainer, transfer",), end_sender),
+    Fault("engine killed in the transfer", ("transfer",), end_engine),
+    Fault("engine's front end killed in the transfer", ("transfer",), end_front_end),
+    Fault("engine stopped in the transfer", ("transfer",), stop_engine),
+    Fault("engine killed before the flip", ("sampler 1, flip",), end_engine, at_flip=True),
+    Fault("front end killed before the flip", ("sampler 1, flip",), end_front_end, at_flip=True),
+)
+
+
+def rows(words: Sequence[str]) -> Iterator[Row]:
+    """Yield a row for each transport and fault whose names have all words."""
+    for transport in TRANSPORTS:
+        faults = [one for one in FAULTS if all(word in f"{transport}, {one.name}" for word in words)]
+        if not faults:
+            continue
+        with tempfile.TemporaryDirectory(prefix="megarl-faults-") as folder:
+            make_model("llama", Path(folder) / "model")
+            rig = Rig(Path(folder), transport)
+            try:
+                for fault in faults:
+                    yield rig.run(fault)
+            finally:
+                rig.close()
+        left = sorted(path.name for path in ROOT.glob("*megarl*"))
+        yield Row(transport, "nothing is left in /dev/shm", 0.0, 0.0, 0.0, ", ".join(left), "")
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        "| transport | fault | error after, s | sampling again after, s | PEFT - sampler | error |",
+        "| --- | --- | --: | --: | --: | --- |",
+    ]
+    for row in found:
+        message = row.message.partition("not synced: ")[2][:120] or row.message[:120]
+        mark = f"**{row.problem}** " if row.problem else ""
+        times = f"{row.seconds:.1f} | {row.recovery:.1f} | {row.error:.1e}"
+        lines.append(f"| {row.transport} | {row.fault} | {times} | {mark}{message} |")
+    return "\n".join(lines)
