@@ -66,7 +66,7 @@ class Engine(SamplerProcess):
 
 
 class Row(NamedTuple):
-    """What followed from a fault.
+    """The consequences of a fault.
 
     Attributes:
         transport, fault: what was broken.

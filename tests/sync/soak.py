@@ -29,7 +29,7 @@ TRANSPORTS = ("shm", "gloo", "ipc")
 
 
 class Row(NamedTuple):
-    """What ``SYNCS`` versions left by one transport.
+    """The traces of ``SYNCS`` versions that came by one transport.
 
     Attributes:
         transport: its name.
