@@ -220,7 +220,7 @@ FAULTS = (
     Fault("not_finite", ("transfer", "not finite")),
     Fault("wrong_version", ("transfer", "asked to send policy version")),
     Fault("flipped_bit", ("transfer", "arrived damaged")),
-    Fault("truncated", ("transfer",)),
+    Fault("truncated", ("transfer", "does not fit its bucket")),
     Fault("end_before_receipts", ("trainer, transfer",)),
     Fault("sender killed in the transfer", ("trainer, transfer",), end_sender),
     Fault("engine killed in the transfer", ("transfer",), end_engine),

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from megarl.checkpoint_engine.transports.shm import ShmSender
 from tests.e2e.sampler_rig import PeftTrainer
 
 LORA = {"r": 64, "lora_alpha": 64, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -56,7 +57,7 @@ class BreakingTrainer(PeftTrainer):
         if self.fault == "flipped_bit":
             sender.put = lambda header, payload: put(header, flipped(payload))
         if self.fault == "truncated":
-            sender.put = lambda header, payload: put(header, payload[: len(payload) // 2])
+            sender.put = lambda header, payload: put(header, truncated(sender, payload))
         return super().send_weights(version, kind)
 
     def _pause(self) -> None:
@@ -83,6 +84,14 @@ def flipped(payload: torch.Tensor) -> torch.Tensor:
     """Flip a bit of a bucket, whose digests are computed."""
     payload[100] ^= 1
     return payload
+
+
+def truncated(sender: Any, payload: torch.Tensor) -> torch.Tensor:
+    """Cut a bucket in half: its file where it is one, else what is sent of it."""
+    half = len(payload) // 2
+    if isinstance(sender, ShmSender):
+        os.truncate(sender._folder / f"{sender._count:05}.data", half)
+    return payload[:half]
 
 
 def start(model: str, flag: str) -> int:

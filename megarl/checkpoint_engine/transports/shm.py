@@ -104,7 +104,7 @@ class ShmReceiver:
         if endpoint["host"] != host_id():
             raise WeightSyncError(
                 f"checkpoint_engine.transport is 'shm', but receiver {index} is on another host than the trainer "
-                f"(boot_id {host_id()}, not {endpoint['host']}); use transport 'gloo'"
+                f"or in another container (it has {host_id()}, not {endpoint['host']}); use transport 'gloo'"
             )
         self._folder = Path(endpoint["folder"])
         self._index = index
