@@ -42,8 +42,11 @@ def choose_transport(sender: Memory, receivers: Sequence[Memory]) -> tuple[str, 
         sender: memory of trainer rank 0.
         receivers: memories of all vLLM workers.
     """
-    if sender.gpu and all(receiver == sender for receiver in receivers):
-        return "ipc", "trainer rank 0 and all engines share one GPU"
+    if all(receiver == sender for receiver in receivers):
+        return (
+            "ipc",
+            f"trainer rank 0 and all engines {'share one GPU' if sender.gpu else 'are on the CPUs of one host'}",
+        )
     if all(receiver.host == sender.host for receiver in receivers):
         return "shm", "trainer rank 0 and all engines are on one host"
     return "gloo", "trainer rank 0 and the engines are on several hosts"

@@ -19,7 +19,8 @@ class CheckpointEngineConfig(Section):
     ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, if the samplers are
     on the trainer's host. ``gloo``: TCP, between hosts. ``ipc``: the sender's own memory, if trainer rank 0 and all
     engines share a GPU, or compute on CPUs of one host. ``nccl``: between GPUs. ``hccl``: between Ascend NPUs.
-    ``auto``: ``ipc`` if trainer rank 0 and all engines share a GPU, ``shm`` if they share a host, else ``gloo``."""
+    ``auto``: ``ipc`` if trainer rank 0 and all engines share a GPU, or compute on CPUs of one host; ``shm`` if they
+    share a host otherwise; else ``gloo``."""
     bucket_mib: int = Field(256, ge=1)
     """Tensors travel in buckets of at most this size, MiB. A larger tensor has a bucket of its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)

@@ -16,12 +16,11 @@ CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
         (GPU0, [GPU0, GPU0], "ipc"),
         (GPU0, [GPU0, GPU1], "shm"),
         (GPU0, [GPU1, GPU1], "shm"),
-        (CPU, [CPU], "shm"),
+        (CPU, [CPU, CPU], "ipc"),
+        (GPU0, [CPU], "shm"),
         (CPU, [GPU0], "shm"),
         (GPU0, [GPU1, OTHER], "gloo"),
         (CPU, [OTHER_CPU], "gloo"),
-        # Without a GPU's identity nothing is shared on a device.
-        (Memory("here", ""), [Memory("here", "")], "shm"),
     ],
 )
 def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory], transport: str) -> None:
