@@ -43,10 +43,8 @@ def choose_transport(sender: Memory, receivers: Sequence[Memory]) -> tuple[str, 
         receivers: memories of all vLLM workers.
     """
     if all(receiver == sender for receiver in receivers):
-        return (
-            "ipc",
-            f"trainer rank 0 and all engines {'share one GPU' if sender.gpu else 'are on the CPUs of one host'}",
-        )
+        shared = "share one GPU" if sender.gpu else "compute on the CPUs of one host"
+        return "ipc", f"trainer rank 0 and all engines {shared}"
     if all(receiver.host == sender.host for receiver in receivers):
         return "shm", "trainer rank 0 and all engines are on one host"
     return "gloo", "trainer rank 0 and the engines are on several hosts"
