@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The participants of a sync, as the manager sees them: one source, and sinks; and how it waits for them."""
+"""Define the participants of a sync as the manager sees them, one source and sinks, and wait for their answers."""
 
 import concurrent.futures
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sync from the trainer to some samplers: prepare, transfer, verify, flip, finish."""
+"""Run one sync from the trainer to some samplers: prepare, transfer, verify, flip, finish."""
 
 import json
 import time

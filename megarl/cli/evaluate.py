@@ -119,10 +119,10 @@ def _evaluate_model(
     context = TaskContext(config.task, Path.cwd(), config.train.seed)
     tokenizer = load_tokenizer(targets[0].config.model.path)
     sets = build_sets(config, Path.cwd(), tokenizer, lambda: build_task(context), entries)
-    own = [one for one in sets if one.context is None]
+    of_run = [one for one in sets if one.context is None]
     with offline_children():
         model = targets[0].config.model.path
-        judge = start_judge(context, log_file(logs, "rewards"), model, own[0].plays) if own else None
+        judge = start_judge(context, log_file(logs, "rewards"), model, of_run[0].plays) if of_run else None
         evaluation = Evaluation(
             sets, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), config.sampler.seed, logs, model, judge
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's part of placement: list the nodes, reserve a plan's bundles, make an actor's options."""
+"""Place actors with Ray: list the nodes, reserve a plan's bundles, make an actor's options."""
 
 import os
 import secrets

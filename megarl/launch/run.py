@@ -24,7 +24,7 @@ from megarl.controller.actors.sampler_actor import SamplerEngine
 from megarl.controller.actors.trainer import TrainerRank
 from megarl.controller.canary import Canary
 from megarl.controller.recording.metrics import Recorder
-from megarl.controller.recording.resumption import find_resumption
+from megarl.controller.recording.resumption import Resumption, find_resumption
 from megarl.controller.recording.screen import Screen
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
@@ -119,14 +119,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
                     origin=origin,
                     evaluation=evaluation,
                 )
-                if resumed:
-                    resume(state, resumed)
-                try:
-                    (async_loop if config.train.max_staleness else loop).run(state)
-                    summary = recorder.finish(trainers)
-                except BaseException:
-                    recorder.rescue(trainers)
-                    raise
+                summary = run_loop(state, resumed)
         except BaseException:
             recorder.say_how_to_go_on()
             raise
@@ -137,6 +130,18 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             recorder.close()
     screen.summary(summary)
     return folder
+
+
+def run_loop(state: loop.RunState, resumed: Resumption | None) -> dict[str, Any]:
+    """Run the loop to its end and return the run's summary. If it fails, save the last step first."""
+    if resumed:
+        resume(state, resumed)
+    try:
+        (async_loop if state.config.train.max_staleness else loop).run(state)
+        return state.recorder.finish(state.trainers)
+    except BaseException:
+        state.recorder.rescue(state.trainers)
+        raise
 
 
 def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:

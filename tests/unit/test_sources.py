@@ -15,6 +15,7 @@ SOURCES = [ROOT / "setup.py", ROOT / ".ci/run"] + [
     if file.suffix in (".py", ".sh", ".sbatch", ".Dockerfile")
 ]
 MOST_LINES = 300
+MOST_LINES_OF_FUNCTION = 75
 QUESTION_WORDS = {"Which", "What", "Where", "How", "Whether", "Why"}
 
 
@@ -45,3 +46,15 @@ def test_files_are_short_enough_to_read() -> None:
     lines = {file: len(file.read_text().splitlines()) for file in SOURCES}
     long = [f"{file.relative_to(ROOT)} ({count})" for file, count in lines.items() if count > MOST_LINES]
     assert not long, f"split by subject, at most {MOST_LINES} lines a file: {', '.join(long)}"
+
+
+def test_functions_are_short_enough_to_read() -> None:
+    long = [
+        f"{node.name} in {file.relative_to(ROOT)}:{node.lineno} ({count})"
+        for file in SOURCES
+        if file.suffix == ".py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (count := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_FUNCTION
+    ]
+    assert not long, f"split by step, at most {MOST_LINES_OF_FUNCTION} lines a function: {', '.join(long)}"

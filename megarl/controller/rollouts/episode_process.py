@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's side of the process that plays episodes: asks engines for its turns, and watches its time."""
+"""Drive the process that plays episodes: ask engines for its turns, and watch its time."""
 
 import contextlib
 import itertools

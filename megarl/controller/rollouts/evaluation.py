@@ -62,7 +62,7 @@ class Evaluation:
             run_judge: judges the sets without a context, which are the run's own prompts.
         """
         self.sets, self._decode, self._seed, self._run_judge = list(sets), decode, seed, run_judge
-        self._own = {
+        self._judges = {
             one.key: start_judge(one.context, log_file(logs, f"rewards-{one.key}"), model, one.plays)
             for one in self.sets
             if one.context is not None
@@ -97,13 +97,13 @@ class Evaluation:
 
     def close(self) -> None:
         """End the processes. Safe to call twice."""
-        for rewards in self._own.values():
-            rewards.close()
+        for running in self._judges.values():
+            running.close()
 
     def _judge(self, one: EvalSet) -> Judge:
-        found = self._own.get(one.key, self._run_judge)
-        assert found is not None
-        return found
+        chosen = self._judges.get(one.key, self._run_judge)
+        assert chosen is not None
+        return chosen
 
     def _run(self, one: EvalSet, sampler: Evaluator, version: int, look: Callable[[], None]) -> Evaluated:
         prompts = [EncodedPrompt(prompt, ids) for prompt, ids in zip(one.prompts, one.ids, strict=True)]
