@@ -186,9 +186,10 @@ class Rig:
 
 
 def has_engine(engine: Engine) -> bool:
-    """Return True if vLLM's own process lives."""
+    """Return True if vLLM's own process lives and is not stopped."""
     try:
-        return find_engine(psutil.Process(engine._process.pid)).status() != psutil.STATUS_ZOMBIE
+        status = find_engine(psutil.Process(engine._process.pid)).status()
+        return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     except (ValueError, psutil.Error):
         return False
 
