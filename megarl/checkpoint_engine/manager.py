@@ -33,6 +33,11 @@ class CheckpointEngineManager:
             raise WeightSyncError("there is no sampler to send weights to")
         self._source, self._config = source, config
         self._sinks = {sink.name: sink for sink in sinks}
+        if len(self._sinks) < len(sinks):
+            names = ", ".join(sink.name for sink in sinks)
+            raise WeightSyncError(
+                f"the samplers are named {names}; each needs a name of its own (SamplerProcess: index)"
+            )
         # Name of each stale sink -> why it is.
         self._stale: dict[str, str] = {}
         # The endpoint of a transport that stays connected, the sinks that it is connected to, and whether adapters come

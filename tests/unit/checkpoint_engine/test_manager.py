@@ -81,6 +81,7 @@ class Engine:
         self.name, self.receivers, self.spoil = f"sampler {index}", receivers, spoil
         self.resident: int | None = None
         self.refused: str | None = None
+        self.readmissions = 0
         self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         self.open: dict[tuple[int, str], tuple[Any, Book]] = {}
 
@@ -112,6 +113,10 @@ class Engine:
 
     def refuse(self, reason: str) -> Future:
         self.refused = reason
+        return done(None)
+
+    def readmit(self) -> Future:
+        self.readmissions, self.refused, self.resident = self.readmissions + 1, None, None
         return done(None)
 
 
@@ -270,3 +275,27 @@ def test_a_sync_of_nothing_known_is_refused(version: int, kind: Any) -> None:
 def test_sending_without_preparing_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="without prepare_sync"):
         Rank().send_weights(0, "base")
+
+
+def test_samplers_of_one_name_are_refused() -> None:
+    with pytest.raises(WeightSyncError, match="named sampler 0, sampler 0; each needs a name of its own"):
+        CheckpointEngineManager(Trainer(), [Engine(0, 1), Engine(0, 1)], config())
+
+
+def test_only_stale_engines_are_readmitted_and_a_dead_ones_successor_with_them() -> None:
+    engines = [Engine(0, 1), Engine(1, 2), Engine(2, 1)]
+    manager = CheckpointEngineManager(Trainer(), engines, config(transport="gloo"))
+    for version, kind in ((0, "base"), (1, "adapter")):
+        manager.sync(version, kind)
+    assert manager.readmit(1) == []
+    successor = Engine(1, 2)
+    manager.replace(successor, "its process was killed")
+    assert manager.stale == {"sampler 1": "its process was killed"}
+    with pytest.raises(WeightSyncError, match="sampler 1 was not readmitted since: its process was killed"):
+        manager.sync(2, "adapter")
+    checked: list[str] = []
+    assert [report.kind for report in manager.readmit(1, checked.extend)] == ["base", "adapter"]
+    assert checked == ["sampler 1"] and successor.readmissions == 1
+    assert engines[0].readmissions == 0, "an engine that was never in doubt is left alone"
+    manager.sync(2, "adapter")
+    assert [engine.resident for engine in (engines[0], successor, engines[2])] == [2, 2, 2]
