@@ -280,22 +280,3 @@ def test_sending_without_preparing_is_refused() -> None:
 def test_samplers_of_one_name_are_refused() -> None:
     with pytest.raises(WeightSyncError, match="named sampler 0, sampler 0; each needs a name of its own"):
         CheckpointEngineManager(Trainer(), [Engine(0, 1), Engine(0, 1)], config())
-
-
-def test_only_stale_engines_are_readmitted_and_a_dead_ones_successor_with_them() -> None:
-    engines = [Engine(0, 1), Engine(1, 2), Engine(2, 1)]
-    manager = CheckpointEngineManager(Trainer(), engines, config(transport="gloo"))
-    for version, kind in ((0, "base"), (1, "adapter")):
-        manager.sync(version, kind)
-    assert manager.readmit(1) == []
-    successor = Engine(1, 2)
-    manager.replace(successor, "its process was killed")
-    assert manager.stale == {"sampler 1": "its process was killed"}
-    with pytest.raises(WeightSyncError, match="sampler 1 was not readmitted since: its process was killed"):
-        manager.sync(2, "adapter")
-    checked: list[str] = []
-    assert [report.kind for report in manager.readmit(1, checked.extend)] == ["base", "adapter"]
-    assert checked == ["sampler 1"] and successor.readmissions == 1
-    assert engines[0].readmissions == 0, "an engine that was never in doubt is left alone"
-    manager.sync(2, "adapter")
-    assert [engine.resident for engine in (engines[0], successor, engines[2])] == [2, 2, 2]
