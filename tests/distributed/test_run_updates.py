@@ -57,8 +57,8 @@ def rollout(model: Any, config: RunConfig, seed: int, signal: float = 1.0) -> li
     samples = make_samples(2 * GROUP, SHAPE["vocab_size"], seed=seed)
     drawn = model.forward(plan(model, config, samples))
     return [
-        dataclasses.replace(s, advantage=signal * s.advantage, sampler_logprobs=d)
-        for s, d in zip(samples, drawn, strict=True)
+        dataclasses.replace(s, advantage=signal * s.advantage, sampler_logprobs=d, group=index // GROUP)
+        for index, (s, d) in enumerate(zip(samples, drawn, strict=True))
     ]
 
 

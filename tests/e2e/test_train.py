@@ -232,13 +232,15 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
     assert states[0] == states[1]
 
 
-# Rewards of the step after the second take until the test has sent its signal.
+# Rewards take until the test has sent its signal, and say that they wait.
 SLOW = """
 import time
 from pathlib import Path
 
 def reward(prompt, response):
-    while (Path(__file__).parent / "wait").exists():
+    here = Path(__file__).parent
+    while (here / "wait").exists():
+        (here / "waits").touch()
         time.sleep(0.1)
     return sum(character.islower() for character in response) / 8
 """
@@ -251,7 +253,10 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
     run.wait_for("step 1 ", timeout=240)
     (recipe.parent / "wait").touch()
     folder = next(p for p in sorted(recipe.parent.glob("arithmetic-*"), reverse=True) if p != finished)
-    time.sleep(2)
+    deadline = time.monotonic() + 120
+    while not (recipe.parent / "waits").exists():
+        assert time.monotonic() < deadline, run.output()[-2000:]
+        time.sleep(0.05)
     rows = read_rows(folder)
     assert max(row["mismatch_max"] for row in rows) <= 1e-4
     steps = len(rows)

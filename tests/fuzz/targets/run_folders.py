@@ -100,7 +100,7 @@ class RunFolders:
             trainers=trainers,
             samplers=nothing,
             manager=nothing,
-            rewards=nothing,
+            judge=nothing,
             stream=stream,
             decode=nothing,
             recorder=recorder,
