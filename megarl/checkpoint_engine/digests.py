@@ -5,17 +5,15 @@ In host memory a digest is xxh3-64, on a GPU ``splitmix.mix64``. Both ends of a 
 kind of memory.
 """
 
-from collections.abc import Sequence
-
 import torch
 import xxhash
 
-from megarl.checkpoint_engine.wire import Place
+from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError
 from megarl.triton_support import has_triton
 
 
-def digests_of(payload: torch.Tensor, places: Sequence[Place]) -> bytes:
+def digests_of(payload: torch.Tensor, places: Places) -> bytes:
     """Return the digest of each place in a bucket, ``wire.DIGEST`` bytes each.
 
     Args:
@@ -27,6 +25,6 @@ def digests_of(payload: torch.Tensor, places: Sequence[Place]) -> bytes:
             raise WeightSyncError("weights on a GPU need Triton for their digests; install it, or use transport 'shm'")
         from megarl.checkpoint_engine.kernels.ranges import range_digests
 
-        return range_digests(payload, tuple(places))
+        return range_digests(payload, places)
     raw = payload.cpu().numpy()
     return b"".join(xxhash.xxh3_64_digest(raw[p.offset : p.offset + p.nbytes].data) for p in places)

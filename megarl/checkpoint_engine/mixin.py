@@ -3,7 +3,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -43,11 +43,15 @@ class CheckpointEngineMixin:
     _plans: "dict[str, Plan | None] | None" = None
     _key: str
 
-    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective."""
+    def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective.
+
+        Weights whose tensors stay where they are, so that nothing is gathered, may be one tuple again and again; a sync
+        then does not look through it once more.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define export_weights")
 
-    def export_merged(self, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_merged(self, changed_only: bool = False) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield full tensors, base plus adapter, under Hugging Face's names, on every rank. Collective.
 
         Args:
@@ -103,6 +107,8 @@ class CheckpointEngineMixin:
             raise WeightSyncError("send_weights was called without prepare_sync")
         check_sync(version, kind)
         self._check_version(version)
+        if self._outbox is not None:
+            self._outbox.stages.begin()
         streams = self._streams(kind)
         if self._outbox is None:
             for stream in streams:
@@ -128,7 +134,7 @@ class CheckpointEngineMixin:
         if outbox is not None:
             outbox.sender.close()
 
-    def _streams(self, kind: Kind) -> list[Iterator[tuple[str, torch.Tensor]]]:
+    def _streams(self, kind: Kind) -> list[Iterable[tuple[str, torch.Tensor]]]:
         """Return the exports of a transfer: the weights, and before them once more those that a new plan reads."""
         if kind != "adapter":
             return [self.export_merged(changed_only=True) if kind == "merged" else self.export_weights(False)]
@@ -139,7 +145,7 @@ class CheckpointEngineMixin:
         self._plans.setdefault(self._key, None)
         return [self.export_weights(True) for _ in range(1 + new)]
 
-    def _plan(self, streams: list[Iterator[tuple[str, torch.Tensor]]]) -> Plan:
+    def _plan(self, streams: list[Iterable[tuple[str, torch.Tensor]]]) -> Plan:
         """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
         assert self._config is not None and self._plans is not None
         if len(streams) > 1:
@@ -159,7 +165,7 @@ class CheckpointEngineMixin:
             )
 
 
-def _run_to_end(weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _run_to_end(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Consume an export whose tensors this rank does not need, as its collectives require."""
     for _ in weights:
         pass

@@ -4,8 +4,6 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from megarl.checkpoint_engine.wire import Place
-
 T = TypeVar("T")
 
 # Offsets are multiples of this, so that every dtype can view the bucket's bytes and copies are vectorised.
@@ -40,18 +38,3 @@ def plan_buckets(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> 
 def aligned(offset: int) -> int:
     """Return the first multiple of ``ALIGNMENT`` at or after ``offset``."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
-
-
-def by_bucket(places: Iterable[Place]) -> list[tuple[Place, ...]]:
-    """Group places by their bucket, in order."""
-    buckets: list[list[Place]] = []
-    for place in places:
-        while len(buckets) <= place.bucket:
-            buckets.append([])
-        buckets[place.bucket].append(place)
-    return [tuple(bucket) for bucket in buckets]
-
-
-def end_of(places: Iterable[Place]) -> int:
-    """Return the bytes of a bucket with these places."""
-    return max(place.offset + place.nbytes for place in places)

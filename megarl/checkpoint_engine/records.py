@@ -31,7 +31,7 @@ class Bucket:
     def to_bytes(self, book: Book) -> bytes:
         """Return a line of JSON, the plan if there is one, and the tensors."""
         head = encode({"version": self.version, "kind": self.kind, "planned": self.plan is not None}) + b"\n"
-        return head + (book.pack(self.plan.to_bytes()) if self.plan else b"") + self.tensors.to_bytes(book)
+        return head + (book.pack(self.plan.blob) if self.plan else b"") + self.tensors.to_bytes(book)
 
     @classmethod
     def from_bytes(cls, data: bytes, book: Book) -> Self:

@@ -5,18 +5,21 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from megarl.checkpoint_engine.base import Receiver, Sender
 from megarl.checkpoint_engine.digests import digests_of
-from megarl.checkpoint_engine.plan import by_bucket, end_of, plan_buckets
+from megarl.checkpoint_engine.plan import plan_buckets
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
-from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Plan, TensorList, listed
+from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, known, listed, together
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
+# A bucket before it is filled: its places, and the tensors that belong there.
+Filling = tuple[Places, list[torch.Tensor]]
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
@@ -50,13 +53,16 @@ class Outbox:
     def __init__(self, sender: Sender, bucket_bytes: int) -> None:
         self.sender, self._limit, self._book = sender, bucket_bytes, Book()
         self.stages = Stages()
-        self._views: dict[tuple[int, tuple[Place, ...]], list[torch.Tensor]] = {}
+        self._views: dict[tuple[int, Places], list[torch.Tensor]] = {}
+        # The tensors that were sent last, if they are kept, their plan, and the buckets that they fill.
+        self._kept: tuple[Iterable[Named], Plan, list[Filling]] | None = None
 
     def send(self, tensors: Iterable[Named], version: int, kind: Kind, plan: Plan | None = None) -> Manifest:
         """Send a stream of full tensors and its manifest.
 
         Args:
-            tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket.
+            tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket. A
+                tuple is kept: if the same one comes again, it is not looked through once more.
             version: policy version.
             kind: ``"adapter"``, ``"base"`` or ``"merged"``.
             plan: for adapters what ``tensors`` will be, else None.
@@ -68,11 +74,9 @@ class Outbox:
             WeightSyncError: a dtype cannot be sent, the tensors are not those of the plan, or the transport failed.
         """
         parts: list[TensorList] = []
-        self.stages.begin()
-        buckets = _as_planned(tensors, plan) if plan else _as_they_come(tensors, self._limit)
-        for places, held in buckets:
+        for places, held in self._planned(tensors, plan) if plan else _as_they_come(tensors, self._limit):
             self.stages.end("export")
-            payload = self.sender.buffer(end_of(places))
+            payload = self.sender.buffer(places.end)
             self.stages.end("wire")
             self._fill(payload, places, held)
             del held
@@ -85,14 +89,23 @@ class Outbox:
         self.sender.end(manifest.to_bytes(self._book))
         return manifest
 
-    def _fill(self, payload: torch.Tensor, places: tuple[Place, ...], tensors: list[torch.Tensor]) -> None:
+    def _planned(self, tensors: Iterable[Named], plan: Plan) -> Iterable[Filling]:
+        """Return the plan's buckets with their tensors."""
+        if not isinstance(tensors, tuple):
+            return _as_planned(tensors, plan)
+        if self._kept is None or self._kept[0] is not tensors or self._kept[1] is not plan:
+            self._kept = tensors, plan, list(_as_planned(tensors, plan))
+        return self._kept[2]
+
+    @torch.no_grad()
+    def _fill(self, payload: torch.Tensor, places: Places, tensors: list[torch.Tensor]) -> None:
         """Copy tensors into a bucket; a bucket that is used again keeps its views."""
         key = (payload.data_ptr(), places)
         if (views := self._views.get(key)) is None:
             views = [view_of(payload, place) for place in places]
             if self.sender.reuses_buffers:
                 self._views[key] = views
-        torch._foreach_copy_(views, [tensor.detach() for tensor in tensors], non_blocking=payload.is_cuda)
+        torch._foreach_copy_(views, tensors, non_blocking=payload.is_cuda)
 
 
 class Inbox:
@@ -124,8 +137,7 @@ class Inbox:
                 return
             bucket = Bucket.from_bytes(header, self._book)
             places, sent = bucket.tensors.places, bucket.tensors.digests
-            for place in places:
-                check_fits(payload, place)
+            check_fit(places, payload.nbytes)
             if (actual := digests_of(payload, places)) != sent:
                 damaged = [place.name for place, at in _cut(places) if actual[at] != sent[at]]
                 raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
@@ -153,9 +165,9 @@ class Inbox:
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
         arrived, sent = joined(self._parts), self._manifest
-        if arrived != sent.tensors:
-            _compare(arrived, sent.tensors)
         checksum = arrived.checksum(sent.adapter_config)
+        if checksum != sent.checksum:
+            _compare(arrived, sent.tensors)
         self.stages.end("check")
         seconds = self.stages.seconds
         receipt = Receipt(sent.version, sent.kind, self._index, len(arrived), arrived.nbytes, checksum, seconds)
@@ -167,14 +179,12 @@ def plan_of(tensors: Iterable[Named], adapter_config: dict[str, Any], bucket_byt
     """Plan the buckets of an adapter from its names, shapes and dtypes. The tensors' values are not read."""
     places = [place for part, _ in _as_they_come(tensors, bucket_bytes) for place in part]
     # As it is after it has travelled, so that both ends have equal plans.
-    return Plan(tuple(places), json.loads(json.dumps(adapter_config)))
+    return Plan(Places(places), json.loads(json.dumps(adapter_config)))
 
 
 def joined(parts: list[TensorList]) -> TensorList:
     """Return the tensors of all buckets, in order."""
-    if len(parts) == 1:
-        return parts[0]
-    return TensorList(tuple(p for part in parts for p in part.places), b"".join(part.digests for part in parts))
+    return TensorList(together(tuple(part.places for part in parts)), b"".join(part.digests for part in parts))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -188,25 +198,27 @@ def view_of(payload: torch.Tensor, place: Place) -> torch.Tensor:
     return part.view(DTYPES[place.dtype]).view(place.shape)
 
 
-def check_fits(payload: torch.Tensor, place: Place) -> None:
-    """Raise ``WeightSyncError`` unless a place is inside its bucket and has the bytes of its shape."""
-    dtype = DTYPES.get(place.dtype)
-    end = place.offset + place.nbytes
-    if dtype is None or end > payload.nbytes or math.prod(place.shape) * dtype.itemsize != place.nbytes:
-        raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
+@lru_cache(maxsize=64)
+def check_fit(places: Places, nbytes: int) -> None:
+    """Raise ``WeightSyncError`` unless each place lies in a bucket of ``nbytes`` and has the bytes of its shape."""
+    for place in places:
+        dtype = DTYPES.get(place.dtype)
+        end = place.offset + place.nbytes
+        if dtype is None or end > nbytes or math.prod(place.shape) * dtype.itemsize != place.nbytes:
+            raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
 
 
-def _as_they_come(tensors: Iterable[Named], limit: int) -> Iterator[tuple[tuple[Place, ...], list[torch.Tensor]]]:
+def _as_they_come(tensors: Iterable[Named], limit: int) -> Iterator[Filling]:
     """Yield each bucket's places and tensors."""
     for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, limit)):
-        places = tuple(_place(name, tensor, index, offset) for (name, tensor), offset in bucket)
-        yield places, [tensor for (_, tensor), _ in bucket]
+        places = Places(_place(name, tensor, index, offset) for (name, tensor), offset in bucket)
+        yield known(places), [tensor for (_, tensor), _ in bucket]
 
 
-def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[tuple[tuple[Place, ...], list[torch.Tensor]]]:
+def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
     """Yield the plan's buckets with their tensors; raise ``WeightSyncError`` if others come."""
     stream = iter(tensors)
-    for places in by_bucket(plan.places):
+    for places in plan.places.buckets:
         held = []
         for place in places:
             name, tensor = next(stream, ("nothing", None))
@@ -229,7 +241,7 @@ def _place(name: str, tensor: torch.Tensor, bucket: int, offset: int) -> Place:
     return Place(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes)
 
 
-def _cut(places: tuple[Place, ...]) -> Iterator[tuple[Place, slice]]:
+def _cut(places: Places) -> Iterator[tuple[Place, slice]]:
     """Yield each place with its part of the digests."""
     for number, place in enumerate(places):
         yield place, slice(number * DIGEST, (number + 1) * DIGEST)

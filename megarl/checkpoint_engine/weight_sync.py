@@ -32,8 +32,8 @@ from megarl.parallel.rendezvous import open_store
 
 T = TypeVar("T")
 
-# Seconds between two looks into the store.
-SHORTEST_PAUSE, LONGEST_PAUSE = 1e-4, 5e-3
+# Seconds between two looks into the store: at most so many, and this share of what was waited so far.
+SHORTEST_PAUSE, LONGEST_PAUSE, PAUSE_SHARE = 1e-4, 5e-3, 0.02
 # The other ranks wait this much longer than rank 0, whose error says more.
 GRACE_SECONDS = 30.0
 
@@ -171,18 +171,21 @@ class _AllRanks:
             return getattr(self._model, method)(*arguments)
 
         mine = in_thread(here)
+        if self._board.alone:
+            return mine
 
         def everywhere() -> Any:
             """Wait for every rank; return this rank's result."""
-            pause, deadline = SHORTEST_PAUSE, time.monotonic() + self._timeout
+            began = time.monotonic()
+            deadline = began + self._timeout
             while waiting := self._board.unanswered(number) + ([] if mine.done() else [0]):
                 if mine.done():
                     mine.result()
                 if time.monotonic() > deadline:
                     late = ", ".join(f"rank {rank}" for rank in sorted(waiting))
                     raise WeightSyncError(f"{late} did not end {method} within checkpoint_engine.timeout_seconds")
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
+                waited = time.monotonic() - began
+                time.sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE))
             return mine.result()
 
         return in_thread(everywhere)
@@ -192,16 +195,22 @@ class _Board:
     """Calls of rank 0 and answers of the others, in a store that all of them are connected to.
 
     Rank 0 never waits inside the store: its threads share one connection, which a waiting one would hold.
+
+    Attributes:
+        alone: True if there is no other rank, and so no store.
     """
 
     def __init__(self, timeout: float) -> None:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.alone = self._ranks == 1
         self._number = 0
         self._kept: list[list[str]] = [[], []]
+        if self.alone:
+            return
         place: list[Any] = [None]
         if self._rank == 0:
-            alone = os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)) == str(self._ranks)
-            host = LOOPBACK if alone else own_address()
+            one_host = os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)) == str(self._ranks)
+            host = LOOPBACK if one_host else own_address()
             self._store = open_store(host, timeout)
             place[0] = (host, self._store.port)
         dist.broadcast_object_list(place, 0)
@@ -212,7 +221,8 @@ class _Board:
     def call(self, method: str | None, arguments: tuple) -> int:
         """Rank 0: leave a call; its number."""
         self._number += 1
-        self._set(f"call/{self._number}", (method, arguments))
+        if not self.alone:
+            self._set(f"call/{self._number}", (method, arguments))
         return self._number
 
     def end(self, outcome: Any) -> None:

@@ -26,7 +26,7 @@ KINDS: tuple[str, ...] = get_args(Kind)
 DIGEST = 8
 # Bytes of a blob's key in a ``Book``: its xxh3-128.
 KEY = 16
-# Number of buckets whose encoded and parsed places are cached: more than a run's base and adapter have together.
+# Number of buckets whose parsed places are cached: more than a run's base and adapter have together.
 CACHED = 4096
 
 
@@ -50,6 +50,77 @@ class Place(NamedTuple):
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Blob:
+    """Bytes that travel once per connection; ``key`` is their xxh3-128."""
+
+    data: bytes
+
+    @cached_property
+    def key(self) -> bytes:
+        """Equal for equal bytes."""
+        return _key_of(self.data)
+
+
+class Places(tuple[Place, ...]):
+    """Places in order. Every sync uses them again, so what follows from them is worked out once."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return super().__hash__()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(place.nbytes for place in self)
+
+    @cached_property
+    def end(self) -> int:
+        """Bytes of a bucket that has these places."""
+        return max(place.offset + place.nbytes for place in self)
+
+    @cached_property
+    def repeated(self) -> list[str]:
+        """Names that more than one tensor has."""
+        names = Counter(place.name for place in self)
+        return [name for name, count in names.items() if count > 1]
+
+    @cached_property
+    def blob(self) -> Blob:
+        """The places as JSON."""
+        return Blob(encode(self))
+
+    @cached_property
+    def identity(self) -> bytes:
+        """The part of the places that a checksum covers; the division into buckets is not in it."""
+        return encode([place[:3] for place in self])
+
+    @cached_property
+    def buckets(self) -> "tuple[Places, ...]":
+        """The places of each bucket."""
+        found: list[list[Place]] = []
+        for place in self:
+            while len(found) <= place.bucket:
+                found.append([])
+            found[place.bucket].append(place)
+        return tuple(Places(bucket) for bucket in found)
+
+
+@lru_cache(maxsize=CACHED)
+def known(places: Places) -> Places:
+    """Return the first object that was equal, with all that was worked out of it."""
+    return places
+
+
+@lru_cache(maxsize=CACHED)
+def together(parts: tuple[Places, ...]) -> Places:
+    """Return the places of all buckets, in order."""
+    return parts[0] if len(parts) == 1 else Places(place for part in parts for place in part)
+
+
 class Book:
     """Blobs that both ends of a connection know, so that each travels once per connection.
 
@@ -59,12 +130,11 @@ class Book:
     def __init__(self) -> None:
         self._known: dict[bytes, bytes] = {}
 
-    def pack(self, blob: bytes) -> bytes:
+    def pack(self, blob: Blob) -> bytes:
         """Return the blob's key, and the blob itself the first time."""
-        key = _key_of(blob)
-        new = key not in self._known
-        self._known.setdefault(key, blob)
-        return b"".join((key, len(blob if new else b"").to_bytes(8, "little"), blob if new else b""))
+        data = b"" if blob.key in self._known else blob.data
+        self._known.setdefault(blob.key, blob.data)
+        return b"".join((blob.key, len(data).to_bytes(8, "little"), data))
 
     def unpack(self, data: bytes) -> tuple[bytes, bytes]:
         """Split the result of ``pack`` from what follows it: (blob, rest). Raises ``WeightSyncError`` if malformed."""
@@ -91,7 +161,7 @@ class TensorList:
         digests: 64 bits of each tensor's bytes, ``DIGEST`` bytes each, one after the other (``digests``).
     """
 
-    places: tuple[Place, ...]
+    places: Places
     digests: bytes
 
     def __len__(self) -> int:
@@ -100,12 +170,12 @@ class TensorList:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(place.nbytes for place in self.places)
+        return self.places.nbytes
 
     def checksum(self, adapter_config: dict[str, Any] | None = None) -> str:
         """Return xxh3-128 over name, dtype, shape and digest of the tensors in order, and over the adapter's config."""
         state = xxhash.xxh3_128(encode(adapter_config))
-        state.update(_identity(self.places))
+        state.update(self.places.identity)
         state.update(self.digests)
         return state.hexdigest()
 
@@ -116,7 +186,7 @@ class TensorList:
 
     def to_bytes(self, book: Book) -> bytes:
         """Return the places, as a part that travels once, and the digests."""
-        return book.pack(_encode_places(self.places)) + self.digests
+        return book.pack(self.places.blob) + self.digests
 
     @classmethod
     def from_bytes(cls, data: bytes, book: Book) -> Self:
@@ -140,25 +210,26 @@ class Plan:
         adapter_config: PEFT's ``adapter_config.json``.
     """
 
-    places: tuple[Place, ...]
+    places: Places
     adapter_config: dict[str, Any]
 
     def __post_init__(self) -> None:
         check_names("adapter", self.places)
 
-    @cached_property
+    @property
     def key(self) -> bytes:
         """Equal for equal plans."""
-        return _key_of(self.to_bytes())
+        return self.blob.key
 
-    def to_bytes(self) -> bytes:
-        """Return a line of JSON for the config, and one for the places."""
-        return encode(self.adapter_config) + b"\n" + _encode_places(self.places)
+    @cached_property
+    def blob(self) -> Blob:
+        """A line of JSON for the config, and one for the places."""
+        return Blob(encode(self.adapter_config) + b"\n" + self.places.blob.data)
 
     @classmethod
     @lru_cache(maxsize=16)
     def from_bytes(cls, data: bytes) -> Self:
-        """Parse the result of ``to_bytes``; equal bytes give the same object."""
+        """Parse the bytes of ``blob``; equal bytes give the same object."""
         config, _, places = data.partition(b"\n")
         try:
             return cls(_decode_places(places), decode(config, "plan"))
@@ -166,13 +237,12 @@ class Plan:
             raise WeightSyncError(f"malformed plan: {error!r}") from error
 
 
-def check_names(what: str, places: tuple[Place, ...]) -> None:
+def check_names(what: str, places: Places) -> None:
     """Raise ``WeightSyncError`` unless there is a tensor, and no two of one name; ``what`` begins the message."""
     if not places:
         raise WeightSyncError(f"the {what} holds no tensor; nothing was exported")
-    names = Counter(place.name for place in places)
-    if len(names) < len(places):
-        raise WeightSyncError(f"the {what} holds twice: {listed(name for name, count in names.items() if count > 1)}")
+    if places.repeated:
+        raise WeightSyncError(f"the {what} holds twice: {listed(places.repeated)}")
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:
@@ -187,22 +257,11 @@ def _key_of(blob: bytes) -> bytes:
 
 
 @lru_cache(maxsize=CACHED)
-def _encode_places(places: tuple[Place, ...]) -> bytes:
-    return encode(places)
-
-
-@lru_cache(maxsize=CACHED)
-def _decode_places(data: bytes) -> tuple[Place, ...]:
-    return tuple(
+def _decode_places(data: bytes) -> Places:
+    return Places(
         Place(name, dtype, tuple(shape), bucket, offset, nbytes)
         for name, dtype, shape, bucket, offset, nbytes in json.loads(data)
     )
-
-
-@lru_cache(maxsize=CACHED)
-def _identity(places: tuple[Place, ...]) -> bytes:
-    """Return the part of the places that a checksum covers; the division into buckets is not in it."""
-    return encode([place[:3] for place in places])
 
 
 def encode(tree: Any) -> bytes:

@@ -2,7 +2,7 @@
 """Export whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ class WeightExport(CheckpointEngineMixin):
     adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, AdapterOptimizer]
-    _viewed: tuple[Any, list[tuple[str, torch.Tensor]] | None] | None = None
+    _viewed: tuple[Any, tuple[tuple[str, torch.Tensor], ...] | None] | None = None
 
-    def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream whole tensors on every rank. All ranks must consume the stream to its end.
+    def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
+        """Stream whole tensors on every rank. All ranks must consume the stream to its end, once.
 
         Args:
             adapter_only: True yields the adapter under the names of PEFT's files; False the base weights, without the
@@ -42,9 +42,9 @@ class WeightExport(CheckpointEngineMixin):
         if not adapter_only:
             return stream_full(self._base_tensors(), self.groups)
         views = self._views()
-        return self.adapter.export() if views is None else iter(views)
+        return self.adapter.export() if views is None else views
 
-    def _views(self) -> list[tuple[str, torch.Tensor]] | None:
+    def _views(self) -> tuple[tuple[str, torch.Tensor], ...] | None:
         """Return the whole adapter as views of its parameters; None if a tensor has to be gathered or stacked.
 
         To list them takes some 50 microseconds per matrix, so the views are kept as long as the parameters stay where
@@ -56,7 +56,7 @@ class WeightExport(CheckpointEngineMixin):
         parameters = [parameter for _, parameter in self.adapter.parameters()]
         key = (self.adapter.name, tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters))
         if self._viewed is None or self._viewed[0] != key:
-            exported = list(self.adapter.export())
+            exported = tuple(self.adapter.export())
             places = {parameter.untyped_storage().data_ptr() for parameter in parameters}
             inside = all(tensor.untyped_storage().data_ptr() in places for _, tensor in exported)
             self._viewed = key, exported if inside else None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from megarl.checkpoint_engine.kernels.mix import mixed, program_table
-from megarl.checkpoint_engine.wire import Place
+from megarl.checkpoint_engine.wire import Places
 
 # 16-bit words that one program reads.
 BLOCK, WARPS = 4096, 8
@@ -24,7 +24,7 @@ class _Table(NamedTuple):
     blocks: torch.Tensor
 
 
-def range_digests(payload: torch.Tensor, places: tuple[Place, ...]) -> bytes:
+def range_digests(payload: torch.Tensor, places: Places) -> bytes:
     """Return ``splitmix.mix64`` of each place in a buffer ``[nbytes]`` uint8, 8 bytes each; waits for the buffer."""
     table = _table(places, payload.device)
     sums = torch.zeros(len(places), dtype=torch.int64, device=payload.device)
@@ -34,7 +34,7 @@ def range_digests(payload: torch.Tensor, places: tuple[Place, ...]) -> bytes:
 
 
 @lru_cache(maxsize=64)
-def _table(places: tuple[Place, ...], device: torch.device) -> _Table:
+def _table(places: Places, device: torch.device) -> _Table:
     starts, lengths = [place.offset // 2 for place in places], [place.nbytes // 2 for place in places]
     ranges, blocks = program_table(lengths, BLOCK)
     return _Table(*(torch.tensor(column, device=device) for column in (starts, lengths, ranges, blocks)))

@@ -12,7 +12,6 @@ layers = pytest.importorskip("vllm.lora.layers")
 from peft import LoraConfig  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 
-from megarl.checkpoint_engine.plan import by_bucket, end_of  # noqa: E402
 from megarl.checkpoint_engine.receiver import adapter_plan, mixtures, routers  # noqa: E402
 from megarl.checkpoint_engine.receiver.writer import HostWriter  # noqa: E402
 from megarl.checkpoint_engine.stream import plan_of, view_of  # noqa: E402
@@ -72,11 +71,11 @@ def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) ->
     buffers = adapter_plan.buffers_of(manager(module), SLOT)
     for buffer in buffers:
         buffer.fill_(7)
-    buckets = by_bucket(plan.places)
+    buckets = plan.places.buckets
     assert len(buckets) > 2
     writer = HostWriter([*map(spoil, buffers)] if spoil else buffers)
     for number, places in enumerate(buckets):
-        payload = torch.zeros(end_of(places), dtype=torch.uint8)
+        payload = torch.zeros(places.end, dtype=torch.uint8)
         for place in places:
             view_of(payload, place).copy_(tensors[place.name])
         writer.write(slot_plan, number, payload)

@@ -13,15 +13,21 @@ from hypothesis import strategies as st
 from megarl.checkpoint_engine import wire
 from megarl.checkpoint_engine.plan import ALIGNMENT, plan_buckets
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
-from megarl.checkpoint_engine.wire import KEY, Book, Place, Plan, TensorList
+from megarl.checkpoint_engine.wire import KEY, Blob, Book, Place, Places, Plan, TensorList
 from megarl.errors import WeightSyncError
 
 PLACE = Place("a.lora_A.weight", "bfloat16", (4, 8), 0, 0, 64)
 OTHER = PLACE._replace(name="b.lora_A.weight", offset=64)
 DIGEST = b"01234567"
-LIST = TensorList((PLACE, OTHER), DIGEST + DIGEST[::-1])
-ONE = TensorList((PLACE,), DIGEST)
+LIST = TensorList(Places((PLACE, OTHER)), DIGEST + DIGEST[::-1])
+ONE = TensorList(Places((PLACE,)), DIGEST)
 PACKED = LIST.to_bytes(Book())
+
+
+def packed(data: bytes) -> bytes:
+    return Book().pack(Blob(data))
+
+
 MANIFEST = Manifest(3, "adapter", LIST, {"r": 4})
 
 
@@ -41,7 +47,7 @@ def test_records_survive_the_wire() -> None:
 @pytest.mark.parametrize("change", [{"name": "c"}, {"dtype": "float16"}, {"shape": (8, 4)}, {"digest": b"f1234567"}])
 def test_the_checksum_covers_every_tensors_name_dtype_shape_and_bytes(change: dict) -> None:
     digests = change.pop("digest", DIGEST) + DIGEST[::-1]
-    changed = replace(MANIFEST, tensors=TensorList((PLACE._replace(**change), OTHER), digests))
+    changed = replace(MANIFEST, tensors=TensorList(Places((PLACE._replace(**change), OTHER)), digests))
     assert changed.checksum != MANIFEST.checksum
     with pytest.raises(WeightSyncError, match="checksum"):
         receipt(changed).check(MANIFEST.receipt)
@@ -49,7 +55,7 @@ def test_the_checksum_covers_every_tensors_name_dtype_shape_and_bytes(change: di
 
 def test_the_checksum_covers_order_and_the_adapters_config() -> None:
     assert DIGEST[::-1] + DIGEST != LIST.digests[::-1]
-    for tensors in (TensorList(LIST.places[::-1], DIGEST[::-1] + DIGEST), replace(LIST, digests=DIGEST * 2)):
+    for tensors in (TensorList(Places(LIST.places[::-1]), DIGEST[::-1] + DIGEST), replace(LIST, digests=DIGEST * 2)):
         assert replace(MANIFEST, tensors=tensors).checksum != MANIFEST.checksum
     assert replace(MANIFEST, adapter_config={"r": 8}).checksum != MANIFEST.checksum
 
@@ -66,8 +72,8 @@ def test_a_receipt_that_differs_is_refused_by_field(change: dict) -> None:
         ((-1, "adapter", ONE, {}), "version is -1"),
         ((True, "adapter", ONE, {}), "version is True"),
         ((0, "delta", ONE, {}), "kind is 'delta'"),
-        ((0, "adapter", TensorList((), b""), {}), "holds no tensor"),
-        ((0, "adapter", TensorList((PLACE, PLACE), DIGEST * 2), {}), "holds twice: 'a.lora_A.weight'"),
+        ((0, "adapter", TensorList(Places(), b""), {}), "holds no tensor"),
+        ((0, "adapter", TensorList(Places((PLACE, PLACE)), DIGEST * 2), {}), "holds twice: 'a.lora_A.weight'"),
         ((0, "adapter", ONE, None), "adapter_config"),
         ((0, "base", ONE, {}), "adapter_config"),
     ],
@@ -88,8 +94,8 @@ def test_a_malformed_record_is_a_sync_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", PACKED[:30], PACKED[:-1], PACKED + b"0", b"\n" + PACKED, PACKED.replace(b"float", b"fl0at"),
-     Book().pack(b"3"), Book().pack(b"[]") + b"0", Book().pack(b"[3]") + b"0" * 8,
-     Book().pack(b'[["a", "float32", [1], 0, 0]]') + b"0" * 8],
+     packed(b"3"), packed(b"[]") + b"0", packed(b"[3]") + b"0" * 8,
+     packed(b'[["a", "float32", [1], 0, 0]]') + b"0" * 8],
 )  # fmt: skip
 def test_a_malformed_list_of_tensors_is_a_sync_error(data: bytes) -> None:
     with pytest.raises(WeightSyncError, match="malformed"):
@@ -107,13 +113,13 @@ def test_what_both_ends_know_travels_once_per_connection() -> None:
 
 
 def test_places_are_encoded_and_parsed_once_whatever_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
-    wire._encode_places.cache_clear()
+    places = Places((PLACE, OTHER))
     wire._decode_places.cache_clear()
     calls = Counter()
     monkeypatch.setattr(wire, "encode", lambda tree, real=wire.encode: calls.update(["encode"]) or real(tree))
     monkeypatch.setattr(wire.json, "loads", lambda data, real=json.loads: calls.update(["parse"]) or real(data))
     for version in range(20):
-        part = TensorList(LIST.places, version.to_bytes(8, "little") + DIGEST)
+        part = TensorList(places, version.to_bytes(8, "little") + DIGEST)
         assert TensorList.from_bytes(part.to_bytes(Book()), Book()) == part
     assert calls == {"encode": 1, "parse": 1}
 
