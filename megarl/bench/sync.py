@@ -4,6 +4,7 @@
 import contextlib
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,17 +18,19 @@ from megarl.bench.settings import SyncBenchSettings
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
+from megarl.config.sections.eval import Sampling
 from megarl.lora import build_model
 from megarl.model.megatron_model import MegatronModel
+from megarl.parallel.groups import destroy_groups
 from megarl.sampler.plain_engine import time_plain_engine
 from megarl.sampler.process import SamplerProcess
 from megarl.types import Sample
 
-# Tokens that trainer and engine both score after the syncs, and requests that run while weights arrive.
+# Tokens that trainer and engine both score after the syncs; sizes of an engine.
 SCORED, REQUESTS, RESPONSE = 64, 8, 64
-# Pairs of generations, with and without a sync.
-PAIRS = 5
-# The longest that a generation may take, seconds.
+# Syncs while requests run, and the seconds before each.
+PAUSES, REST_SECONDS = 15, 0.4
+# The longest that a request may take, seconds.
 GENERATE_SECONDS = 120.0
 # Memory-backed files.
 TMPFS = "/dev/shm"
@@ -62,6 +65,7 @@ def bench_sync(
         if settings.disk:
             report("vLLM's own way: save, and load into a running engine")
             result["disk"] = _disk(settings, model, folder, Path(scratch), out)
+        destroy_groups()
         return result
 
 
@@ -146,6 +150,7 @@ def _measure(
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
         row["pause_ms"] = _pause(model, engines[0], weights, report)
+    weights.close()
     return [*rows, row]
 
 
@@ -193,25 +198,38 @@ def _difference(model: MegatronModel, engine: SamplerProcess) -> float:
 
 
 def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
-    """Return by how many milliseconds a sync delays requests that run: median over pairs with and without one."""
-    draw = np.random.default_rng(1)
-    prompts = [draw.integers(0, model.hf_config["vocab_size"], 8) for _ in range(REQUESTS)]
+    """Return by how many milliseconds a sync delays a request that runs: median over syncs of the longest delay.
 
-    def generate(sync: bool) -> float:
-        """Return the milliseconds that the requests take."""
+    Requests of one token follow each other. One that a sync or its end falls into is compared with the usual one.
+    """
+    prompt = np.random.default_rng(1).integers(0, model.hf_config["vocab_size"], 8)
+    one = Sampling(samples=1, temperature=1.0, top_p=1.0, max_tokens=1)
+    requests: list[tuple[float, float]] = []
+    syncs: list[tuple[float, float]] = []
+    enough = threading.Event()
+
+    def ask() -> None:
+        """Send requests, one after the other."""
+        while not enough.is_set():
+            began = time.perf_counter()
+            engine.turn(prompt, len(requests), None, one).result(GENERATE_SECONDS)
+            requests.append((began, time.perf_counter()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for _ in range(PAUSES):
+        time.sleep(REST_SECONDS)
+        model.version += 1
         began = time.perf_counter()
-        version = model.version
-        running = engine.start_generate(prompts, version)
-        if sync:
-            model.version += 1
-            weights.sync()
-        running.result(GENERATE_SECONDS)
-        took = (time.perf_counter() - began) * 1e3
-        report(f"adapter: {REQUESTS} requests {'with' if sync else 'without'} a sync: {took:.0f} ms")
-        return took
-
-    generate(False)
-    return statistics.median(generate(True) - generate(False) for _ in range(PAIRS))
+        weights.sync()
+        syncs.append((began, time.perf_counter()))
+    time.sleep(REST_SECONDS)
+    enough.set()
+    asking.join()
+    usual = statistics.median(end - start for start, end in requests)
+    hit = [[end - start for start, end in requests if end > began and start < ended + usual] for began, ended in syncs]
+    report(f"adapter: {len(requests)} requests of {usual * 1e3:.1f} ms; a sync hits {len(hit[0])}")
+    return statistics.median(max(times) - usual for times in hit) * 1e3
 
 
 def _copy_rate(model: MegatronModel, nbytes: int) -> float:

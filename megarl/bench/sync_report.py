@@ -52,6 +52,6 @@ def _notes(report: dict[str, Any]) -> list[str]:
                 lines.append(f"a sync of the adapter is {by_disk / row['ms']:.0f} times as fast as save and load")
     lines += [
         "sync: from the end of the device's work until the new version serves; trainer/* and receiver/* overlap",
-        "pause: delay of requests that run while the adapter arrives",
+        "pause: delay of a request of one token that runs while the adapter arrives",
     ]
     return lines

@@ -41,7 +41,9 @@ class CheckpointEngineMixin:
     _config: "CheckpointEngineConfig | None" = None
     _outbox: "Outbox | None" = None
     _plans: "dict[str, Plan | None] | None" = None
+    # What the plan of the active adapter is kept under, and the config that it was made from.
     _key: str
+    _adapted: "dict[str, Any] | None" = None
 
     def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Return full tensors under PEFT's (adapter) or Hugging Face's (base) names, on every rank. Collective.
@@ -81,7 +83,7 @@ class CheckpointEngineMixin:
             WeightSyncError: the transport cannot be opened.
         """
         self.finish_sync()
-        self._config = config
+        self._config, self._adapted = config, None
         if self.rank != 0:
             return None
         sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
@@ -140,7 +142,9 @@ class CheckpointEngineMixin:
             return [self.export_merged(changed_only=True) if kind == "merged" else self.export_weights(False)]
         assert self._config is not None
         self._plans = {} if self._plans is None else self._plans
-        self._key = json.dumps([self.export_adapter_config(), self._config.bucket_mib], sort_keys=True)
+        if self._adapted != (config := self.export_adapter_config()):
+            self._adapted = config
+            self._key = json.dumps([config, self._config.bucket_mib], sort_keys=True)
         new = self._key not in self._plans
         self._plans.setdefault(self._key, None)
         return [self.export_weights(True) for _ in range(1 + new)]

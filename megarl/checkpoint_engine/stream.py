@@ -4,24 +4,21 @@
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from megarl.checkpoint_engine.base import Receiver, Sender
-from megarl.checkpoint_engine.digests import digests_of
+from megarl.checkpoint_engine.digests import begin_digests
+from megarl.checkpoint_engine.filling import DTYPES, Filler, Filling, view_of
 from megarl.checkpoint_engine.plan import plan_buckets
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
 from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, known, listed, together
 from megarl.errors import WeightSyncError
 
 Named = tuple[str, torch.Tensor]
-# A bucket before it is filled: its places, and the tensors that belong there.
-Filling = tuple[Places, list[torch.Tensor]]
-
-DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
 
 class Stages:
@@ -53,7 +50,7 @@ class Outbox:
     def __init__(self, sender: Sender, bucket_bytes: int) -> None:
         self.sender, self._limit, self._book = sender, bucket_bytes, Book()
         self.stages = Stages()
-        self._views: dict[tuple[int, Places], list[torch.Tensor]] = {}
+        self._filler = Filler(keeps=sender.reuses_buffers)
         # The tensors that were sent last, if they are kept, their plan, and the buckets that they fill.
         self._kept: tuple[Iterable[Named], Plan, list[Filling]] | None = None
 
@@ -74,14 +71,14 @@ class Outbox:
             WeightSyncError: a dtype cannot be sent, the tensors are not those of the plan, or the transport failed.
         """
         parts: list[TensorList] = []
-        for places, held in self._planned(tensors, plan) if plan else _as_they_come(tensors, self._limit):
+        for filling in self._planned(tensors, plan) if plan else _as_they_come(tensors, self._limit):
             self.stages.end("export")
-            payload = self.sender.buffer(places.end)
+            payload = self.sender.buffer(filling.places.end)
             self.stages.end("wire")
-            self._fill(payload, places, held)
-            del held
+            digests = self._filler.fill(payload, filling)
             self.stages.end("gather")
-            parts.append(TensorList(places, digests_of(payload, places)))
+            parts.append(TensorList(filling.places, digests()))
+            del filling
             self.stages.end("hash")
             self.sender.put(Bucket(version, kind, parts[-1], plan).to_bytes(self._book), payload)
             self.stages.end("wire")
@@ -96,16 +93,6 @@ class Outbox:
         if self._kept is None or self._kept[0] is not tensors or self._kept[1] is not plan:
             self._kept = tensors, plan, list(_as_planned(tensors, plan))
         return self._kept[2]
-
-    @torch.no_grad()
-    def _fill(self, payload: torch.Tensor, places: Places, tensors: list[torch.Tensor]) -> None:
-        """Copy tensors into a bucket; a bucket that is used again keeps its views."""
-        key = (payload.data_ptr(), places)
-        if (views := self._views.get(key)) is None:
-            views = [view_of(payload, place) for place in places]
-            if self.sender.reuses_buffers:
-                self._views[key] = views
-        torch._foreach_copy_(views, tensors, non_blocking=payload.is_cuda)
 
 
 class Inbox:
@@ -123,8 +110,11 @@ class Inbox:
         self._manifest: Manifest | None = None
         self.stages = Stages()
 
-    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Yield each bucket's header and its bytes, ``[nbytes]`` uint8, which were checked against the digests.
+    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], None]]]:
+        """Yield each bucket's header, its bytes, ``[nbytes]`` uint8, and what raises if they are not those sent.
+
+        The digests are being formed when a bucket is yielded. Whoever waits for the device anyhow can call the check
+        then; it is made before the next bucket in any case.
 
         Raises:
             WeightSyncError: the transfer failed, or a tensor arrived damaged.
@@ -136,19 +126,20 @@ class Inbox:
                 self._manifest = Manifest.from_bytes(header, self._book)
                 return
             bucket = Bucket.from_bytes(header, self._book)
-            places, sent = bucket.tensors.places, bucket.tensors.digests
+            places = bucket.tensors.places
             check_fit(places, payload.nbytes)
-            if (actual := digests_of(payload, places)) != sent:
-                damaged = [place.name for place, at in _cut(places) if actual[at] != sent[at]]
-                raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
-            self._parts.append(bucket.tensors)
+            verify = lru_cache(maxsize=1)(partial(_verify, begin_digests(payload, places), bucket.tensors))
             self.stages.end("hash")
-            yield bucket, payload
+            yield bucket, payload, verify
+            verify()
+            self._parts.append(bucket.tensors)
             self.stages.end("load")
 
     def tensors(self) -> Iterator[Named]:
         """Yield ``(name, tensor)``. Each tensor is a view of its bucket, or a copy if the bucket will be used again."""
-        for bucket, payload in self.buckets():
+        for bucket, payload, verify in self.buckets():
+            verify()
+            self.stages.end("hash")
             for place in bucket.tensors.places:
                 view = view_of(payload, place)
                 yield place.name, view.clone() if self._receiver.reuses_buffers else view
@@ -177,7 +168,7 @@ class Inbox:
 
 def plan_of(tensors: Iterable[Named], adapter_config: dict[str, Any], bucket_bytes: int) -> Plan:
     """Plan the buckets of an adapter from its names, shapes and dtypes. The tensors' values are not read."""
-    places = [place for part, _ in _as_they_come(tensors, bucket_bytes) for place in part]
+    places = [place for filling in _as_they_come(tensors, bucket_bytes) for place in filling.places]
     # As it is after it has travelled, so that both ends have equal plans.
     return Plan(Places(places), json.loads(json.dumps(adapter_config)))
 
@@ -190,12 +181,6 @@ def joined(parts: list[TensorList]) -> TensorList:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if no value is NaN or infinite. One pass over the bytes; ``isfinite`` on a CPU makes several."""
     return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
-
-
-def view_of(payload: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return the tensor inside a bucket."""
-    part = payload[place.offset : place.offset + place.nbytes]
-    return part.view(DTYPES[place.dtype]).view(place.shape)
 
 
 @lru_cache(maxsize=64)
@@ -212,7 +197,7 @@ def _as_they_come(tensors: Iterable[Named], limit: int) -> Iterator[Filling]:
     """Yield each bucket's places and tensors."""
     for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, limit)):
         places = Places(_place(name, tensor, index, offset) for (name, tensor), offset in bucket)
-        yield known(places), [tensor for (_, tensor), _ in bucket]
+        yield Filling(known(places), [tensor for (_, tensor), _ in bucket])
 
 
 def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
@@ -229,7 +214,7 @@ def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
             ):
                 raise WeightSyncError(f"the adapter changed: tensor '{place.name}' was planned, '{name}' was exported")
             held.append(tensor)
-        yield places, held
+        yield Filling(places, held)
     if left := next(stream, None):
         raise WeightSyncError(f"the adapter changed: tensor '{left[0]}' was exported and not planned")
 
@@ -239,6 +224,13 @@ def _place(name: str, tensor: torch.Tensor, bucket: int, offset: int) -> Place:
     if dtype not in DTYPES:
         raise WeightSyncError(f"tensor '{name}' has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
     return Place(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes)
+
+
+def _verify(digests: Callable[[], bytes], sent: TensorList) -> None:
+    """Raise ``WeightSyncError`` if a tensor arrived damaged."""
+    if (actual := digests()) != sent.digests:
+        damaged = [place.name for place, at in _cut(sent.places) if actual[at] != sent.digests[at]]
+        raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
 
 
 def _cut(places: Places) -> Iterator[tuple[Place, slice]]:

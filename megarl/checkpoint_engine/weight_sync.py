@@ -101,6 +101,11 @@ class WeightSync:
 
         return self._drive(act)
 
+    def close(self) -> None:
+        """Disconnect from the engines on this rank; they keep what they have. A later sync connects again."""
+        self._manager = None
+        self._model.finish_sync()
+
     def _drive(self, act: Callable[[CheckpointEngineManager], T]) -> T:
         """Let rank 0's manager act, and all other ranks do what it asks for; the result on every rank."""
         if dist.get_rank() != 0:

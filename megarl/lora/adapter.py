@@ -20,7 +20,7 @@ from megarl.lora.files.stacked_experts import Place, locate_matrices, pack
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
-from megarl.lora.slot import Slot
+from megarl.lora.slot import Held, Slot
 from megarl.lora.targets.resolve import resolve_targets, unties
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
 from megarl.model.weights.streaming import stream_full
@@ -112,7 +112,11 @@ class LoraAdapter:
 
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """Return ``(PEFT name, parameter)`` of this rank's matrices, in the order of ``tensors()``."""
-        return [named for slot in self.slots for named in slot.matrices().items()]
+        return [(name, held[key]) for name, held, key in self._held]
+
+    @functools.cached_property
+    def _held(self) -> list[Held]:
+        return [held for slot in self.slots for held in slot.held]
 
     def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]:
         """Return the stage's matrices as sharded tensors, including those that other ranks hold.

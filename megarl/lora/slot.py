@@ -10,6 +10,9 @@ from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.peft.names import matrix_name
 
+# A matrix's PEFT name, the parameters of its module, and its name among them.
+Held = tuple[str, dict[str, torch.nn.Parameter], str]
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
@@ -29,10 +32,10 @@ class Slot:
 
     def matrices(self) -> dict[str, torch.nn.Parameter]:
         """Map PEFT names to this rank's matrices; empty if another rank holds them."""
-        return {name: held[key] for name, held, key in self._held}
+        return {name: held[key] for name, held, key in self.held}
 
     @cached_property
-    def _held(self) -> list[tuple[str, dict[str, torch.nn.Parameter | None], str]]:
+    def held(self) -> list[Held]:
         """Each matrix's PEFT name, the parameters of its module, and its name among them.
 
         A sync asks for all matrices, of which a mixture has tens of thousands; ``ParameterDict`` needs 5 microseconds

@@ -95,11 +95,12 @@ def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Call
     """Run a stage, print its progress and important lines, store ``(status, seconds)`` and the logs."""
     command, shown = command_of(stage, out)
     gpus, at, _ = stage.rpartition("@")
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
+    # A stage that is stuck says where, when its time is up.
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1"} | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
     log, start = out / f"{file_name(stage)}.log", time.monotonic()
     with log.open("w") as handle:
         process = subprocess.Popen(
-            ["timeout", "--kill-after=10", str(LIMIT), *command],
+            ["timeout", "--signal=ABRT", "--kill-after=10", str(LIMIT), *command],
             stdout=handle,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -9,32 +9,40 @@ import torch
 from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
 from megarl.checkpoint_engine.receiver.writer import HostWriter
 from megarl.checkpoint_engine.splitmix import mix64
-from megarl.checkpoint_engine.wire import Place
+from megarl.checkpoint_engine.wire import Place, Places
 from megarl.errors import WeightSyncError
 
 
 def check_digests(device: str) -> None:
     """Every range's digest is that of its bytes, at any offset and length; a flipped bit or two swapped words show."""
-    from megarl.checkpoint_engine.kernels.ranges import range_digests
+    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table, range_digests
 
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(0, 256, (70_000,), dtype=torch.uint8, generator=generator)
     sizes = [6, 0, 2, 8192, 8194, 40_000]
     starts = [0, 64, 64, 128, 8384, 20_000]
-    places = tuple(
+    places = Places(
         Place(f"t{i}", "bfloat16", (n // 2,), 0, at, n) for i, (at, n) in enumerate(zip(starts, sizes, strict=True))
     )
 
     def expected(payload: torch.Tensor) -> list[int]:
-        words = (payload[p.offset : p.offset + p.nbytes].clone().view(torch.uint16) for p in places)
-        return [mix64(part.numpy()) for part in words]
+        return [mix64(payload[p.offset : p.offset + p.nbytes].numpy().tobytes()) for p in places]
 
     def actual(payload: torch.Tensor) -> list[int]:
-        data = range_digests(payload.to(device), places)
-        return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+        return [number % 2**64 for number in range_digests(payload.to(device), places).tolist()]
 
     first = actual(host)
     assert first == expected(host) and first[1] == 0
+    parts = [host[p.offset : p.offset + p.nbytes].clone().to(device) for p in places]
+    filled = torch.zeros_like(host, device=device)
+    assert [number % 2**64 for number in flatten(filled, flatten_table(places, parts, filled.device)).tolist()] == first
+    for part, place in zip(parts, places, strict=True):
+        assert torch.equal(filled[place.offset : place.offset + place.nbytes], part)
+    covered = torch.zeros(len(host), dtype=torch.bool)
+    for place in places:
+        covered[place.offset : place.offset + place.nbytes] = True
+    assert not filled.cpu()[~covered].any()
+    assert copies(parts) and not copies([filled[1:9]]) and not copies([filled.view(2, -1).T])
     for change in ((30_001, 30_001), (30_000, 30_002)):
         other = host.clone()
         other[change[0]], other[change[1]] = host[change[1]], host[change[0]] ^ (change[0] == change[1])
@@ -63,16 +71,16 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
         buffers.append(torch.full((2, shape[0], shape[1] + 3), 7.0, dtype=dtype)[1, :, : shape[1]])
     plan = SlotPlan(tuple(jobs), ())
     theirs = [buffer.to(device) for buffer in buffers]
-    HostWriter(buffers).write(plan, 0, payload)
+    HostWriter(buffers).write(plan, 0, payload, lambda: None)
     filler = writer(theirs)
-    filler.write(plan, 0, payload.to(device))
+    filler.write(plan, 0, payload.to(device), lambda: None)
     for mine, other in zip(buffers, theirs, strict=True):
         if exact:
             assert torch.equal(mine, other.cpu())
         torch.testing.assert_close(mine, other.cpu())
     payload[640 * dtype.itemsize :].view(dtype)[31] = float("inf")
     try:
-        filler.write(plan, 0, payload.to(device))
+        filler.write(plan, 0, payload.to(device), lambda: None)
     except WeightSyncError as error:
         assert "not finite in 'job1'" in str(error)
     else:

@@ -15,8 +15,8 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
+from megarl.checkpoint_engine.filling import DTYPES
 from megarl.checkpoint_engine.receiver import mixtures, routers, stacked_experts
-from megarl.checkpoint_engine.stream import DTYPES
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
 from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write an adapter into one slot's buffers on a GPU: per bucket one kernel that writes, and one that reads back."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ class GpuWriter:
         self._plan: SlotPlan | None = None
         self._launches: dict[int, list[_Launch]] = {}
 
-    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
-        """See ``write_jobs.Writer``."""
+    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor, verify: Callable[[], None]) -> None:
+        """See ``write_jobs.Writer``. All kernels are launched before the first result is waited for."""
         if plan is not self._plan:
             self._plan, self._launches = plan, {}
         if bucket not in self._launches:
@@ -41,11 +42,12 @@ class GpuWriter:
             size = launch.source.itemsize
             whole = payload[: payload.numel() // size * size]
             results.append(write(whole, launch.table, launch.source, self._dtype))
+        verify()
         not_finite, different = [], []
         for launch, result in zip(self._launches[bucket], results, strict=True):
-            written, held, wrong = result.cpu()
+            unlike, wrong = result.cpu()
             not_finite += [launch.jobs[i].name for i in wrong.nonzero()[:, 0].tolist()]
-            different += [launch.jobs[i].name for i in (written != held).nonzero()[:, 0].tolist()]
+            different += [launch.jobs[i].name for i in unlike.nonzero()[:, 0].tolist()]
         refuse(not_finite, different)
 
     def _prepare(self, jobs: list[Job]) -> list[_Launch]:
@@ -76,6 +78,6 @@ class GpuWriter:
             "jobs": items,
             "blocks": blocks,
         }
-        whole = {name: torch.tensor(values, dtype=torch.int64) for name, values in columns.items()}
+        whole = {name: torch.as_tensor(values, dtype=torch.int64) for name, values in columns.items()}
         scaling = torch.tensor([job.scaling for job in jobs], dtype=torch.float32)
         return Jobs(**{name: tensor.to(self._device) for name, tensor in (whole | {"scaling": scaling}).items()})

@@ -72,12 +72,12 @@ class Slots:
             AdapterError, UnsupportedError: as ``plan_slot``.
         """
         plan = None
-        for number, (bucket, payload) in enumerate(inbox.buckets()):
+        for number, (bucket, payload, verify) in enumerate(inbox.buckets()):
             if bucket.plan is None:
                 raise WeightSyncError("the adapter came without its plan")
             plan = self._plan(bucket.plan)
             if bucket.version + 1 not in self._slot_of:
-                self._writer(slot).write(plan, number, payload)
+                self._writer(slot).write(plan, number, payload, verify)
         manifest, receipt = inbox.finish()
         if plan is None:
             raise WeightSyncError("the adapter came without any tensor")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define a writer of adapters into vLLM's buffers, and what all writers share: a bucket's jobs, and the refusal."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -13,13 +14,15 @@ from megarl.errors import WeightSyncError
 class Writer(Protocol):
     """Fills the buffers of one slot."""
 
-    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
+    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor, verify: Callable[[], None]) -> None:
         """Do the jobs of one bucket, and those without a source with the first bucket. Returns when all is read back.
 
         Args:
             plan: the jobs.
             bucket: index of the bucket.
             payload: its bytes, ``[nbytes]`` uint8.
+            verify: raises if they arrived damaged. Called before any other error is raised; a writer may have written
+                them by then, into a slot that nobody uses.
 
         Raises:
             WeightSyncError: a value is not finite, or a buffer does not hold what was written; names the matrices.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write matrices into padded buffers and read them back: with torch on a CPU, with two kernels per bucket on a GPU."""
 
+from collections.abc import Callable
+
 import torch
 
 from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
@@ -24,8 +26,9 @@ class HostWriter:
         self._buffers = buffers
         self._jobs: dict[int, tuple[SlotPlan, list[Job]]] = {}
 
-    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor) -> None:
+    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor, verify: Callable[[], None]) -> None:
         """See ``Writer``."""
+        verify()
         if bucket not in self._jobs or self._jobs[bucket][0] is not plan:
             self._jobs[bucket] = plan, jobs_of(plan, bucket)
         not_finite, different = [], []

@@ -12,9 +12,10 @@ layers = pytest.importorskip("vllm.lora.layers")
 from peft import LoraConfig  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 
+from megarl.checkpoint_engine.filling import view_of  # noqa: E402
 from megarl.checkpoint_engine.receiver import adapter_plan, mixtures, routers  # noqa: E402
 from megarl.checkpoint_engine.receiver.writer import HostWriter  # noqa: E402
-from megarl.checkpoint_engine.stream import plan_of, view_of  # noqa: E402
+from megarl.checkpoint_engine.stream import plan_of  # noqa: E402
 from megarl.errors import UnsupportedError, WeightSyncError  # noqa: E402
 from megarl.peft.names import PREFIX  # noqa: E402
 
@@ -78,7 +79,7 @@ def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) ->
         payload = torch.zeros(places.end, dtype=torch.uint8)
         for place in places:
             view_of(payload, place).copy_(tensors[place.name])
-        writer.write(slot_plan, number, payload)
+        writer.write(slot_plan, number, payload, lambda: None)
     return slot_plan
 
 
