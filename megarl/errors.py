@@ -61,6 +61,23 @@ class WorkerError(MegarlError, RuntimeError):
     """A trainer or sampler process died or raised; the cause is chained or quoted."""
 
 
+class LostError(WorkerError):
+    """Trainer ranks or engines died, give no sign of life, or did not answer in time.
+
+    Attributes:
+        names: of those participants.
+    """
+
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str], message: str) -> "LostError":
+        """Return the error about some participants."""
+        error = cls(message)
+        error.names = tuple(names)
+        return error
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to ``name``, or ``""``.
 

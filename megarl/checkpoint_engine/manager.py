@@ -25,7 +25,7 @@ class CheckpointEngineManager:
 
     A sink is healthy, or stale: it refuses to generate, since a sync or a check of it failed and what it holds is
     unknown. As long as one is stale, ``sync`` refuses. ``readmit`` brings it back. One whose process is dead needs a
-    successor first (``replace``).
+    successor first (``replace``); until then it is stale, or the others go on without it (``lose``).
     """
 
     def __init__(self, source: Source, sinks: Sequence[Sink], config: CheckpointEngineConfig) -> None:
@@ -38,8 +38,9 @@ class CheckpointEngineManager:
             raise WeightSyncError(
                 f"the samplers are named {names}; each needs a name of its own (SamplerProcess: index)"
             )
-        # Name of each stale sink -> why it is.
+        # Name of each stale sink -> why it is; the same of those that are gone.
         self._stale: dict[str, str] = {}
+        self._gone: dict[str, str] = {}
         # The endpoint of a transport that stays connected, the sinks that it is connected to, and whether adapters come
         # through it: receivers then wait for nothing else.
         self._endpoint: dict[str, Any] | None = None
@@ -51,6 +52,11 @@ class CheckpointEngineManager:
         """Map the names of the stale sinks to the reasons."""
         return dict(self._stale)
 
+    @property
+    def present(self) -> list[str]:
+        """Return the names of the sinks that take part in syncs: all but those that ``lose`` left out."""
+        return [name for name in self._sinks if name not in self._gone]
+
     def sync(self, version: int, kind: Kind) -> SyncReport:
         """Send one version's weights to every sampler and switch to them.
 
@@ -61,12 +67,14 @@ class CheckpointEngineManager:
 
         Raises:
             WeightSyncError: the sync failed; the message names the participant, the phase and the cause. Every sampler
-                is stale from then on.
+                that is present is stale from then on.
         """
         if self._stale:
             name, reason = next(iter(self._stale.items()))
             raise WeightSyncError(f"an earlier sync failed, and {name} was not readmitted since: {reason}")
-        return self._sync(list(self._sinks.values()), version, kind)
+        if not self.present:
+            raise WeightSyncError(f"no sampler is left: {'; '.join(self._gone.values())}")
+        return self._sync([self._sinks[name] for name in self.present], version, kind)
 
     def readmit(self, version: int, check: Callable[[list[str]], Any] = lambda names: None) -> list[SyncReport]:
         """Bring the stale sinks back: they forget everything, and get the base and a version.
@@ -106,11 +114,17 @@ class CheckpointEngineManager:
         """
         if sink.name not in self._sinks:
             raise WeightSyncError(f"no sampler is named '{sink.name}'; there are {', '.join(self._sinks)}")
+        self._gone.pop(sink.name, None)
         self._sinks[sink.name], self._stale[sink.name] = sink, reason
+
+    def lose(self, name: str, reason: str) -> None:
+        """Go on without a sampler whose process is dead, until ``replace`` brings its successor."""
+        self._gone[name] = reason
+        self._stale.pop(name, None)
 
     def refuse(self, reason: str) -> None:
         """Make every sampler stale, after a check outside of the sync failed."""
-        self._refuse(list(self._sinks.values()), reason)
+        self._refuse([self._sinks[name] for name in self.present], reason)
 
     def _sync(self, sinks: list[Sink], version: int, kind: Kind) -> SyncReport:
         """Sync to some sinks; they are stale if it fails."""

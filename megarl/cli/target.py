@@ -157,7 +157,7 @@ class TargetEngine:
         return self._engine.generate(prompts, version, seeds, sampling)
 
     def turn(
-        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, home: object = None
     ) -> Future[Completion]:
         """See ``SamplerProcess.turn``."""
         return self._engine.turn(prompt, seed, version, sampling)

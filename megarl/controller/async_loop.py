@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from megarl.controller.loop import (
-    RunState,
     check_canary,
     finish,
     first_evaluation,
@@ -26,6 +25,7 @@ from megarl.controller.rollouts.buffer import ScoredGroup
 from megarl.controller.rollouts.producer import Producer
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
+from megarl.controller.state import RunState
 
 
 def run(state: RunState) -> None:
@@ -56,7 +56,7 @@ def step(state: RunState, producer: Producer) -> None:
         metrics = state.trainers.update(rollout.samples(), rates)
     state.updates += len(rates)
     with timed(state, "sync"):
-        report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
+        report = state.recovery.sync()
     metrics |= check_canary(state) | measured | report.metrics()
     state.step += 1
     metrics |= producer.advance(state.step, state.updates)

@@ -4,85 +4,17 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
-from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.config import RunConfig
-from megarl.controller.actors.actor_handles import SamplerGroup, TrainerGroup
-from megarl.controller.canary import Canary
-from megarl.controller.recording.metrics import Recorder
-from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
+from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
 from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.episodes import Episodes
-from megarl.controller.rollouts.evaluation import Evaluation
-from megarl.controller.rollouts.judges import Judge
-from megarl.controller.rollouts.judging import Decode, judge, rules_of, score
+from megarl.controller.rollouts.judging import judge, rules_of, score
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
+from megarl.controller.state import RunState
 from megarl.errors import MegarlError, WeightSyncError
-
-
-@dataclass
-class RunState:
-    """The state of the loop, and the objects that it works with.
-
-    Attributes:
-        config: the run's config, resolved.
-        trainers, samplers, manager: the actors, and the manager of weight syncs between them.
-        judge: the process that scores completions, or plays the episodes of an environment.
-        stream, decode: the prompts; function: response ids -> text.
-        recorder: writes the metrics, rollouts and checkpoints of the run folder.
-        canary: compares trainer and engines after each sync, or None.
-        origin: ``settings`` and ``contents`` of the run. A resume is compared with them (``config.resume``).
-        evaluation: evaluates a version; None if there is nothing to evaluate on.
-        step: steps done so far.
-        updates: optimizer steps done so far; this is the policy version.
-        saved: step of the newest checkpoint.
-    """
-
-    config: RunConfig
-    trainers: TrainerGroup
-    samplers: SamplerGroup
-    manager: CheckpointEngineManager
-    judge: Judge
-    stream: PromptStream
-    decode: Decode
-    recorder: Recorder
-    canary: Canary | None = None
-    origin: dict[str, Any] = field(default_factory=dict)
-    evaluation: Evaluation | None = None
-    step: int = 0
-    updates: int = 0
-    saved: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @cached_property
-    def episodes(self) -> Episodes | None:
-        """Plays the episodes of an environment on the engines; None for a task of one turn."""
-        judge = self.judge
-        return Episodes(judge, self.samplers, self.config) if isinstance(judge, EpisodeProcess) else None
-
-    def to_json(self, stream: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the controller's part of a checkpoint, with another state of the stream if given."""
-        stream = self.stream.state() if stream is None else stream
-        return {"step": self.step, "updates": self.updates, "stream": stream, "run": self.origin}
-
-    def restore(self, state: dict[str, Any], *, other_data: bool = False) -> None:
-        """Restore the result of a checkpoint's ``to_json``.
-
-        Args:
-            state: that result.
-            other_data: True if the prompts have changed, as the user asked: the run continues with a new epoch.
-        """
-        self.step, self.updates = state["step"], state["updates"]
-        self.saved = self.step
-        if other_data:
-            self.stream.begin_epoch(state["stream"]["epoch"] + 1)
-        else:
-            self.stream.restore(state["stream"])
 
 
 def run(state: RunState) -> None:
@@ -113,7 +45,7 @@ def evaluate(state: RunState) -> dict[str, float]:
     if state.evaluation is None or not due:
         return {}
     with timed(state, "eval"):
-        evaluated = state.evaluation.run(state.samplers, state.updates, state.trainers.watch.check)
+        evaluated = state.evaluation.run(state.samplers, state.updates, state.samplers.look)
     return state.recorder.evaluation(state.step, state.updates, evaluated)
 
 
@@ -152,10 +84,8 @@ def saved_if_interrupted(state: RunState, snapshot: Callable[[], dict[str, Any]]
 
 def first_sync(state: RunState) -> None:
     """Sync the base weights, then the policy, also at version 0. Nothing is sampled before both are verified."""
-    section = state.config.checkpoint_engine
-    if section.base_weights == "send":
-        state.recorder.note(state.manager.sync(state.updates, "base"))
-    state.recorder.note(state.manager.sync(state.updates, section.content))
+    for report in state.recovery.first_sync():
+        state.recorder.note(report)
     check_canary(state)
 
 
@@ -192,7 +122,7 @@ def step(state: RunState) -> None:
     check_mismatch(metrics, train.max_mismatch)
     state.updates += len(rates)
     with timed(state, "sync"):
-        report = state.manager.sync(state.updates, state.config.checkpoint_engine.content)
+        report = state.recovery.sync()
     metrics |= check_canary(state) | report.metrics()
     state.step += 1
     finish(state, rollout, metrics, state.to_json)
@@ -216,7 +146,8 @@ def draw(state: RunState, count: int) -> Rollout:
         if state.episodes:
             answers = state.episodes.play(prompts, state.updates)
         else:
-            answers = state.samplers.generate([prompt.ids for prompt in prompts], state.updates)
+            seeds = [seed_of(state.config.sampler.seed, prompt.place) for prompt in prompts if prompt.place]
+            answers = state.samplers.generate([prompt.ids for prompt in prompts], state.updates, seeds)
     with timed(state, "reward"):
         return scored(state, prompts, answers)
 
@@ -243,7 +174,7 @@ def scored(
     return score(
         prompts,
         answers,
-        lambda groups: process.score(groups, state.trainers.watch.check),
+        lambda groups: process.score(groups, state.trainers.check),
         state.decode,
         rules,
         group=state.config.sampler.samples_per_prompt,
@@ -281,6 +212,7 @@ def record(state: RunState, rollout: Rollout, metrics: dict[str, float]) -> None
         "drawn_prompts": float(len(rollout.prompts)),
         "dropped_groups": float(len(dropped)),
         **metrics,
+        **state.recovery.metrics(),
         **{f"seconds/{name}": value for name, value in state.seconds.items()},
         "seconds": seconds,
         "rollout_write_seconds": written,

@@ -130,7 +130,7 @@ class SamplerProcess:
         return self._call("sample", list(prompts), list(seeds))
 
     def turn(
-        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, home: Any = None
     ) -> Future[Completion]:
         """Start to draw one turn of an episode; see ``VllmSampler.turn``. There is one engine only."""
         return self._call("turn", prompt, seed, version, sampling)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run one vLLM engine that answers from verified policy versions: token ids in, token ids and logprobs out.
 
-It needs a process of its own, with ``prepare_environment`` called before this module is imported: vLLM sets the default
-process group and the thread count of the process that holds it.
+It needs a process of its own, with ``prepare_environment`` called before: vLLM sets process group and thread count.
 
-Reproducibility: each prompt has a seed made from ``sampler.seed``, the engine's index, the version and the position in
-the version's calls. The same calls therefore give the same completions, except for rounding that depends on the
-composition of vLLM's batches, hence on timing.
+A prompt has the seed it is given, or one made from ``sampler.seed``, the engine's index, the version and the position
+in the version's calls. The same calls give the same completions, but for rounding that depends on vLLM's batches.
 """
 
 import asyncio
@@ -94,7 +92,7 @@ class VllmSampler:
 
         Raises:
             ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
-            WorkerError: vLLM did not start; the cause is chained.
+            WorkerError: vLLM did not start.
         """
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -125,7 +123,7 @@ class VllmSampler:
         Args:
             prompts: token ids of each prompt, int64 ``[P]``, 1 <= P <= sampler.max_prompt_tokens.
             version: the policy version that must answer.
-            seeds: seed of each prompt, 31 bits; None: drawn from ``sampler.seed`` and the version's number of calls.
+            seeds: of each prompt, 31 bits.
             sampling: how an evaluation draws; None: as in training.
 
         Returns:
@@ -261,6 +259,10 @@ class VllmSampler:
             WorkerError: the engine died.
         """
         await self._arrivals.readmit()
+
+    def is_dead(self) -> bool:
+        """Return True if the engine's process has died."""
+        return self._alive().errored
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
         """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""

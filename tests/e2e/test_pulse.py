@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from megarl.controller.actors.actor_handles import Limit, wait_all
+from megarl.controller.actors.calls import Limit, wait_all
 from megarl.controller.actors.logs import logs_exceptions
 from megarl.controller.actors.pulse import Participant, Watch
 from megarl.errors import DataError, WorkerError
@@ -103,7 +103,7 @@ def test_a_stopped_process_is_named_while_another_is_waited_for_and_is_gone_in_t
     stopped.suspend()
     began = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        wait_all({"trainer rank 0": run.actors["trainer rank 0"].wait.remote(60)}, run.watch)
+        wait_all({"trainer rank 0": run.actors["trainer rank 0"].wait.remote(60)}, run.watch, watched=["sampler 0"])
     assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 25
     first, last = str(caught.value).splitlines()
     assert first.startswith("sampler 0 has given no sign of life for") and "(train.hang_seconds is 3)" in first
@@ -119,7 +119,7 @@ def test_a_participant_that_goes_on_in_time_or_is_not_asked_for_ends_nothing(sta
     sampler = psutil.Process(run.processes["sampler 0"][0])
     sampler.suspend()
     time.sleep(HANG_SECONDS + 2)
-    wait_all({"trainer rank 0": run.actors["trainer rank 0"].wait.remote(1)}, run.watch, alone=True)
+    wait_all({"trainer rank 0": run.actors["trainer rank 0"].wait.remote(1)}, run.watch)
     sampler.resume()
     time.sleep(2.5)
     wait_all(run.call("wait", HANG_SECONDS + 1), run.watch)

@@ -56,6 +56,10 @@ class SamplerConfig(Section):
     max_num_seqs: int = Field(256, ge=1)
     """Most sequences that one engine decodes at the same time."""
     generate_seconds: float = Field(3600.0, gt=0.0)
-    """Limit of sampling one step's completions, seconds."""
+    """Limit of sampling the completions of one prompt, or one turn of an episode, once an engine has it, seconds. An
+    engine that takes longer is lost."""
+    max_restarts: int = Field(3, ge=0)
+    """How many times engines that died, hang (``train.hang_seconds``) or do not answer (``generate_seconds``) are
+    started again before the run ends; all engines together. Their prompts go to the others, with the same seeds."""
     seed: int = Field(0, ge=0)
-    """Base of the engines' seeds."""
+    """Base of the samples' seeds. Each depends on this, the prompt's place in the data and the sample's index alone."""

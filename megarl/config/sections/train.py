@@ -84,8 +84,12 @@ class TrainConfig(Section):
     """Keep the completions of only this many last steps, and of as many evaluations. Default: all, about 34 KB per
     1,000 tokens."""
     hang_seconds: float = Field(120.0, ge=5.0)
-    """The run ends if the process of a trainer rank or engine gives no sign of life for this many seconds, because it
-    is stopped, frozen or cut off."""
+    """A trainer rank or engine is lost if its process gives no sign of life for this many seconds, because it is
+    stopped, frozen or cut off."""
+    max_restarts: int = Field(3, ge=0)
+    """How many times all trainer ranks are started again from the last checkpoint before the run ends, after one of
+    them died, hangs (``hang_seconds``) or exceeded a limit (``*_seconds``). Lost engines have their own number:
+    ``sampler.max_restarts``."""
     build_seconds: float = Field(1800.0, gt=0.0)
     """Limit of building the model in all trainer ranks, and of starting all engines, seconds."""
     update_seconds: float = Field(3600.0, gt=0.0)

@@ -23,14 +23,14 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.controller.actors.logs import log_file, redirect_output
-from megarl.errors import WorkerError
+from megarl.errors import LostError, WorkerError
 
 NAMESPACE = b"megarl-pulse"
 BEAT_SECONDS = 1.0
 # Children come and go rarely, and finding them means reading all of /proc.
 BEATS_PER_SEARCH = 10
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-# Seconds to wait for the processes killed on other nodes.
+# Seconds to wait for the processes that are killed.
 KILL_SECONDS = 5.0
 
 
@@ -39,13 +39,13 @@ class Participant:
     """An actor that is watched, as the actor itself is told of it.
 
     Attributes:
-        run: ``Watch.run``.
+        key: under which its signs are kept.
         name: its name, for messages.
         index: its index among the actors of its kind.
         log: the file of its output.
     """
 
-    run: str
+    key: str
     name: str
     index: int
     log: Path
@@ -58,7 +58,7 @@ class Participant:
         """
         size = redirect_output(self.log)
         node = ray.get_runtime_context().get_node_id()
-        threading.Thread(target=_beat, args=(f"{self.run}/{self.name}", node), daemon=True).start()
+        threading.Thread(target=_beat, args=(self.key, node), daemon=True).start()
         return size
 
 
@@ -122,33 +122,52 @@ class Watch:
         self.run, self.logs, self._limit = f"{os.getpid()}-{time.time_ns()}", logs, hang_seconds
         self._names, self._node = tuple(names), ray.get_runtime_context().get_node_id()
         self._seen: dict[str, _Seen] = {}
+        self._keys = {name: f"{self.run}/{name}" for name in names}
         self._looked = time.monotonic()
         self._end = threading.Event()
         threading.Thread(target=self._look, daemon=True).start()
 
     def participant(self, name: str, index: int) -> Participant:
         """Return the participant ``name``, for its actor."""
-        return Participant(self.run, name, index, log_file(self.logs, name))
+        return Participant(self._keys[name], name, index, log_file(self.logs, name))
+
+    def end(self, name: str) -> None:
+        """Kill the processes of a participant with SIGKILL. What has its name next is another one."""
+        self._keys[name] = f"{self.run}/{time.time_ns()}/{name}"
+        if seen := self._seen.pop(name, None):
+            self._kill([seen])
 
     def check(self, names: Sequence[str] | None = None) -> None:
-        """Raise ``WorkerError`` if a participant has given no sign of life for ``train.hang_seconds``.
+        """Raise ``LostError`` if a participant has given no sign of life for ``train.hang_seconds``.
 
         Args:
             names: participants to check; default: all.
+
+        Raises:
+            WorkerError: see ``check_head``.
         """
+        self.check_head()
+        for name in self._names if names is None else names:
+            if self.silence(name) > self._limit:
+                raise LostError.of(
+                    [name],
+                    f"{name} has given no sign of life for {self.silence(name):.0f} s (train.hang_seconds is "
+                    f"{self._limit:g}): {self._why(self._seen[name].sign)}{self.log_note(name)}",
+                )
+
+    def silence(self, name: str) -> float:
+        """Return the seconds since a participant's last sign of life; 0 before the first one."""
+        seen = self._seen.get(name)
+        return self._looked - seen.at if seen is not None else 0.0
+
+    def check_head(self) -> None:
+        """Raise ``WorkerError`` if the head of the Ray cluster has not answered for ``train.hang_seconds``."""
         if self._head_silence() > self._limit:
             time.sleep(3 * BEAT_SECONDS)  # in case this process itself was stopped until a moment ago
             if (silence := self._head_silence()) > self._limit:
                 raise WorkerError(
                     f"the head of the Ray cluster has not answered for {silence:.0f} s (train.hang_seconds is "
                     f"{self._limit:g})"
-                )
-        for name in self._names if names is None else names:
-            seen = self._seen.get(name)
-            if seen is not None and self._looked - seen.at > self._limit:
-                raise WorkerError(
-                    f"{name} has given no sign of life for {self._looked - seen.at:.0f} s (train.hang_seconds is "
-                    f"{self._limit:g}): {self._why(seen.sign)}{self.log_note(name)}"
                 )
 
     def _head_silence(self) -> float:
@@ -177,8 +196,11 @@ class Watch:
 
     def kill_left(self) -> None:
         """Kill every process that gave a sign, and its children, with SIGKILL: a stopped process ignores the rest."""
+        self._kill(list(self._seen.values()))
+
+    def _kill(self, signs: Sequence[_Seen]) -> None:
         tasks = []
-        for seen in self._seen.values():
+        for seen in signs:
             victims = [seen.sign["process"], *seen.sign["children"]]
             if seen.sign["node"] == self._node:
                 kill(victims)
@@ -194,7 +216,7 @@ class Watch:
         while not self._end.wait(BEAT_SECONDS):
             now = time.monotonic()
             if now - before > self._limit / 2:  # this process was stopped, not the others
-                for seen in self._seen.values():
+                for seen in list(self._seen.values()):
                     seen.at += now - before
             before = now
             with contextlib.suppress(Exception):
@@ -203,8 +225,9 @@ class Watch:
                 self._looked = now
 
     def _look_at(self, name: str, now: float) -> None:
-        value = internal_kv._internal_kv_get(f"{self.run}/{name}", namespace=NAMESPACE)
-        if value is None:
+        key = self._keys[name]
+        value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+        if value is None or key != self._keys[name]:
             return
         sign, seen = json.loads(value), self._seen.get(name)
         if seen is None:
@@ -215,9 +238,12 @@ class Watch:
 
 
 def kill(processes: Sequence[Sequence[float]]) -> None:
-    """Send SIGKILL to each ``(pid, start time)`` of this host, if it is still the same process."""
+    """Send SIGKILL to each ``(pid, start time)`` of this host, if it is still the same process, and wait for it."""
+    killed = []
     for pid, started in processes:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(int(pid))
             if abs(process.create_time() - started) < 1:
                 process.kill()
+                killed.append(process)
+    psutil.wait_procs(killed, timeout=KILL_SECONDS)

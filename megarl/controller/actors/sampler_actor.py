@@ -38,21 +38,19 @@ class SamplerEngine:
         """See ``VllmSampler.memories``."""
         return await self.sampler.memories()
 
-    async def generate(
-        self,
-        prompts: list[np.ndarray],
-        version: int,
-        seeds: list[int] | None = None,
-        sampling: Sampling | None = None,
-    ) -> list[list[Completion]]:
-        """See ``VllmSampler.generate``."""
-        with self._with_cause():
-            return await self.sampler.generate(prompts, version, seeds, sampling)
+    async def ping(self) -> None:
+        """Raise ``WorkerError`` if vLLM's own process is dead."""
+        if self.sampler.is_dead():
+            raise WorkerError("its vLLM process died")
 
-    async def sample(self, prompt: np.ndarray, seed: int) -> list[Completion]:
-        """Sample completions of one prompt; see ``VllmSampler.sample``."""
+    async def sample(
+        self, prompt: np.ndarray, seed: int, version: int | None = None, sampling: Sampling | None = None
+    ) -> list[Completion]:
+        """Sample completions of one prompt from one version, or from whichever is current; see ``VllmSampler``."""
         with self._with_cause():
-            return (await self.sampler.sample([prompt], [seed]))[0]
+            if version is None:
+                return (await self.sampler.sample([prompt], [seed]))[0]
+            return (await self.sampler.generate([prompt], version, [seed], sampling))[0]
 
     async def turn(self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling) -> Completion:
         """Draw one turn of an episode; see ``VllmSampler.turn``."""

@@ -49,6 +49,9 @@ class TrainerRank:
 
         return own_memory()
 
+    def ping(self) -> None:
+        """Answer; not a collective."""
+
     def sees(self, path: str) -> bool:
         """Return True if a file or folder exists on this rank's node; not a collective."""
         return os.path.exists(path)

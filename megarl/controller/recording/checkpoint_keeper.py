@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.controller.actors.actor_handles import TrainerGroup
+from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.files import discard
 from megarl.run_folder import CHECKPOINTS, STEP, checkpoints, is_complete
 
@@ -54,6 +54,10 @@ class CheckpointKeeper:
         trainers.call("finish_checkpoint")
         self._saving = None
         self._prune()
+
+    def forget(self) -> None:
+        """Do not wait for the newest checkpoint any more: its writers are gone."""
+        self._saving = None
 
     def rescue(self, trainers: TrainerGroup) -> str | None:
         """Wait until the checkpoint that is being written is complete; return why it is not, or None."""

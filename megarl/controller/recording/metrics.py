@@ -12,7 +12,7 @@ from typing import Any
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.config import RunConfig, dump_config
 from megarl.config.resume import settings_of
-from megarl.controller.actors.actor_handles import TrainerGroup
+from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.background import Background
 from megarl.controller.recording.checkpoint_keeper import CheckpointKeeper
 from megarl.controller.recording.memory import MemoryWatch
@@ -111,6 +111,13 @@ class Recorder:
         )
         self.phase("trackers")  # some take seconds to import
         self._feeds.open(run)
+
+    def go_back(self, resumption: Resumption) -> None:
+        """Set aside what is later than a checkpoint of this session, and go on from there."""
+        self._rollouts.wait()
+        self._checkpoints.forget()
+        self._feeds.finish(None)
+        self.begin(resumption)
 
     def phase(self, name: str) -> None:
         """Show the current phase."""

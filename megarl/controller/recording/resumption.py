@@ -103,6 +103,19 @@ def find_resumption(folder: Path, config: RunConfig, contents: Mapping[str, Any]
     return Resumption(folder, checkpoint, extra["step"], rows, later, changed, notes)
 
 
+def find_last(folder: Path, config: RunConfig, contents: Mapping[str, Any]) -> Resumption:
+    """Return the state of the newest complete checkpoint that the session itself goes back to, or of step 0.
+
+    Args, Raises:
+        See ``find_resumption``.
+    """
+    if checkpoints(folder):
+        config = config.model_copy(update={"train": config.train.model_copy(update={"resume_step": None})})
+        return find_resumption(folder, config, contents)
+    rows, later, _ = _read_metrics(folder / METRICS, 0)
+    return Resumption(folder, folder / CHECKPOINTS / STEP.format(0), 0, rows, later)
+
+
 def _choose(folder: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint of a step, or the newest one, with the controller's state in it."""
     complete = checkpoints(folder)

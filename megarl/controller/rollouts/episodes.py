@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Play the episodes of a run on its engines, for both loops."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Protocol
@@ -10,7 +10,8 @@ import numpy as np
 
 from megarl.config import RunConfig
 from megarl.config.sections.eval import Sampling
-from megarl.controller.actors.actor_handles import SamplerGroup
+from megarl.controller.actors.dispatch import Home
+from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.episode_process import Ask, EpisodeProcess
 from megarl.environments.episode import Played
@@ -21,7 +22,7 @@ class Turns(Protocol):
     """A source of turns: the engines of a run, or one engine."""
 
     def turn(
-        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, engine: int = 0
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, home: Home | None = None
     ) -> "Future[Completion]":
         """Start to draw one turn of an episode; see ``VllmSampler.turn``."""
         ...
@@ -34,7 +35,7 @@ class Episodes:
 
     Attributes:
         process: plays them.
-        engines, watch: of the samplers.
+        look: of the samplers.
     """
 
     def __init__(self, process: EpisodeProcess, samplers: SamplerGroup, config: RunConfig) -> None:
@@ -45,9 +46,13 @@ class Episodes:
             config: the run's config.
         """
         self.process, self._samplers, self._seed = process, samplers, config.sampler.seed
-        self.engines, self.watch = samplers.engines, samplers.watch
         section = config.sampler
         self._sampling = Sampling(section.samples_per_prompt, section.temperature, 1.0, section.max_response_tokens)
+
+    @property
+    def look(self) -> Callable[[], None]:
+        """See ``SamplerGroup``."""
+        return self._samplers.look
 
     def play(self, prompts: Sequence[EncodedPrompt], version: int) -> list[list[Played]]:
         """Play episodes under one policy version, spread over the engines.
@@ -59,32 +64,32 @@ class Episodes:
         Returns:
             ``[P][G]``.
         """
-        asks = [self._ask(version, index) for index in range(len(prompts))]
+        asks = [self._ask(version) for _ in prompts]
         seeds = [seed_of(self._seed, prompt.place) for prompt in prompts if prompt.place is not None]
-        return self.process.play(prompts, asks, seeds, self._sampling, self.watch.check)
+        return self.process.play(prompts, asks, seeds, self._sampling, self.look)
 
-    def start(self, engine: int, prompt: EncodedPrompt, seed: int) -> "Future[list[Played]]":
+    def start(self, prompt: EncodedPrompt, seed: int) -> "Future[list[Played]]":
         """Start the episodes of one prompt, each token under whichever version is current."""
-        return self.process.start(prompt, self._ask(None, engine), seed, self._sampling)
+        return self.process.start(prompt, self._ask(None), seed, self._sampling)
 
     def finished(
-        self, engines: "Mapping[Future[list[Played]], int]", seconds: float
+        self, futures: "Sequence[Future[list[Played]]]", seconds: float
     ) -> "list[tuple[Future[list[Played]], list[Played]]]":
         """Return the groups that are done; see ``SamplerGroup.finished``."""
         self.process.check_time()
-        done = wait(engines, seconds, FIRST_COMPLETED).done if engines else ()
-        return [(future, future.result()) for future in engines if future in done]
+        done = wait(futures, seconds, FIRST_COMPLETED).done if futures else ()
+        return [(future, future.result()) for future in futures if future in done]
 
     def cancel(self, references: "Sequence[Future[list[Played]]]") -> None:
         """Cancel episodes that nobody waits for any more."""
         self.process.cancel(references)
 
-    def _ask(self, version: int | None, engine: int) -> Ask:
-        return partial(ask_engine, self._samplers, version, engine)
+    def _ask(self, version: int | None) -> Ask:
+        return partial(ask_engine, self._samplers, version, Home())
 
 
 def ask_engine(
-    sampler: Turns, version: int | None, engine: int, ids: np.ndarray, seed: int, sampling: Sampling
+    sampler: Turns, version: int | None, home: Home, ids: np.ndarray, seed: int, sampling: Sampling
 ) -> "Future[Completion]":
     """Ask an engine for a turn; see ``VllmSampler.turn``."""
-    return sampler.turn(ids, seed, version, sampling, engine)
+    return sampler.turn(ids, seed, version, sampling, home)

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.dispatch import Home
 from megarl.controller.actors.logs import log_file
 from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.controller.rollouts.episode_process import EpisodeProcess
@@ -88,7 +89,7 @@ class Evaluation:
         Args:
             sampler: the engine or engines, which must hold the version.
             version: the policy version.
-            look: called now and then while rewards are computed; what it raises ends the wait.
+            look: called now and then while it waits; what it raises ends the wait.
 
         Raises:
             MegarlError: sampling or scoring failed.
@@ -124,7 +125,7 @@ class Evaluation:
     ) -> Rollout:
         process = self._judge(one)
         if isinstance(process, EpisodeProcess):
-            asks = [partial(ask_engine, sampler, version, index) for index in range(len(prompts))]
+            asks = [partial(ask_engine, sampler, version, Home()) for _ in prompts]
             played = process.play(prompts, asks, seeds, one.sampling, look)
             return judge(prompts, played, Rules(), version=version)
         return score(

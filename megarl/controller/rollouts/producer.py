@@ -2,19 +2,17 @@
 """Keep the engines busy in a thread: send prompts, score what comes back, and fill the buffer."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, Self
 
 from megarl.config import RunConfig
-from megarl.controller.actors.actor_handles import SamplerGroup
+from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.buffer import GroupBuffer, ScoredGroup
 from megarl.controller.rollouts.data import EncodedPrompt, Place, PromptStream, seed_of
 from megarl.controller.rollouts.episodes import Episodes
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.environments.episode import Played
-from megarl.errors import WorkerError
 from megarl.types import Completion
 
 # Seconds that the thread waits for completions before it looks whether more may start.
@@ -26,26 +24,22 @@ Score = Callable[[Sequence[EncodedPrompt], Sequence[Any]], Rollout]
 
 
 class Running(NamedTuple):
-    """A prompt that an engine works on.
+    """A prompt that is sampled.
 
     Attributes:
-        engine: index of the engine.
         prompt: the prompt.
         place: its place in the stream.
-        since: when it was sent, monotonic seconds.
     """
 
-    engine: int
     prompt: EncodedPrompt
     place: Place
-    since: float
 
 
 class Producer:
     """Samples and scores groups ahead of the trainer, at most as far as ``train.max_staleness`` allows.
 
-    A group is started only if the batch that it will belong to begins at most ``max_staleness`` versions later. Each
-    goes to the engine with the fewest groups. Used as a context manager: the thread runs in the block.
+    A group is started only if the batch that it will belong to begins at most ``max_staleness`` versions later. Used
+    as a context manager: the thread runs in the block.
     """
 
     def __init__(
@@ -97,9 +91,9 @@ class Producer:
         Raises:
             MegarlError: sampling or scoring failed.
         """
-        count, watch = self._config.train.prompts_per_step, self._samplers.watch
+        count = self._config.train.prompts_per_step
         while True:
-            self._buffer.wait_for(count, watch.check)
+            self._buffer.wait_for(count, self._samplers.look)
             with self._lock:
                 if self._config.train.stale_groups == "repeat":
                     self._repeat_stale()
@@ -162,29 +156,17 @@ class Producer:
                 if not self._may_start():
                     return
                 [prompt] = self._stream.next(1)
-                load = [0] * len(self._samplers.engines)
-                for running in self._running.values():
-                    load[running.engine] += 1
-                engine = load.index(min(load))
                 assert prompt.place is not None
-                reference = self._samplers.start(engine, prompt, seed_of(self._config.sampler.seed, prompt.place))
-                self._running[reference] = Running(engine, prompt, prompt.place, time.monotonic())
+                future = self._samplers.start(prompt, seed_of(self._config.sampler.seed, prompt.place))
+                self._running[future] = Running(prompt, prompt.place)
 
     def _collect(self) -> None:
-        """Take what is complete, and score it; refuse to wait longer than ``sampler.generate_seconds`` for a group."""
-        engines = {reference: running.engine for reference, running in self._running.items()}
-        for reference, completions in self._samplers.finished(engines, LOOK_SECONDS):
+        """Take what is complete, and score it."""
+        for future, completions in self._samplers.finished(list(self._running), LOOK_SECONDS):
             with self._lock:
-                self._unscored.append((self._running.pop(reference), completions))
+                self._unscored.append((self._running.pop(future), completions))
         self._keep_scored()
         self._score_next()
-        limit = self._config.sampler.generate_seconds
-        for running in self._running.values():
-            if time.monotonic() - running.since > limit:
-                raise WorkerError(
-                    f"sampler {running.engine} did not answer prompt '{running.prompt.prompt.id}' within "
-                    f"sampler.generate_seconds ({limit:g} s)"
-                )
         if not self._running:
             self._end.wait(LOOK_SECONDS)
 

@@ -14,14 +14,15 @@ from peft import LoraConfig
 from megarl.cli.resume import load_resumed_config
 from megarl.config import RunConfig, check_run, load_config
 from megarl.config.resume import settings_of
-from megarl.controller import loop
+from megarl.controller.going_back import resume
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recording.resumption import find_resumption
 from megarl.controller.recording.screen import Screen
 from megarl.controller.rollouts.rollout import Rollout
+from megarl.controller.state import RunState
 from megarl.errors import MegarlError
+from megarl.launch.contents import contents_of
 from megarl.launch.names import check_names, with_absolute_paths
-from megarl.launch.resume import contents_of, resume
 from megarl.launch.run import make_stream, prepare_task
 from megarl.lora import attach
 from megarl.model.megatron_model import MegatronModel
@@ -87,7 +88,7 @@ class RunFolders:
             self.truth[step] = self._digest(state)
         state.recorder.close()
 
-    def _state(self, run: Path, config: RunConfig) -> loop.RunState:
+    def _state(self, run: Path, config: RunConfig) -> RunState:
         task, tokenizer = prepare_task(config, run)
         stream = make_stream(config, training_part(task, config.task.held_out), tokenizer)
         origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
@@ -95,7 +96,7 @@ class RunFolders:
         recorder.hold()
         nothing: Any = None
         trainers: Any = Alone(self.model)
-        return loop.RunState(
+        return RunState(
             config=config,
             trainers=trainers,
             samplers=nothing,
@@ -104,10 +105,11 @@ class RunFolders:
             stream=stream,
             decode=nothing,
             recorder=recorder,
+            staff=nothing,
             origin=origin,
         )
 
-    def _digest(self, state: loop.RunState) -> str:
+    def _digest(self, state: RunState) -> str:
         """Digest everything that training continues from."""
         whole = hashlib.sha256(repr((state.step, state.updates, self.model.version, state.stream.state())).encode())
         for name, tensor in sorted(everything(self.model).items()):
@@ -194,7 +196,7 @@ class RunFolders:
                 state.recorder.close()
         self._compare(run, state, config)
 
-    def _compare(self, run: Path, state: loop.RunState, config: RunConfig) -> None:
+    def _compare(self, run: Path, state: RunState, config: RunConfig) -> None:
         if self._digest(state) != self.truth.get(state.step):
             raise WrongResult(f"the state is not that of step {state.step}")
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -11,7 +11,8 @@ import numpy as np
 
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.config import parse_config
-from megarl.controller import async_loop, loop
+from megarl.controller import async_loop
+from megarl.controller.state import RunState
 from megarl.tasks.base import Reward
 from megarl.types import Completion
 from tests.helpers.prompts import number_stream
@@ -20,25 +21,25 @@ PROMPTS, BATCH, STEPS = 23, 4, 12
 
 
 class Engines:
-    """Two engines. A request ends after some looks, in random order; a part of its tokens is of the present version."""
+    """Engines. A request ends after some looks, in random order; a part of its tokens is of the present version."""
 
     def __init__(self, slow: float, seed: int = 0) -> None:
-        self.engines, self.watch = [None, None], SimpleNamespace(check=lambda: None)
+        self.engines, self.look = [], lambda: None
+        self.dispatcher = SimpleNamespace(sent_again=lambda: 0)
         self.version, self.slow, self.random = 0, slow, random.Random(seed)
         self.requests, self.started, self.cancelled = {}, [], []
         self._count = itertools.count()
 
-    def start(self, engine, prompt, seed):
+    def start(self, prompt, seed):
         number = next(self._count)
-        self.requests[number] = (engine, prompt.ids, self.version)
-        self.started.append((engine, int(prompt.ids[0]), seed, self.version))
+        self.requests[number] = (prompt.ids, self.version)
+        self.started.append((int(prompt.ids[0]), seed, self.version))
         return number
 
-    def finished(self, engines, seconds):
+    def finished(self, numbers, seconds):
         time.sleep(0.001)
-        assert all(self.requests[number][0] == engine for number, engine in engines.items())
-        done = [number for number in engines if self.random.random() > self.slow]
-        return [(number, self._answer(*self.requests.pop(number)[1:])) for number in done]
+        done = [number for number in numbers if self.random.random() > self.slow]
+        return [(number, self._answer(*self.requests.pop(number))) for number in done]
 
     def _answer(self, prompt, begun):
         versions = np.array([begun, self.version, self.version])
@@ -60,7 +61,6 @@ class Run:
         every=1,
         factor=3,
         train_seconds=0.004,
-        generate_seconds=60.0,
         **loss,
     ):
         config = parse_config(
@@ -68,7 +68,7 @@ class Run:
                 "model": {"path": "model"},
                 "task": {"name": "arithmetic"},
                 "loss": loss,
-                "sampler": {"samples_per_prompt": 2, "generate_seconds": generate_seconds},
+                "sampler": {"samples_per_prompt": 2},
                 "train": {
                     "prompts_per_step": BATCH,
                     "steps": STEPS,
@@ -94,11 +94,11 @@ class Run:
         def score(groups, check):
             return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, g in groups for i in range(len(g))]
 
-        self.state = loop.RunState(
+        self.state = RunState(
             config=config,
-            trainers=SimpleNamespace(watch=SimpleNamespace(check=None), update=update),
+            trainers=SimpleNamespace(check=None, update=update),
             samplers=self.engines,
-            manager=SimpleNamespace(sync=sync),
+            manager=SimpleNamespace(sync=sync, present=["sampler 0"], stale={}),
             judge=SimpleNamespace(score=score),
             stream=number_stream(PROMPTS),
             decode=lambda ids: "",
@@ -110,6 +110,7 @@ class Run:
                 step=self.rows.append,
                 checkpoint=lambda trainers, step, kept: self.saved.append(json.loads(json.dumps(kept))),
             ),
+            staff=None,
         )
 
     def go(self):

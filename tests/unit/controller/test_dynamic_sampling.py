@@ -11,6 +11,7 @@ from megarl.config import parse_config
 from megarl.controller import loop
 from megarl.controller.actors.updates import divide, total
 from megarl.controller.rollouts.dynamic_sampling import dropped_groups
+from megarl.controller.state import RunState
 from megarl.loss import build_loss
 from megarl.tasks.base import Reward
 from megarl.types import Completion, Sample
@@ -34,22 +35,23 @@ def make_config(**loss):
 def make_state(every, choice="resample", finish_reason="stop", truncated="keep"):
     """Return a loop in which the two completions of every ``every``-th prompt have different rewards."""
 
-    def generate(prompts, version):
+    def generate(prompts, version, seeds):
         response = (np.array([5, 6]), np.zeros(2, np.float32), np.full(2, version), finish_reason)
         return [[Completion(ids, *response) for _ in range(2)] for ids in prompts]
 
     def score(groups, check):
         return [Reward(float(i and int(prompt.id) % every == 0)) for prompt, group in groups for i in range(len(group))]
 
-    return loop.RunState(
+    return RunState(
         config=make_config(groups_without_signal=choice, truncated=truncated),
-        trainers=SimpleNamespace(watch=SimpleNamespace(check=None)),
+        trainers=SimpleNamespace(check=None),
         samplers=SimpleNamespace(generate=generate),
         manager=None,
         judge=SimpleNamespace(score=score),
         stream=number_stream(PROMPTS),
         decode=lambda ids: "",
         recorder=SimpleNamespace(phase=lambda name: None),
+        staff=None,
     )
 
 

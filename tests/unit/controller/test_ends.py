@@ -6,7 +6,7 @@ from rich.console import Console
 
 from megarl.controller.recording.screen import Screen
 from megarl.errors import WorkerError
-from megarl.launch.run import stop_engines
+from megarl.launch.actors import stop_engines
 
 
 class SlowEngines:

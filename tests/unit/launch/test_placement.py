@@ -10,12 +10,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from megarl.controller.actors.actor_handles import TrainerGroup
 from megarl.controller.actors.pulse import Watch
+from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.errors import ConfigError, WorkerError
 from megarl.launch import placement
+from megarl.launch.actors import check_shared
 from megarl.launch.plan import Plan, plan_placement
-from megarl.launch.run import check_shared
 from tests.unit.launch.test_plan import run
 
 

@@ -1,26 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resume a run: load its checkpoint everywhere, and digest what must not have changed."""
+"""Digest what must not have changed when a run is resumed."""
 
 import hashlib
 from pathlib import Path
 from typing import Any
 
 from megarl.config import RunConfig
-from megarl.controller import loop
-from megarl.controller.recording.resumption import Resumption
 from megarl.errors import AdapterError
 from megarl.tasks.base import Task
 from megarl.tasks.identity import task_contents
-
-
-def resume(state: loop.RunState, resumed: Resumption) -> None:
-    """Load a checkpoint everywhere. The run folder is written to only when nothing can fail to load any more."""
-    saved = state.trainers.call("load_checkpoint", str(resumed.checkpoint))[0]
-    state.restore(saved, other_data=resumed.other_data)
-    state.recorder.begin(resumed)
-    for note in resumed.notes:
-        state.recorder.screen.say(note)
-    state.recorder.screen.say(f"resumed at step {state.step} from {resumed.checkpoint}")
 
 
 def contents_of(config: RunConfig, task: Task, encode: Any) -> dict[str, str | None]:

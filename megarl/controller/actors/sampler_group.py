@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call all engines together as one sampler."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from typing import Any
+
+import numpy as np
+
+from megarl.config import SamplerConfig
+from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.calls import Limit, wait_all
+from megarl.controller.actors.dispatch import Dispatcher, Home
+from megarl.controller.actors.engine_handle import EngineHandle
+from megarl.controller.actors.pulse import Watch
+from megarl.errors import WorkerError
+from megarl.types import Completion
+
+LOOK_SECONDS = 0.5
+# An engine gets this many times the sequences that it decodes at once: a prompt's samples end one by one.
+AHEAD = 2
+
+
+class SamplerGroup:
+    """All engines together as one sampler. Each prompt goes to the engine with the least to do.
+
+    Args:
+        engines: the engine actors, in the order of their indices.
+        watch: tells which participants are alive.
+        config: the ``sampler`` section.
+
+    Attributes:
+        engines: their handles.
+        dispatcher: holds the requests.
+        look: called now and then by those that wait in the main thread while the trainers are idle; what it raises
+            ends the wait.
+    """
+
+    def __init__(self, engines: Sequence[Any], watch: Watch, config: SamplerConfig) -> None:
+        self.engines = [
+            EngineHandle(actor, index, config.parallel.tensor, watch) for index, actor in enumerate(engines)
+        ]
+        self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
+        self._samples = config.samples_per_prompt
+        self.dispatcher = Dispatcher(self.engines, watch, config.generate_seconds, AHEAD * config.max_num_seqs)
+        self.look: Callable[[], None] = self.dispatcher.check
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], version: int, seeds: Sequence[int], sampling: Sampling | None = None
+    ) -> list[list[Completion]]:
+        """Spread prompts over the engines; return the completions of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: ``[P]`` int64 token ids each.
+            version: the policy version that must sample every token.
+            seeds: of each prompt, 31 bits.
+            sampling: how an evaluation draws; None: as in training.
+        """
+        weight = sampling.samples if sampling else self._samples
+        futures = [
+            self.dispatcher.submit("sample", ids, seed, version, sampling, weight=weight)
+            for ids, seed in zip(prompts, seeds, strict=True)
+        ]
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, LOOK_SECONDS, FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                self.look()
+        except BaseException:
+            self.dispatcher.cancel(futures)
+            raise
+        return [future.result() for future in futures]
+
+    def start(self, prompt: Any, seed: int) -> "Future[list[Completion]]":
+        """Start to sample one prompt under whichever version is current.
+
+        Args:
+            prompt: has the token ids ``[P]`` as ``ids``.
+            seed: 31 bits.
+        """
+        return self.dispatcher.submit("sample", prompt.ids, seed, weight=self._samples)
+
+    def turn(
+        self, prompt: np.ndarray, seed: int, version: int | None, sampling: Sampling, home: Home | None = None
+    ) -> "Future[Completion]":
+        """Start to draw one turn of an episode on the engine of its prompt; see ``VllmSampler.turn``."""
+        return self.dispatcher.submit("turn", prompt, seed, version, sampling, home=home or Home())
+
+    def finished(
+        self, futures: "Sequence[Future[list[Completion]]]", seconds: float
+    ) -> "list[tuple[Future[list[Completion]], list[Completion]]]":
+        """Return those that are done, with their completions; wait at most ``seconds`` for the first.
+
+        Raises:
+            MegarlError: what the engine raised.
+        """
+        done = wait(futures, seconds, FIRST_COMPLETED).done if futures else ()
+        return [(future, future.result()) for future in futures if future in done]
+
+    def cancel(self, futures: "Sequence[Future[Any]]") -> None:
+        """Cancel requests that nobody waits for any more."""
+        self.dispatcher.cancel(futures)
+
+    def score(self, tokens: np.ndarray, version: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Return engines' logprobs of a sequence; see ``VllmSampler.score``.
+
+        Args:
+            tokens, version: the sequence, and the version that must be resident.
+            names: of the engines; default: all that are open.
+
+        Returns:
+            Name -> float32 ``[T - 1]``. An engine that died is lost, and left out.
+        """
+        chosen = [
+            engine
+            for engine in self.engines
+            if (engine.name in names if names is not None else engine.lost is None and not engine.closed)
+        ]
+        calls = {engine: engine.actor.score.remote(tokens, version) for engine in chosen}
+        scored = {}
+        for engine, reference in calls.items():
+            try:
+                [scored[engine.name]] = wait_all({engine.name: reference}, self.watch, self._limit)
+            except WorkerError as error:
+                self.dispatcher.lose(engine, error)
+        return scored
+
+    def close(self, seconds: float) -> None:
+        """Stop all engines. Raises ``WorkerError`` if that takes longer than ``seconds``."""
+        self.dispatcher.close()
+        calls = {engine.name: engine.actor.close.remote() for engine in self.engines if engine.lost is None}
+        wait_all(calls, self.watch, Limit("the time to stop", seconds))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call all trainer ranks as one."""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import numpy as np
+import ray
+
+from megarl.checkpoint_engine.futures import in_thread
+from megarl.checkpoint_engine.wire import Kind
+from megarl.config import CheckpointEngineConfig, TrainConfig
+from megarl.controller.actors.calls import Limit, as_future, wait_all
+from megarl.controller.actors.pulse import Watch
+from megarl.types import Sample
+
+
+class TrainerGroup:
+    """All trainer ranks as one; also the ``Source`` of a weight sync.
+
+    Args:
+        ranks: the trainer actors, by rank.
+        watch: tells which participants are alive.
+        train: the ``train`` section; only its time limits are used.
+    """
+
+    def __init__(self, ranks: Sequence[Any], watch: Watch, train: TrainConfig) -> None:
+        self.ranks, self.watch, self._train = list(ranks), watch, train
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the ranks, for messages."""
+        return [f"trainer rank {index}" for index in range(len(self.ranks))]
+
+    def check(self) -> None:
+        """Raise ``LostError`` if a rank gives no sign of life."""
+        self.watch.check(self.names)
+
+    def wait(self, calls: dict[str, Any], limit: Limit | None = None) -> list[Any]:
+        """Wait for calls of ranks; see ``wait_all``. All ranks must give signs of life."""
+        return wait_all(calls, self.watch, limit, watched=self.names)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on every rank and wait for all, at most ``train.save_seconds``.
+
+        That limit is for calls that save or load; ``update`` has its own.
+        """
+        return self.wait(self.start(method, *args), Limit("train.save_seconds", self._train.save_seconds))
+
+    def start(self, method: str, *args: Any) -> dict[str, Any]:
+        """Call a method on every rank without waiting."""
+        shared = [ray.put(argument) for argument in args]  # one copy per node, for any number of ranks
+        return {name: getattr(rank, method).remote(*shared) for name, rank in zip(self.names, self.ranks, strict=True)}
+
+    def start_on_rank_zero(self, method: str) -> Future:
+        """Call a method on rank 0 only; return a future, which raises what ``wait_all`` raises."""
+        return as_future({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch)
+
+    def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
+        """Train on one rollout; return the metrics, which are the same on every rank."""
+        limit = Limit("train.update_seconds", self._train.update_seconds)
+        return self.wait(self.start("update", samples, rates), limit)[0]
+
+    def score(self, tokens: np.ndarray, seconds: float) -> np.ndarray:
+        """Return the logprobs of a sequence; see ``TrainerRank.score``."""
+        limit = Limit("checkpoint_engine.timeout_seconds", seconds)
+        return self.wait(self.start("score", tokens), limit)[0]
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
+        """See ``checkpoint_engine.participants.Source``."""
+        return in_thread(partial(self._first, self.start("prepare_sync", config, receivers)))
+
+    def send(self, version: int, kind: Kind) -> Future:
+        """See ``checkpoint_engine.participants.Source``."""
+        return in_thread(partial(self._first, self.start("send_weights", version, kind)))
+
+    def finish(self) -> Future:
+        """See ``checkpoint_engine.participants.Source``."""
+        return in_thread(partial(self._first, self.start("finish_sync")))
+
+    def _first(self, calls: dict[str, Any]) -> Any:
+        return self.wait(calls)[0]
