@@ -3,11 +3,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from megarl.bench.shapes import SHAPES
 from megarl.config.base import Section
@@ -85,7 +85,48 @@ class SyncBenchSettings(Section):
     """Seed of the weights."""
 
 
-S = TypeVar("S", BenchSettings, SyncBenchSettings)
+class RolloutBenchSettings(Section):
+    model: str
+    """A named shape with random weights, or a Hugging Face folder."""
+    contents: list[Literal["adapter", "merged"]] = Field(["adapter", "merged"], min_length=1)
+    """Engines to measure, one after the other: ``adapter`` has LoRA and samples with an adapter and from the base;
+    ``merged`` has none, as ``checkpoint_engine.content`` says."""
+    plain: list[Literal["adapter", "merged"]] = Field(["adapter"])
+    """Engines of ``vllm.LLM`` to measure beside them, without anything of megarl."""
+    concurrency: list[int] = Field([32, 128, 512], min_length=1)
+    """Numbers of completions that are asked for at once; each a multiple of ``samples``."""
+    samples: int = Field(8, ge=2)
+    """Completions of each prompt."""
+    prompt_tokens: int = Field(128, ge=1)
+    """Tokens of a prompt."""
+    response_tokens: int = Field(256, ge=1)
+    """Most tokens of a completion; those of a named shape have as many."""
+    r: int = Field(16, ge=1)
+    """Rank of the adapter, on all linears."""
+    rounds: int = Field(2, ge=1)
+    """Timed rounds at each concurrency, after one that is not timed."""
+    kv_cache_gib: float = Field(24.0, gt=0.0)
+    """``sampler.kv_cache_gib``."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Dtype of weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` uses CUDA if torch sees a GPU."""
+    seed: int = 0
+    """Seed of weights, prompts and completions."""
+
+    @model_validator(mode="after")
+    def _whole_prompts(self) -> Self:
+        for one in self.concurrency:
+            if one < self.samples or one % self.samples:
+                raise ValueError(f"concurrency {one} must be a multiple of samples ({self.samples})")
+        return self
+
+
+S = TypeVar("S", BenchSettings, SyncBenchSettings, RolloutBenchSettings)
+# What fits the smallest shape, on a CPU.
+TINY_ROLLOUT = {
+    "concurrency": [4, 16], "samples": 4, "prompt_tokens": 16, "response_tokens": 16, "kv_cache_gib": 0.1
+}  # fmt: skip
 
 
 def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
@@ -106,6 +147,11 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
 def parse_sync_settings(model: str, overrides: Sequence[str] = ()) -> SyncBenchSettings:
     """Parse the settings of `bench sync`; arguments and errors as ``parse_settings``."""
     return _parse(SyncBenchSettings, model, {}, overrides)
+
+
+def parse_rollout_settings(model: str, overrides: Sequence[str] = ()) -> RolloutBenchSettings:
+    """Parse the settings of `bench rollout`; arguments and errors as ``parse_settings``."""
+    return _parse(RolloutBenchSettings, model, dict(TINY_ROLLOUT) if model == "tiny" else {}, overrides)
 
 
 def _parse(kind: type[S], model: str, defaults: dict[str, Any], overrides: Sequence[str]) -> S:

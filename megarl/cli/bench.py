@@ -9,8 +9,8 @@ from megarl.cli.progress import progress
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `bench train` and `bench sync` to the command line."""
-    bench = commands.add_parser("bench", help="measure speed and memory beside Hugging Face + PEFT, and weight syncs")
+    """Add `bench train`, `bench sync` and `bench rollout` to the command line."""
+    bench = commands.add_parser("bench", help="measure training steps, weight syncs and rollouts")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="a training step on one device")
     train.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
@@ -23,6 +23,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, r, rounds, ...")
     sync.add_argument("--out", default="runs/bench", help="folder for logs and results")
     sync.set_defaults(run=_sync, online=True)
+    rollout = kinds.add_parser("rollout", help="tokens per second of an engine, by weights, logprobs and concurrency")
+    rollout.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
+    rollout.add_argument("overrides", nargs="*", metavar="key=value", help="concurrency, contents, plain, samples, ...")
+    rollout.add_argument("--out", default="runs/bench", help="folder for logs")
+    rollout.set_defaults(run=_rollout, online=True)
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -49,4 +54,18 @@ def _sync(arguments: argparse.Namespace) -> None:
     with progress("starting") as show:
         report = bench_sync(settings, Path(arguments.out).expanduser(), report=show)
     print(sync_table(report))
+    print(json.dumps(report))
+
+
+def _rollout(arguments: argparse.Namespace) -> None:
+    """Print the table, and the whole report as one line of JSON."""
+    from megarl.bench.settings import parse_rollout_settings
+
+    settings = parse_rollout_settings(arguments.model, arguments.overrides)
+    from megarl.bench.rollout import bench_rollout
+    from megarl.bench.rollout_report import rollout_table
+
+    with progress("starting") as show:
+        report = bench_rollout(settings, Path(arguments.out).expanduser(), report=show)
+    print(rollout_table(report))
     print(json.dumps(report))

@@ -4,6 +4,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 # vLLM's finish reason of an aborted request.
 ABORTED = "abort"
 
@@ -26,9 +28,9 @@ class Drawn:
         """Drop all tokens."""
         self.ids, self.logprobs, self.versions = [], [], []
 
-    def add(self, output: Any, version: int) -> None:
-        """Append vLLM's output of one request."""
+    def add(self, output: Any, logprobs: np.ndarray, version: int) -> None:
+        """Append vLLM's output of one request, with its tokens' logprobs, float32 ``[T]``."""
         self.ids += output.token_ids
-        self.logprobs += [step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True)]
+        self.logprobs += logprobs.tolist()
         self.versions += [version] * len(output.token_ids)
         self.finish_reason = output.finish_reason

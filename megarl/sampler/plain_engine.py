@@ -31,9 +31,19 @@ def time_plain_engine(settings: dict[str, Any], adapters: Sequence[str], log: Pa
     Raises:
         WorkerError: the engine failed.
     """
-    command = [sys.executable, "-m", "megarl.sampler.plain_engine", json.dumps(settings), *adapters]
+    return run_json("megarl.sampler.plain_engine", [json.dumps(settings), *adapters], log)
+
+
+def run_json(module: str, arguments: Sequence[str], log: Path) -> dict[str, Any]:
+    """Run a module with a plain vLLM engine, and return what it prints last, as JSON.
+
+    Raises:
+        WorkerError: it failed.
+    """
     with log.open("w") as handle:
-        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=handle, text=True)
+        run = subprocess.run(
+            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=handle, text=True
+        )
     if run.returncode:
         raise WorkerError(f"the plain vLLM engine ended with status {run.returncode}; its log: {log}")
     return json.loads(run.stdout.strip().splitlines()[-1])

@@ -29,6 +29,7 @@ from megarl.config.sections.eval import Sampling
 from megarl.errors import WorkerError
 from megarl.hub import local_section
 from megarl.sampler.environment import resolve_device
+from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.serve import STOP
 from megarl.sampler.settings import check_device, check_sampled
 from megarl.types import Completion
@@ -142,6 +143,10 @@ class SamplerProcess:
     def use_base(self, version: int) -> None:
         """Make the base model alone the version to sample from; see ``VllmSampler.use_base``."""
         self._call("use_base", version).result()
+
+    def take_logprobs_from(self, source: Source) -> None:
+        """Change the logprobs' source; see ``VllmSampler.take_logprobs_from``."""
+        self._call("take_logprobs_from", source).result()
 
     def memories(self) -> Future[list[Memory]]:
         """See ``VllmSampler.memories``."""

@@ -18,6 +18,7 @@ from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
 from megarl.sampler.drawn import ABORTED, Drawn
+from megarl.sampler.fetched_logprobs import FetchedLogprobs
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import sampling_arguments
@@ -52,6 +53,7 @@ class Requests:
         # Requests that a new version ends: id -> version. Requests for one version are not among them.
         self._movable: dict[str, int] = {}
         self._all: set[str] = set()
+        self.fetched = FetchedLogprobs(name, engine, lambda: bool(self._all))
         self._admitted = asyncio.Event()
         self._admitted.set()
 
@@ -115,10 +117,11 @@ class Requests:
         so_far = every[0].ids
         arguments = sampling_arguments(self._config, self._stop, _seed_at(seed, len(so_far)), sampling)
         arguments |= {"n": len(every), "max_tokens": arguments["max_tokens"] - len(so_far)}
-        parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
         sent = [*prompt.tolist(), *so_far]
         await self._admitted.wait()
-        with self._running(version) as (request_id, used):
+        with self._running(version) as (request_id, used), self._dropped_on_error(request_id):
+            arguments |= self.fetched.arguments(request_id)
+            parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
             stream = self._engine().generate(
                 {"prompt_token_ids": sent}, parameters, request_id=request_id, lora_request=self._adapter(used)
             )
@@ -127,10 +130,20 @@ class Requests:
             raise WorkerError(f"{self._name} ended a request without all of its completions")
         if list(output.prompt_token_ids) != sent:
             raise WorkerError(f"{self._name} answered another prompt than the one it was given")
-        for drawn, one in zip(every, output.outputs, strict=True):
-            drawn.add(one, used)
+        logprobs = await self.fetched.of(request_id, output.outputs)
+        for drawn, one, of_one in zip(every, output.outputs, logprobs, strict=True):
+            drawn.add(one, of_one, used)
         if version is not None and any(drawn.finish_reason == ABORTED for drawn in every):
             raise WorkerError(f"{self._name}: a completion ended with {ABORTED!r}")
+
+    @contextlib.contextmanager
+    def _dropped_on_error(self, request_id: str) -> Iterator[None]:
+        """Let the worker forget a request whose output will not come."""
+        try:
+            yield
+        except BaseException:
+            self.fetched.drop(request_id)
+            raise
 
     async def _last(self, stream: AsyncIterator[Any]) -> Any:
         """Return the last output of a stream, or None."""

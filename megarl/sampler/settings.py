@@ -44,7 +44,7 @@ SETTINGS = {
 }
 # Arguments that would place an engine's ranks where no weights are sent.
 PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
-EXTENSION = "megarl.checkpoint_engine.receiver.extension.ReceiverExtension"
+EXTENSION = "megarl.sampler.extension.EngineExtension"
 
 
 def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
 def sampling_arguments(
     config: EngineConfig, stop: tuple[int, ...], seed: int, sampling: Sampling | None = None
 ) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's ``SamplingParams``. Every one that changes the distribution is explicit.
+    """Return keyword arguments of vLLM's ``SamplingParams``, all that change the distribution; none about logprobs.
 
     Args:
         config: the engine's config.
@@ -142,7 +142,6 @@ def sampling_arguments(
         "stop_token_ids": list(stop),
         # The tokenizer's EOS, which vLLM knows if it loads one for the stop strings. It may be no stop token.
         "ignore_eos": True,
-        "logprobs": 0,  # of the drawn token only
         "seed": seed,
         "detokenize": bool(sampler.stop),
     }

@@ -8,7 +8,6 @@ in the version's calls. The same calls give the same completions, but for roundi
 """
 
 import asyncio
-import dataclasses
 import os
 from typing import Any
 
@@ -19,15 +18,17 @@ from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import ConfigError, MegarlError, WeightSyncError, WorkerError, nearest
+from megarl.errors import MegarlError, WeightSyncError, WorkerError
 from megarl.families import add_family
 from megarl.sampler.arrivals import Arrivals
+from megarl.sampler.build import build_engine
 from megarl.sampler.environment import resolve_device
+from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.prompt_checks import check_prompt
 from megarl.sampler.requests import Requests, cause_of
 from megarl.sampler.seeds import seed_from
-from megarl.sampler.settings import engine_arguments, longest_sequence, stop_tokens
+from megarl.sampler.settings import longest_sequence, stop_tokens
 from megarl.sampler.watch import answer_of
 from megarl.types import Completion
 
@@ -94,22 +95,20 @@ class VllmSampler:
             ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
             WorkerError: vLLM did not start.
         """
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         try:
-            given = engine_arguments(self._config, self._index, self._device)
-            known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-            for name in given.keys() - known:
-                raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
-            arguments = AsyncEngineArgs(**given)
-            self._engine = AsyncLLM.from_engine_args(arguments)
+            self._engine = build_engine(self._config, self._index, self._device)
             self._vocabulary = self._engine.model_config.get_vocab_size()
             await self._rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
+            if self._config.sampler.logprobs == "worker":
+                await self._requests.fetched.start()
         except MegarlError:
             raise
         except Exception as error:
             raise WorkerError(f"sampler {self._index} did not start: {error}") from error
+
+    async def take_logprobs_from(self, source: Source) -> None:
+        """Change the logprobs' source, to compare their speed. No request may run."""
+        self._requests.fetched.source = source
 
     async def generate(
         self,

@@ -11,6 +11,8 @@ import psutil
 import transformers
 
 from megarl.config import CheckpointEngineConfig
+from megarl.config.sections.eval import Sampling
+from tests.e2e.sampler_logprobs import both_ways
 from tests.e2e.sampler_readmission import readmission
 from tests.e2e.sampler_rig import (
     LORA,
@@ -49,6 +51,11 @@ def qwen3(folder: Path) -> dict[str, Any]:
             "samples_differ": np.mean([len({tuple(one.response_ids) for one in group}) > 1 for group in many]),
             "first_tokens": len({int(one.response_ids[0]) for group in many for one in group}),
         }
+        results["logprobs"] = [
+            both_ways(rig, 3),
+            both_ways(rig, 3, Sampling(2, 1.3, 0.8, 16)),
+            both_ways(rig, 3, Sampling(1, 0.0, 1.0, 16)),
+        ]
         results["readmission"] = readmission(rig, 10)
         trainer.randomise(3)
         rig.config = rig.config.model_copy(update={"checkpoint_engine": CheckpointEngineConfig(transport="shm")})

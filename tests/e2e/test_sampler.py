@@ -163,6 +163,12 @@ def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict
     assert qwen3["samples_differ"] > 0.9
 
 
+def test_kept_logprobs_are_bit_for_bit_vllms_own(qwen3: dict) -> None:
+    for found, samples in zip(qwen3["logprobs"], (96, 48, 24), strict=True):
+        assert found["source"] == "worker" and found["equal"] and found["left"] == [0]
+        assert found["samples"] == samples and found["tokens"] > 2 * samples
+
+
 def test_the_same_calls_give_the_same_completions(qwen3: dict) -> None:
     assert qwen3["tokens"] > 4096, "the batch must exceed one step's budget"
     assert qwen3["same_again"] > 0.97

@@ -47,6 +47,11 @@ class SamplerConfig(Section):
     """Texts that end a completion (``["</answer>"]``), beside the model's ``eos_token_id``. The completion keeps every
     token up to the one that completes such a text, and ends with ``finish_reason="stop"``. Special tokens are no part
     of the text."""
+    logprobs: Literal["worker", "vllm"] = "worker"
+    """How the drawn tokens' logprobs reach megarl; both give the same bits. ``worker``: vLLM's worker keeps them until
+    a request ends, and those of many requests are fetched at once. ``vllm``: vLLM returns them token by token, which
+    costs up to 40% of the tokens per second. Engines whose worker cannot keep them (speculative decoding, an untested
+    vLLM) say so once and use the latter."""
     enforce_eager: bool | None = None
     """Disable CUDA graphs and compilation in vLLM. Default: True on CPU, False on CUDA."""
     kv_cache_gib: float = Field(1.0, gt=0.0)

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Extend vLLM's workers by what megarl's engines need: weights that are received, logprobs that are kept.
+
+vLLM imports it in its workers by ``worker_extension_cls``.
+"""
+
+from megarl.checkpoint_engine.receiver.extension import ReceiverExtension
+from megarl.sampler.kept_logprobs import Runner, refusal
+
+
+class EngineExtension(ReceiverExtension):
+    """Mixed into vLLM's ``Worker``. Its methods are called with ``collective_rpc``, between two steps."""
+
+    _megarl_logprobs: Runner | None
+
+    def megarl_keep_logprobs(self) -> str:
+        """Keep the logprobs of requests that ask for it. Returns why that is impossible, or nothing."""
+        self._megarl_logprobs = None
+        reason = refusal(self.vllm_config)
+        if reason:
+            return reason
+        if self.rank == 0:  # the rank whose outputs vLLM takes
+            requests = 2 * self.vllm_config.scheduler_config.max_num_seqs
+            self._megarl_logprobs = Runner(self.model_runner, requests, self.vllm_config.model_config.max_model_len)
+        return ""
+
+    def megarl_take_logprobs(self, requests: list[str], dropped: list[str]) -> bytes:
+        """See ``KeptLogprobs.take``; nothing on ranks that keep none."""
+        return b"" if self._megarl_logprobs is None else self._megarl_logprobs.kept.take(requests, dropped)
+
+    def megarl_kept_logprobs(self) -> int:
+        """Return the number of requests whose logprobs are kept."""
+        return 0 if self._megarl_logprobs is None else len(self._megarl_logprobs.kept)

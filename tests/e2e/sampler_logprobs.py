@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the logprobs that the worker keeps with those that vLLM itself returns, of the very same draws."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from megarl.config.sections.eval import Sampling
+from megarl.sampler.fetched_logprobs import _own_logprobs
+from tests.e2e.sampler_rig import Rig, prompts
+
+
+def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: int = 24) -> dict[str, Any]:
+    """Sample with kept logprobs while another request of the engine has vLLM return them: a step then has both."""
+    requests = rig.sampler._requests
+    last, fetched, outputs = requests._last, requests.fetched.of, {}
+    kept: dict[str, list[np.ndarray]] = {}
+
+    async def keep_output(stream: Any) -> Any:
+        output = await last(stream)
+        outputs[output.request_id] = output
+        return output
+
+    async def keep_answer(request: str, drawn: Any) -> list[np.ndarray]:
+        kept[request] = await fetched(request, drawn)
+        return kept[request]
+
+    async def run() -> list:
+        from vllm import SamplingParams
+
+        longest = rig.config.sampler.max_response_tokens
+        first = asyncio.Event()
+
+        async def keep_running(number: int) -> None:
+            tokens = longest // (1 + number)  # so that the two never end together
+            while not done.is_set():
+                other = SamplingParams(logprobs=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+                stream = rig.sampler._engine.generate({"prompt_token_ids": [5]}, other, f"other-{number}")
+                async for _ in stream:
+                    first.set()
+                number, tokens = number + 2, longest
+
+        done = asyncio.Event()
+        others = [asyncio.ensure_future(keep_running(number)) for number in (0, 1)]
+        await first.wait()
+        try:
+            return await rig.sampler.generate(prompts(count), version, list(range(count)), sampling)
+        finally:
+            done.set()
+            await asyncio.gather(*others)
+
+    requests._last, requests.fetched.of = keep_output, keep_answer
+    try:
+        rig.call(run())
+    finally:
+        del requests._last, requests.fetched.of
+    own = {name: [_own_logprobs(one) for one in output.outputs] for name, output in outputs.items()}
+    pairs = [pair for name in kept for pair in zip(kept[name], own[name], strict=True)]
+    return {
+        "source": requests.fetched.source,
+        "samples": len(pairs),
+        "tokens": sum(len(one) for one, _ in pairs),
+        "equal": all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in pairs),
+        "left": rig.call(rig.sampler._rpc("megarl_kept_logprobs")),
+    }
