@@ -104,6 +104,19 @@ def check_staleness(train: TrainConfig, loss: LossConfig) -> None:
         )
 
 
+def check_sleep(train: TrainConfig, sampler: SamplerConfig) -> None:
+    """Refuse engines that would sleep while they sample, or beside a trainer that never gets their memory."""
+    if not sampler.sleep:
+        return
+    if train.max_staleness:
+        raise ConfigError(
+            f"sampler.sleep is true with train.max_staleness {train.max_staleness}: engines that sample while the "
+            "trainer trains cannot sleep; set one of them to false or 0"
+        )
+    if sampler.share_gpus is False:
+        raise ConfigError("sampler.sleep is true, but sampler.share_gpus is false: nobody would use the memory")
+
+
 def check_overlong(loss: LossConfig, sampler: SamplerConfig) -> None:
     """Refuse a length penalty that begins before the first token."""
     if loss.truncated == "penalise" and loss.overlong_tokens > sampler.max_response_tokens:

@@ -4,7 +4,7 @@
 from pydantic import Field, model_validator
 
 from megarl.config.base import Section
-from megarl.config.cross_sections import check_overlong, check_sections, check_staleness
+from megarl.config.cross_sections import check_overlong, check_sections, check_sleep, check_staleness
 from megarl.config.engine import EngineConfig
 from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.sections.eval import HELD_OUT, EvalConfig, EvalTaskConfig, check_eval
@@ -64,5 +64,6 @@ class RunConfig(Section):
         check_sections(self.parallel, self.sampler, self.train)
         check_overlong(self.loss, self.sampler)
         check_staleness(self.train, self.loss)
+        check_sleep(self.train, self.sampler)
         check_eval(self.evaluations, self.task, self.sampler, self.train.eval_every)
         return self

@@ -116,7 +116,7 @@ def step(state: RunState) -> None:
         rollout = collect(state)
     # In the background, while the trainers work: per completion of 1,000 tokens, writing JSON takes half a millisecond.
     state.recorder.write_rollout(state.step + 1, rollout)
-    with timed(state, "train"):
+    with engines_asleep(state), timed(state, "train"):
         rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
         metrics = state.trainers.update(rollout.samples(), rates)
     check_mismatch(metrics, train.max_mismatch)
@@ -126,6 +126,20 @@ def step(state: RunState) -> None:
     metrics |= check_canary(state) | report.metrics()
     state.step += 1
     finish(state, rollout, metrics, state.to_json)
+
+
+@contextmanager
+def engines_asleep(state: RunState) -> Iterator[None]:
+    """Let the engines sleep during the block if ``sampler.sleep`` says so. If it fails, ``Recovery`` wakes them."""
+    if not state.config.sampler.sleep:
+        yield
+        return
+    with timed(state, "sleep"):
+        state.samplers.sleep()
+    yield
+    with timed(state, "wake"):
+        state.trainers.release_memory()
+        state.samplers.wake()
 
 
 def collect(state: RunState) -> Rollout:

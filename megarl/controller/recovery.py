@@ -95,6 +95,8 @@ class Recovery:
         """Bring base and policy to every engine: at the start, and after the trainers went back."""
         state = self._state
         section = state.config.checkpoint_engine
+        if state.config.sampler.sleep:
+            state.samplers.wake()
         kinds: list[Kind] = ["base", section.content] if section.base_weights == "send" else [section.content]
         self._leave_out()
         try:

@@ -24,7 +24,7 @@ from megarl.errors import ConfigError, MegarlError
 from megarl.launch import placement
 from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
-from megarl.sampler.settings import check_device
+from megarl.sampler.device_checks import check_device
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0

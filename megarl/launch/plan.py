@@ -200,6 +200,11 @@ def _shares(config: RunConfig, gpus: int) -> bool:
                 f"Ray sees {gpus}; set {fit}sampler.share_gpus=true, which puts "
                 f"the engines on the trainer's {ranks} GPUs{f' and leaves {idle} idle' if idle else ''}"
             )
+        if config.sampler.sleep:
+            raise ConfigError(
+                f"sampler.sleep is true, but the engines have GPUs of their own ({gpus} for {ranks} trainer ranks); "
+                "set sampler.share_gpus=true, or sampler.sleep=false"
+            )
         return False
     if width > 1 or engines > ranks:
         raise ConfigError(

@@ -5,10 +5,11 @@ vLLM imports it in its workers by ``worker_extension_cls``.
 """
 
 from megarl.checkpoint_engine.receiver.extension import ReceiverExtension
+from megarl.checkpoint_engine.receiver.sleep import SleepExtension
 from megarl.sampler.kept_logprobs import Runner, refusal
 
 
-class EngineExtension(ReceiverExtension):
+class EngineExtension(ReceiverExtension, SleepExtension):
     """Mixed into vLLM's ``Worker``. Its methods are called with ``collective_rpc``, between two steps."""
 
     _megarl_logprobs: Runner | None

@@ -28,10 +28,11 @@ from megarl.config.load import parse_section
 from megarl.config.sections.eval import Sampling
 from megarl.errors import WorkerError
 from megarl.hub import local_section
+from megarl.sampler.device_checks import check_device
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.serve import STOP
-from megarl.sampler.settings import check_device, check_sampled
+from megarl.sampler.settings import check_sampled
 from megarl.types import Completion
 
 # A child that was asked to stop is killed after this many seconds. vLLM gives its own processes 5 to 15.
@@ -163,6 +164,14 @@ class SamplerProcess:
     def refuse(self, reason: str) -> Future[None]:
         """See ``checkpoint_engine.participants.Sink``."""
         return self._call("refuse", reason)
+
+    def sleep(self) -> Future[int]:
+        """Give the engine's GPU memory back until ``wake``; see ``VllmSampler.sleep``."""
+        return self._call("sleep")
+
+    def wake(self) -> Future[None]:
+        """Take the memory back; see ``VllmSampler.wake``."""
+        return self._call("wake")
 
     def readmit(self) -> Future[None]:
         """See ``checkpoint_engine.participants.Sink``."""

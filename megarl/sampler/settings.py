@@ -13,6 +13,7 @@ from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
 from megarl.files import read_json
+from megarl.sampler.device_checks import head_dim
 
 # vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -23,9 +24,6 @@ LIVE_VERSIONS = 2
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 # Modules whose adapters vLLM holds in another layout than a linear's, or not at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
-# Sizes of an attention head that vLLM's CPU kernels support (0.32: CPUAttentionBackend). With others it starts, and
-# dies at the first request.
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # vLLM's argument -> the megarl setting that decides it.
 SETTINGS = {
     "model": "model.path",
@@ -37,6 +35,7 @@ SETTINGS = {
     "max_num_seqs": "sampler.max_num_seqs",
     "enforce_eager": "sampler.enforce_eager",
     "kv_cache_memory_bytes": "sampler.kv_cache_gib",
+    "enable_sleep_mode": "sampler.sleep",
     "gpu_memory_utilization": "sampler.gpu_memory_utilization",
     "enable_lora": "checkpoint_engine.content",
     "max_lora_rank": "lora.r",
@@ -72,6 +71,7 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "max_num_batched_tokens": max(BATCHED_TOKENS[device], length),
         "enable_prefix_caching": True,  # the samples of a prompt share its prefill
         "enforce_eager": eager,
+        "enable_sleep_mode": sampler.sleep,
         "kv_cache_memory_bytes": int(sampler.kv_cache_gib * 2**30),
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
@@ -217,37 +217,13 @@ def _check_cache(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     if "kv_cache_dtype" in sampler.engine_args:
         return
     kv_heads = max(1, (shape.get("num_key_value_heads") or heads) // sampler.parallel.tensor)
-    size = kv_heads * _head_dim(shape) * (4 if config.model.dtype == "float32" else 2)
+    size = kv_heads * head_dim(shape) * (4 if config.model.dtype == "float32" else 2)
     length = longest_sequence(config)
     needed = 2 * shape.get("num_hidden_layers", 0) * size * length / 2**30
     if needed > sampler.kv_cache_gib:
         raise ConfigError(
             f"sampler.kv_cache_gib is {sampler.kv_cache_gib:g}, but one sequence of sampler.max_prompt_tokens + "
             f"sampler.max_response_tokens = {length} tokens needs {needed:.2g} GiB on each rank of an engine"
-        )
-
-
-def _head_dim(shape: Mapping[str, Any]) -> int:
-    """Return the size of an attention head; 0 if config.json leaves it to the family's default."""
-    return shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)
-
-
-def check_device(config: EngineConfig, device: str) -> None:
-    """Refuse models that vLLM cannot compute on the run's device.
-
-    Args:
-        config: the engine's config.
-        device: ``"cpu"`` or ``"cuda"``.
-
-    Raises:
-        UnsupportedError: the model's head size is not supported on a CPU.
-    """
-    shape = read_model_shape(config.model.path)
-    size = _head_dim(shape)
-    if device == "cpu" and size and size not in CPU_HEAD_SIZES:
-        raise UnsupportedError(
-            f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "
-            f"are {', '.join(map(str, CPU_HEAD_SIZES))}, and others on GPUs"
         )
 
 

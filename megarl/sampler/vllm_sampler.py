@@ -9,7 +9,6 @@ in the version's calls. The same calls give the same completions, but for roundi
 
 import asyncio
 import os
-from typing import Any
 
 import numpy as np
 
@@ -18,18 +17,19 @@ from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import MegarlError, WeightSyncError, WorkerError
+from megarl.errors import MegarlError, WorkerError
 from megarl.families import add_family
 from megarl.sampler.arrivals import Arrivals
 from megarl.sampler.build import build_engine
+from megarl.sampler.engine_link import EngineLink
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.gate import VersionGate
 from megarl.sampler.prompt_checks import check_prompt
-from megarl.sampler.requests import Requests, cause_of
+from megarl.sampler.requests import Requests
 from megarl.sampler.seeds import seed_from
 from megarl.sampler.settings import longest_sequence, stop_tokens
-from megarl.sampler.watch import answer_of
+from megarl.sampler.sleep import Sleep
 from megarl.types import Completion
 
 
@@ -55,21 +55,22 @@ class VllmSampler:
             # The engine's process could not use CUDA if it were forked: this one has asked torch for GPUs.
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         content = config.checkpoint_engine.content
-        self._engine: Any = None
+        self._link = EngineLink(f"sampler {engine_index}", config.checkpoint_engine.timeout_seconds)
         self._requests = Requests(
             config,
             f"sampler {engine_index}",
             stop_tokens(config.model.path),
             VersionGate(config.checkpoint_engine.base_weights == "disk", content),
-            self._alive,
+            self._link.engine,
         )
         self._arrivals = Arrivals(
             self._requests,
-            self._rpc,
-            lambda: self._call(self._alive().reset_prefix_cache()),
+            self._link.rpc,
+            lambda: self._link.call(self._link.engine().reset_prefix_cache()),
             # Less than the manager waits for the sync, to say why.
             config.checkpoint_engine.timeout_seconds / 2,
         )
+        self._sleep = Sleep(self._requests, self._link.engine, self._link.call, self._link.rpc)
         self._calls: dict[int, int] = {}
         self._vocabulary = 0
 
@@ -96,9 +97,9 @@ class VllmSampler:
             WorkerError: vLLM did not start.
         """
         try:
-            self._engine = build_engine(self._config, self._index, self._device)
-            self._vocabulary = self._engine.model_config.get_vocab_size()
-            await self._rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
+            engine = self._link.use(build_engine(self._config, self._index, self._device))
+            self._vocabulary = engine.model_config.get_vocab_size()
+            await self._link.rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
             if self._config.sampler.logprobs == "worker":
                 await self._requests.fetched.start()
         except MegarlError:
@@ -182,11 +183,13 @@ class VllmSampler:
         Raises:
             StaleVersionError, WeightSyncError, WorkerError: as ``generate``.
         """
-        return await self._answer(self._requests.score(tokens, version))
+        self._sleep.check_awake()
+        return await self._link.answer(self._requests.score(tokens, version))
 
     async def _complete(
         self, prompts: list[np.ndarray], seeds: list[int], version: int | None, *how: Sampling | None, room: int = 0
     ) -> list[list[Completion]]:
+        self._sleep.check_awake()
         for number, prompt in enumerate(prompts):
             check_prompt(number, prompt, self._config.sampler.max_prompt_tokens, room, self._vocabulary)
         tasks = [
@@ -194,7 +197,7 @@ class VllmSampler:
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         try:
-            return await self._answer(asyncio.gather(*tasks))
+            return await self._link.answer(asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
@@ -202,7 +205,7 @@ class VllmSampler:
 
     async def memories(self) -> list[Memory]:
         """Return the memory that each worker computes in."""
-        return [Memory(*one) for one in await self._rpc("megarl_memory")]
+        return [Memory(*one) for one in await self._link.rpc("megarl_memory")]
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """Receive one transfer in every worker and stage it.
@@ -219,6 +222,7 @@ class VllmSampler:
                 older versions still serve requests and leave no slot. The sampler refuses to generate from then on.
             WorkerError: the engine died.
         """
+        self._sleep.check_awake()
         return await self._arrivals.receive(endpoint, first)
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
@@ -250,6 +254,27 @@ class VllmSampler:
         self.gate.refuse(reason)
         self._requests.resume()
 
+    async def sleep(self) -> int:
+        """Give the GPU memory of weights and KV cache back until ``wake``; see ``sampler.sleep``.
+
+        Returns:
+            The bytes that became free, over all workers; 0 if it slept already.
+
+        Raises:
+            WeightSyncError: requests are in flight.
+            WorkerError: the engine died.
+        """
+        return await self._sleep.begin()
+
+    async def wake(self) -> None:
+        """Take the memory back, and compare weights and adapters, bit by bit, with what they were. May be called twice.
+
+        Raises:
+            WeightSyncError: the GPU has no room, or a tensor changed.
+            WorkerError: the engine died.
+        """
+        await self._sleep.end()
+
     async def readmit(self) -> None:
         """End all requests, with errors, and forget all weights and refusals. Base and policy must come next.
 
@@ -261,39 +286,13 @@ class VllmSampler:
 
     def is_dead(self) -> bool:
         """Return True if the engine's process has died."""
-        return self._alive().errored
+        return self._link.engine().errored
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
         """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""
-        return await self._rpc("megarl_resident")
+        return await self._link.rpc("megarl_resident")
 
     async def close(self) -> None:
         """Stop the engine and its processes. May be called twice."""
-        engine, self._engine = self._engine, None
         self.gate.refuse("it was closed")
-        if engine is not None:
-            engine.shutdown()
-
-    def _alive(self) -> Any:
-        """Return the engine; raise ``WorkerError`` if it is not running."""
-        if self._engine is None:
-            raise WorkerError(f"sampler {self._index} is not started or was closed")
-        return self._engine
-
-    async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the extension in every worker."""
-        return await self._call(self._alive().collective_rpc(method, args=args))
-
-    async def _answer(self, awaitable: Any, timeout: float | None = None) -> Any:
-        """Await vLLM as long as the engine lives."""
-        return await answer_of(awaitable, self._alive(), f"sampler {self._index}", timeout)
-
-    async def _call(self, awaitable: Any) -> Any:
-        """Await vLLM. Errors become ``WorkerError`` if the engine is dead, else ``WeightSyncError``."""
-        try:
-            return await self._answer(awaitable, self._config.checkpoint_engine.timeout_seconds)
-        except TimeoutError as error:
-            raise WeightSyncError(f"sampler {self._index} did not answer in time") from error
-        except Exception as error:
-            dead = self._engine is None or self._engine.errored
-            raise (WorkerError if dead else WeightSyncError)(cause_of(error)) from error
+        self._link.close()

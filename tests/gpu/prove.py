@@ -10,6 +10,8 @@ release. Stages:
     smoke, kernels, graphs, parity, weights     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
+    rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
+    sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
     models                              writes the models of the next two
     matrix:FAMILY:BACKEND:DTYPE:RANKS[:SECTION.KEY=VALUE,...]   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
@@ -61,8 +63,13 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             options = options_of(settings)
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
-        case "sync", [shape, *settings]:
-            return [*MEGARL, "bench", "sync", shape, *options_of(settings), "--out", str(out / file_name(stage))], OTHER
+        case "sync" | "rollout", [shape, *settings]:
+            folder = ["--out", str(out / file_name(stage))]
+            return [*MEGARL, "bench", kind, shape, *options_of(settings), *folder], OTHER
+        case "sleep", words:
+            return [sys.executable, "-m", "tests.gpu.sleep_cycles", *words], OTHER
+        case "modes", []:
+            return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes")], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:
             options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", *options_of(settings)]
             return [*MEGARL, "verify", str(MODELS / family), *options, "--matrix", "--ranks", ranks, *page], VERIFIED

@@ -15,7 +15,7 @@ from megarl.errors import WeightSyncError
 
 def check_digests(device: str) -> None:
     """Every range's digest is that of its bytes, at any offset and length; a flipped bit or two swapped words show."""
-    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table, range_digests
+    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table, range_digests, tensor_digests
 
     generator = torch.Generator().manual_seed(0)
     host = torch.randint(0, 256, (70_000,), dtype=torch.uint8, generator=generator)
@@ -42,6 +42,9 @@ def check_digests(device: str) -> None:
     for place in places:
         covered[place.offset : place.offset + place.nbytes] = True
     assert not filled.cpu()[~covered].any()
+    apart = [*parts, filled[1:10], filled.view(2, -1).T]
+    data = [one.cpu().contiguous().view(-1).numpy().tobytes() for one in apart]
+    assert [number % 2**64 for number in tensor_digests(apart).tolist()] == [mix64(one) for one in data]
     assert copies(parts) and not copies([filled[1:9]]) and not copies([filled.view(2, -1).T])
     for change in ((30_001, 30_001), (30_000, 30_002)):
         other = host.clone()

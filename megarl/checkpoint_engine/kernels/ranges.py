@@ -22,7 +22,7 @@ class Table(NamedTuple):
 
     Attributes:
         sources: ``[ranges]``: address of the tensor that is copied into each range, or of nothing.
-        starts, sizes: ``[ranges]``: byte offset of each range in the buffer, and its bytes.
+        starts, sizes: ``[ranges]``: byte offset of each range from the start of the buffer, and its bytes.
         ranges, blocks: ``[programs]``: each program's range, and the index of its part of it.
     """
 
@@ -53,14 +53,26 @@ def flatten(payload: torch.Tensor, table: Table) -> torch.Tensor:
     return _run(payload, table, copy=True)
 
 
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return ``splitmix.mix64`` of the bytes of tensors of one device, wherever they lie: int64 ``[tensors]``."""
+    whole = [tensor if copies([tensor]) else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
+    first = whole[0].view(-1).view(torch.uint8)
+    sizes = [tensor.nbytes for tensor in whole]
+    starts = [tensor.data_ptr() - first.data_ptr() for tensor in whole]
+    return _run(first, _build([0] * len(whole), starts, sizes, first.device), copy=False)
+
+
 @lru_cache(maxsize=256)
 def _known_table(places: Places, device: torch.device) -> Table:
     return _table(places, [0] * len(places), device)
 
 
 def _table(places: Places, sources: list[int], device: torch.device) -> Table:
-    """Build a table, and bring it to the device in one copy."""
-    starts, sizes = [place.offset for place in places], [place.nbytes for place in places]
+    return _build(sources, [place.offset for place in places], [place.nbytes for place in places], device)
+
+
+def _build(sources: list[int], starts: list[int], sizes: list[int], device: torch.device) -> Table:
+    """Bring a table to the device in one copy."""
     given = [np.asarray(column, dtype=np.int64) for column in (sources, starts, sizes)]
     columns = [*given, *program_table(sizes, BLOCK * LOOPS * WORD)]
     whole = torch.from_numpy(np.concatenate(columns)).to(device)

@@ -30,6 +30,10 @@ class SamplerConfig(Section):
     share_gpus: bool | None = None
     """Put engines on the trainer's GPUs, where each takes ``gpu_memory_utilization`` of one; at most one engine per
     rank, with ``parallel.tensor`` 1. Default: only if the trainer's ranks take all GPUs of the cluster."""
+    sleep: bool = False
+    """Let engines that share the trainer's GPUs give their memory back while the trainer trains ("colocated"): the
+    weights wait in host memory, and the KV cache is dropped. What comes back is compared bit by bit. Needs
+    ``share_gpus`` and ``train.max_staleness: 0``."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

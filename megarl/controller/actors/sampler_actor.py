@@ -74,6 +74,16 @@ class SamplerEngine:
         """See ``checkpoint_engine.participants.Sink``."""
         await self.sampler.refuse(reason)
 
+    async def sleep(self) -> int:
+        """See ``VllmSampler.sleep``."""
+        with self._with_cause():
+            return await self.sampler.sleep()
+
+    async def wake(self) -> None:
+        """See ``VllmSampler.wake``."""
+        with self._with_cause():
+            await self.sampler.wake()
+
     async def readmit(self) -> None:
         """See ``checkpoint_engine.participants.Sink``."""
         await self.sampler.readmit()

@@ -118,14 +118,25 @@ class SamplerGroup:
             for engine in self.engines
             if (engine.name in names if names is not None else engine.lost is None and not engine.closed)
         ]
-        calls = {engine: engine.actor.score.remote(tokens, version) for engine in chosen}
-        scored = {}
+        return self._each({engine: engine.actor.score.remote(tokens, version) for engine in chosen})
+
+    def sleep(self) -> int:
+        """Let all engines give their GPU memory back until ``wake``; return the bytes that became free."""
+        return sum(self._each({one: one.actor.sleep.remote() for one in self.engines if one.lost is None}).values())
+
+    def wake(self) -> None:
+        """Let all engines take their memory back. One that is awake, or was started meanwhile, stays as it is."""
+        self._each({one: one.actor.wake.remote() for one in self.engines if one.lost is None})
+
+    def _each(self, calls: dict[EngineHandle, Any]) -> dict[str, Any]:
+        """Wait for one call of each engine; return name -> result. An engine that died is lost, and left out."""
+        results = {}
         for engine, reference in calls.items():
             try:
-                [scored[engine.name]] = wait_all({engine.name: reference}, self.watch, self._limit)
+                [results[engine.name]] = wait_all({engine.name: reference}, self.watch, self._limit)
             except WorkerError as error:
                 self.dispatcher.lose(engine, error)
-        return scored
+        return results
 
     def close(self, seconds: float) -> None:
         """Stop all engines. Raises ``WorkerError`` if that takes longer than ``seconds``."""

@@ -141,6 +141,13 @@ class TrainerRank:
         """See ``CheckpointEngineMixin``."""
         self.model.finish_sync()
 
+    def release_memory(self) -> None:
+        """Give memory that no tensor uses back to this rank's GPU."""
+        import torch
+
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
     def without_gradient(self) -> list[str]:
         """See ``AdapterOptimizer.without_gradient``; not a collective."""
         return self.model.optimizer.without_gradient()

@@ -63,6 +63,10 @@ class TrainerGroup:
         limit = Limit("train.update_seconds", self._train.update_seconds)
         return self.wait(self.start("update", samples, rates), limit)[0]
 
+    def release_memory(self) -> None:
+        """Give memory that no tensor uses back to the GPUs, for engines that share them."""
+        self.call("release_memory")
+
     def score(self, tokens: np.ndarray, seconds: float) -> np.ndarray:
         """Return the logprobs of a sequence; see ``TrainerRank.score``."""
         limit = Limit("checkpoint_engine.timeout_seconds", seconds)

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import RunConfig, parse_config
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.sampler import settings
+from megarl.sampler import device_checks, settings
 
 
 def config(folder: Path, **sections: dict) -> RunConfig:
@@ -224,17 +224,17 @@ def test_a_head_size_that_vllms_cpu_kernels_lack_is_refused_on_a_cpu_only(
     run = config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(shape))
     with pytest.raises(UnsupportedError, match=rf"attention heads of size {size} \(head_dim\) on a CPU; .* 32, 64, 80"):
-        settings.check_device(run, "cpu")
-    settings.check_device(run, "cuda")
+        device_checks.check_device(run, "cpu")
+    device_checks.check_device(run, "cuda")
     (tmp_path / "config.json").write_text(json.dumps(shape | {"head_dim": 64}))
-    settings.check_device(run, "cpu")
+    device_checks.check_device(run, "cpu")
 
 
 def test_the_cpu_head_sizes_are_vllms() -> None:
     tree = ast.parse(vllm_source("v1/attention/backends/cpu_attn.py"))
     [method] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
     [returned] = [n for n in ast.walk(method) if isinstance(n, ast.Return)]
-    assert tuple(ast.literal_eval(returned.value)) == settings.CPU_HEAD_SIZES
+    assert tuple(ast.literal_eval(returned.value)) == device_checks.CPU_HEAD_SIZES
 
 
 def test_vllm_gets_the_arguments_that_megarl_does_not_set(tmp_path):

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse what vLLM cannot do on a device. Imports no vLLM."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import EngineConfig
+from megarl.config.checks import read_model_shape
+from megarl.errors import UnsupportedError
+
+# Sizes of an attention head that vLLM's CPU kernels support (0.32: CPUAttentionBackend). With others it starts, and
+# dies at the first request.
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
+
+def check_device(config: EngineConfig, device: str) -> None:
+    """Refuse models that vLLM cannot compute on the run's device.
+
+    Args:
+        config: the engine's config.
+        device: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        UnsupportedError: the model's head size is not supported on a CPU, or a sleep is wanted there.
+    """
+    if device == "cpu" and config.sampler.sleep:
+        raise UnsupportedError("sampler.sleep is true, which needs GPUs; on CPUs trainer and engines share the memory")
+    shape = read_model_shape(config.model.path)
+    size = head_dim(shape)
+    if device == "cpu" and size and size not in CPU_HEAD_SIZES:
+        raise UnsupportedError(
+            f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "
+            f"are {', '.join(map(str, CPU_HEAD_SIZES))}, and others on GPUs"
+        )
+
+
+def head_dim(shape: Mapping[str, Any]) -> int:
+    """Return the size of an attention head; 0 if config.json leaves it to the family's default."""
+    return shape.get("head_dim") or shape.get("hidden_size", 0) // (shape.get("num_attention_heads") or 1)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sleep and wake an engine on the trainer's GPU: `python3 -m tests.gpu.sleep_cycles [CYCLES] [SHAPE]`
+
+Between the two the trainer overwrites the memory that the engine gave back. After each wake the engine must answer as
+before, to the bit: greedy tokens, and logprobs of a sequence. Every fifth cycle brings another version, whose logprobs
+must move. The worker's own comparison of every tensor runs too. Prints a table of milliseconds and GiB.
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megarl.bench.random_weights import base_filler, model_folder
+from megarl.checkpoint_engine.weight_sync import WeightSync
+from megarl.config import TrainConfig
+from megarl.config.sections.eval import Sampling
+from megarl.lora import build_model
+from megarl.model.megatron_model import MegatronModel
+from megarl.parallel.groups import destroy_groups
+from megarl.sampler.process import SamplerProcess
+
+SAMPLER = {
+    "samples_per_prompt": 2, "max_prompt_tokens": 64, "max_response_tokens": 64, "max_num_seqs": 16,
+    "kv_cache_gib": 16.0, "share_gpus": True, "sleep": True,
+}  # fmt: skip
+LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, max_tokens=32)
+CHANGE_EVERY, SHARE = 5, 0.9
+
+
+def main(cycles: int = 20, shape: str = "qwen3-0.6b") -> None:
+    """Run the cycles."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
+        folder = model_folder(shape, Path(scratch))
+        section = {"path": str(folder), "dtype": "bfloat16"}
+        train = TrainConfig(device="cuda", micro_batch_tokens=1024)
+        model = build_model(section, lora=LORA, train=train, fill_base=base_filler(shape, 0))
+        change(model, 0)
+        with SamplerProcess(section, lora=LORA, sampler=SAMPLER, log=Path(scratch) / "log", device="cuda") as engine:
+            try:
+                run(model, engine, cycles)
+            except BaseException:
+                print((Path(scratch) / "log").read_text()[-6000:])
+                raise
+        destroy_groups()
+
+
+def run(model: MegatronModel, engine: SamplerProcess, cycles: int) -> None:
+    """Sync, and sleep and wake so many times."""
+    weights = WeightSync(model, [engine], {"transport": "ipc"})
+    weights.sync("base")
+    weights.sync()
+    tokens = np.random.default_rng(0).integers(0, 1000, 48)
+    print("cycle  freed GiB  sleep ms  wake ms  version  greedy tokens and logprobs as before")
+    for cycle in range(cycles):
+        if cycle % CHANGE_EVERY == CHANGE_EVERY - 1:
+            before = engine.score(tokens, model.version)
+            change(model, cycle)
+            model.version += 1
+            weights.sync()
+            assert np.abs(engine.score(tokens, model.version) - before).max() > 1e-3, "the version did not change"
+        expected = answers(engine, tokens, model.version)
+        began = time.perf_counter()
+        freed = engine.sleep().result(120)
+        slept = time.perf_counter()
+        overwrite()
+        woken = time.perf_counter()
+        engine.wake().result(120)
+        awake = time.perf_counter()
+        same = all(map(np.array_equal, expected, answers(engine, tokens, model.version)))
+        print(
+            f"{cycle:5d}  {freed / 2**30:9.2f}  {1e3 * (slept - began):8.0f}  {1e3 * (awake - woken):7.0f}  "
+            f"{model.version:7d}  {same}",
+            flush=True,
+        )
+        assert same, "the engine does not answer as before its sleep"
+    weights.close()
+
+
+def answers(engine: SamplerProcess, tokens: np.ndarray, version: int) -> list[np.ndarray]:
+    """Return the logprobs of a sequence, and greedy completions of its beginning with their logprobs."""
+    [[drawn]] = engine.generate([tokens[:16]], version, [1], GREEDY)
+    return [engine.score(tokens, version), np.asarray(drawn.tokens), np.asarray(drawn.logprobs)]
+
+
+def overwrite() -> None:
+    """Use nearly all free memory of the GPU, and leave other bytes in it."""
+    free = torch.cuda.mem_get_info()[0]
+    torch.empty(int(free * SHARE), dtype=torch.uint8, device="cuda").fill_(255)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+def change(model: MegatronModel, seed: int) -> None:
+    """Give the adapter other values."""
+    with torch.no_grad():
+        for number, (_, parameter) in enumerate(model.adapter.parameters()):
+            generator = torch.Generator(parameter.device).manual_seed(seed * 100_003 + number)
+            parameter.normal_(std=0.02, generator=generator)
+
+
+if __name__ == "__main__":
+    main(*(int(word) if word.isdigit() else word for word in sys.argv[1:]))
