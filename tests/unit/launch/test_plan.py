@@ -167,7 +167,7 @@ def test_a_way_is_found_wherever_there_is_one() -> None:
             "leaves 2 idle",
         ),
         ({"sampler__sleep": True, "parallel__data": 2}, (8,),
-         "the engines have GPUs of their own (8 for 2 trainer ranks)"),
+         r"the engines have GPUs of their own \(8 for 2 trainer ranks\)"),
         ({"sampler__parallel__tensor": 8}, (4, 4), "sampler.parallel.tensor is 8, but no node has more than 4 GPUs"),
         ({"parallel__tensor": 8}, (4, 4, 4), "parallel.tensor is 8, but no node has more than 4 GPUs"),
         ({"parallel__data": 9}, (8,), "needs 9 GPUs, Ray sees 8"),
