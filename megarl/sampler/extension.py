@@ -29,6 +29,7 @@ class EngineExtension(ReceiverExtension, SleepExtension):
         """See ``KeptLogprobs.take``; nothing on ranks that keep none."""
         return b"" if self._megarl_logprobs is None else self._megarl_logprobs.kept.take(requests, dropped)
 
-    def megarl_kept_logprobs(self) -> int:
-        """Return the number of requests whose logprobs are kept."""
-        return 0 if self._megarl_logprobs is None else len(self._megarl_logprobs.kept)
+    def megarl_counts(self) -> list[int]:
+        """Return numbers of requests whose logprobs are kept, of all requests' prompt tokens, and of those computed."""
+        runner = self._megarl_logprobs
+        return [0, 0, 0] if runner is None else [len(runner.kept), runner.prompt_tokens, runner.computed_prompt_tokens]

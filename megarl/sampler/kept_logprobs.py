@@ -56,8 +56,8 @@ class KeptLogprobs:
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def begin(self, inner: str, request: str) -> None:
-        """Expect tokens of a request.
+    def begin(self, inner: str, request: str) -> bool:
+        """Expect tokens of a request; return False if it goes on, after it was preempted.
 
         Args:
             inner: vLLM's id: the request's own, with its sample's number before it if it has several, and a random end.
@@ -65,7 +65,7 @@ class KeptLogprobs:
         """
         with self._lock:
             if inner in self._row_of:
-                return  # it goes on after it was preempted
+                return False
             before, found, _ = inner.partition(request)
             if not found:
                 raise RuntimeError(f"vLLM's request '{inner}' does not contain its own id '{request}'")
@@ -76,6 +76,7 @@ class KeptLogprobs:
             self._row_of[inner] = row
             self._members.setdefault(request, {})[int(before.rstrip("_") or 0)] = inner
             self._last = ((), self._last[1])
+            return True
 
     def add(self, inner: Sequence[str], drawn: Sequence[Sequence[int]], logprobs: Any) -> None:
         """Append a step's tokens.
@@ -139,10 +140,15 @@ class Runner:
     Args:
         runner: either model runner of vLLM; its methods are replaced.
         requests, longest: as for ``KeptLogprobs``.
+
+    Attributes:
+        prompt_tokens, computed_prompt_tokens: tokens of the prompts of all samples, and those that were not in the
+            prefix cache.
     """
 
     def __init__(self, runner: Any, requests: int, longest: int) -> None:
         self.kept = KeptLogprobs(requests, longest)
+        self.prompt_tokens = self.computed_prompt_tokens = 0
         self._others: set[str] = set()  # running requests whose logprobs vLLM itself returns
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
@@ -154,8 +160,9 @@ class Runner:
                 request = (sampling.extra_args or {}).get(KEY)
                 if request is None:
                     self._others.add(new.req_id)
-                else:
-                    self.kept.begin(new.req_id, request)
+                elif self.kept.begin(new.req_id, request):
+                    self.prompt_tokens += len(new.prompt_token_ids)
+                    self.computed_prompt_tokens += len(new.prompt_token_ids) - new.num_computed_tokens
         if self._others:
             self._others -= scheduled.finished_req_ids
         return self._execute(scheduled, *arguments, **options)

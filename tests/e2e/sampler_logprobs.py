@@ -62,5 +62,18 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
         "samples": len(pairs),
         "tokens": sum(len(one) for one, _ in pairs),
         "equal": all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in pairs),
-        "left": rig.call(rig.sampler._rpc("megarl_kept_logprobs")),
+        "left": rig.call(rig.sampler._rpc("megarl_counts"))[0][0],
+    }
+
+
+def shared_prefill(rig: Rig, version: int, length: int, count: int = 8) -> dict[str, int]:
+    """Count the prompt tokens that are computed for several samples of prompts that are new to the engine."""
+    drawn = np.random.default_rng(99).integers(10, 300, (count, length))
+    before = rig.call(rig.sampler._rpc("megarl_counts"))[0]
+    groups = rig.generate(list(drawn), version)
+    after = rig.call(rig.sampler._rpc("megarl_counts"))[0]
+    return {
+        "samples": sum(map(len, groups)),
+        "prompt_tokens": after[1] - before[1],
+        "computed": after[2] - before[2],
     }

@@ -165,8 +165,15 @@ def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict
 
 def test_kept_logprobs_are_bit_for_bit_vllms_own(qwen3: dict) -> None:
     for found, samples in zip(qwen3["logprobs"], (96, 48, 24), strict=True):
-        assert found["source"] == "worker" and found["equal"] and found["left"] == [0]
+        assert found["source"] == "worker" and found["equal"] and found["left"] == 0
         assert found["samples"] == samples and found["tokens"] > 2 * samples
+
+
+def test_the_samples_of_a_prompt_share_its_prefill(qwen3: dict) -> None:
+    found, prompts, samples, length = qwen3["prefill"], 8, 4, 96
+    assert found["samples"] == prompts * samples and found["prompt_tokens"] == prompts * samples * length
+    # Each sample but the first computes only the last block, of 32 tokens on a CPU: its last token must be.
+    assert found["computed"] == prompts * (length + (samples - 1) * 32)
 
 
 def test_the_same_calls_give_the_same_completions(qwen3: dict) -> None:

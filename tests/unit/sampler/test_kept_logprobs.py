@@ -24,7 +24,7 @@ def lists(ids: list[int], logprobs: list[float]) -> SimpleNamespace:
 
 def new(name: str, *, own: str | None = None, logprobs: int | None = 0) -> SimpleNamespace:
     sampling = SimpleNamespace(logprobs=logprobs, extra_args=None if own is None else {KEY: own})
-    return SimpleNamespace(req_id=name, sampling_params=sampling)
+    return SimpleNamespace(req_id=name, sampling_params=sampling, prompt_token_ids=[1] * 40, num_computed_tokens=32)
 
 
 class ModelRunner:
@@ -58,7 +58,8 @@ class Later(kept_logprobs.AsyncModelRunnerOutput):
 @pytest.mark.parametrize("later", [False, True], ids=["at once", "asynchronous"])
 def test_outputs_lose_logprobs_only_while_no_request_wants_them_from_vllm(later: bool) -> None:
     runner = ModelRunner(later)
-    kept = kept_logprobs.Runner(runner, 4, 8).kept
+    ours = kept_logprobs.Runner(runner, 4, 8)
+    kept = ours.kept
 
     def step(names: list[str], begun: list, finished: set[str] = frozenset()) -> bool:
         runner.execute_model(SimpleNamespace(names=names, scheduled_new_reqs=begun, finished_req_ids=set(finished)))
@@ -72,7 +73,7 @@ def test_outputs_lose_logprobs_only_while_no_request_wants_them_from_vllm(later:
     assert not step(["a-1"], [], {"b"})
     ids, logprobs = unpack(kept.take(["a"], []))["a"][0]
     assert ids.tolist() == [10] * 4 and logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
-    assert len(kept) == 0
+    assert len(kept) == 0 and (ours.prompt_tokens, ours.computed_prompt_tokens) == (40, 8)
 
 
 def test_samples_of_a_request_keep_their_order_and_steps_without_a_token_add_nothing() -> None:
