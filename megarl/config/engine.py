@@ -18,6 +18,7 @@ class EngineConfig:
         model, lora, sampler, checkpoint_engine: sections of the config.
         device: ``train.device``.
         longest_response: most tokens of any completion; None: ``sampler.max_response_tokens``.
+        most_requests: most completions that the engine is asked for at once; None: unknown. More are served too.
     """
 
     model: ModelConfig
@@ -26,3 +27,4 @@ class EngineConfig:
     checkpoint_engine: CheckpointEngineConfig = field(default_factory=CheckpointEngineConfig)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     longest_response: int | None = None
+    most_requests: int | None = None

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the whole config tree, and run the checks that need more than one section."""
 
+import math
+
 from pydantic import Field, model_validator
 
 from megarl.config.base import Section
@@ -53,11 +55,18 @@ class RunConfig(Section):
         return TrainerConfig(self.model, self.parallel, self.lora, self.train, self.sampler.temperature, longest)
 
     @property
+    def most_prompts(self) -> int:
+        """Most prompts that training samples at the same time."""
+        return self.train.prompts_per_step * (self.train.max_staleness // self.train.updates_per_step + 1)
+
+    @property
     def engine(self) -> EngineConfig:
         """Settings of one sampler engine."""
-        return EngineConfig(
-            self.model, self.lora, self.sampler, self.checkpoint_engine, self.train.device, self.longest_response
-        )
+        # Engines share the prompts by load, hence unevenly. An evaluation asks for all of its rows at once.
+        share = math.ceil(self.most_prompts / self.sampler.engines) + (self.sampler.engines > 1)
+        most = None if self.evaluations else share * self.sampler.samples_per_prompt
+        sections = (self.model, self.lora, self.sampler, self.checkpoint_engine)
+        return EngineConfig(*sections, self.train.device, self.longest_response, most)
 
     @model_validator(mode="after")
     def _cross_check(self) -> "RunConfig":

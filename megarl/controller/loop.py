@@ -84,6 +84,7 @@ def saved_if_interrupted(state: RunState, snapshot: Callable[[], dict[str, Any]]
 
 def first_sync(state: RunState) -> None:
     """Sync the base weights, then the policy, also at version 0. Nothing is sampled before both are verified."""
+    state.recorder.phase("first sync")
     for report in state.recovery.first_sync():
         state.recorder.note(report)
     check_canary(state)

@@ -19,7 +19,6 @@ from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer import TrainerRank
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.screen import Screen
-from megarl.controller.rollouts.producer import most_ahead
 from megarl.errors import ConfigError, MegarlError
 from megarl.launch import placement
 from megarl.launch.plan import Plan
@@ -53,7 +52,7 @@ class Staff:
         """
         self._plan, self._group, self._train = plan, group, config.train
         self._config, self._actors = ray.put(config), dict[str, Any]()
-        self._calls_at_once = ENGINE_CALLS + most_ahead(config) * config.sampler.samples_per_prompt
+        self._calls_at_once = ENGINE_CALLS + config.most_prompts * config.sampler.samples_per_prompt
         ranks = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engines = [f"sampler {index}" for index in range(len(plan.engine))]
         self.watch = Watch([*ranks, *engines], folder / LOGS, config.train.hang_seconds)
@@ -61,14 +60,21 @@ class Staff:
         engines_started = [self._engine(index) for index in range(len(engines))]
         self.samplers = SamplerGroup(engines_started, self.watch, config.sampler)
 
-    def build(self) -> None:
-        """Build the model in all ranks, and start all engines, side by side.
+    def begin(self) -> None:
+        """Begin to start all engines, which takes longest."""
+        self._starting = {engine.name: engine.actor.start.remote() for engine in self.samplers.engines}
+
+    def build(self) -> dict[str, dict[str, float]]:
+        """Build the model in all ranks, side by side with the engines; return once those have started too.
+
+        Returns:
+            Name of each actor -> the seconds of its parts.
 
         Raises:
             MegarlError: one of them failed.
         """
-        calls = self._begin_build() | {engine.name: engine.actor.start.remote() for engine in self.samplers.engines}
-        wait_all(calls, self.watch, self._limit())
+        calls = self._begin_build() | self._starting
+        return dict(zip(calls, wait_all(calls, self.watch, self._limit()), strict=True))
 
     def restart_trainers(self) -> None:
         """End all ranks and start them again, as they were at the beginning of the run.
@@ -158,8 +164,11 @@ def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratc
         check_device(config.engine, "cuda" if plan.trainer_gpus else "cpu")
         screen.phase("building")
         staff = Staff(config, plan, group, folder)
+        staff.begin()
         check_shared(needed, staff.trainers, plan)
-        staff.build()
+        for name, seconds in staff.build().items():
+            if screen.start:
+                screen.start.parts(name, seconds)
         staff.transport = resolve_transport(config.checkpoint_engine, staff.trainers, staff.samplers, screen)
         yield staff
         stop_engines(staff.samplers, screen)

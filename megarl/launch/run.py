@@ -19,6 +19,7 @@ from megarl.controller.going_back import resume
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recording.resumption import Resumption, find_resumption
 from megarl.controller.recording.screen import Screen
+from megarl.controller.recording.start_times import StartTimes
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
 from megarl.controller.rollouts.judges import dry_response, dry_run, start_judge
@@ -62,7 +63,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
-    with offline_children(), Screen(config.train.steps) as screen, reaper() as scratch:
+    with offline_children(), Screen(config.train.steps, start=StartTimes()) as screen, reaper() as scratch:
         screen.say(f"run folder: {folder}\nsettings that differ from the defaults (all of them: {CONFIG} there):")
         screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
         recorder = Recorder(folder, config, screen)

@@ -2,11 +2,17 @@
 """Build vLLM's engine from an EngineConfig."""
 
 import dataclasses
+from importlib import import_module
 from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.errors import ConfigError, nearest
 from megarl.sampler.settings import engine_arguments
+
+
+def import_vllm() -> None:
+    """Import what ``build_engine`` needs, which takes seconds."""
+    import_module("vllm.v1.engine.async_llm")
 
 
 def build_engine(config: EngineConfig, engine_index: int, device: str) -> Any:

@@ -2,7 +2,7 @@
 """Turn an EngineConfig into vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
 from megarl.files import read_json
 from megarl.sampler.device_checks import head_dim
+from megarl.sampler.engine_args import check_engine_args
+from megarl.sampler.graph_sizes import graph_sizes
 
 # vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -24,25 +26,6 @@ LIVE_VERSIONS = 2
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 # Modules whose adapters vLLM holds in another layout than a linear's, or not at all.
 NOT_SAMPLED = ("model.embed_tokens", "lm_head")
-# vLLM's argument -> the megarl setting that decides it.
-SETTINGS = {
-    "model": "model.path",
-    "dtype": "model.dtype",
-    "tensor_parallel_size": "sampler.parallel.tensor",
-    "load_format": "checkpoint_engine.base_weights",
-    "seed": "sampler.seed",
-    "max_model_len": "sampler.max_prompt_tokens and sampler.max_response_tokens",
-    "max_num_seqs": "sampler.max_num_seqs",
-    "enforce_eager": "sampler.enforce_eager",
-    "kv_cache_memory_bytes": "sampler.kv_cache_gib",
-    "enable_sleep_mode": "sampler.sleep",
-    "gpu_memory_utilization": "sampler.gpu_memory_utilization",
-    "enable_lora": "checkpoint_engine.content",
-    "max_lora_rank": "lora.r",
-    "data_parallel_size": "sampler.engines",
-}
-# Arguments that would place an engine's ranks where no weights are sent.
-PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
 EXTENSION = "megarl.sampler.extension.EngineExtension"
 
 
@@ -88,28 +71,15 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
     check_engine_args(sampler.engine_args, arguments)
+    if not eager:
+        sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return arguments | sampler.engine_args
 
 
 def longest_sequence(config: EngineConfig) -> int:
     """Return the tokens of the longest prompt and completion, in training or in an evaluation."""
     return config.sampler.max_prompt_tokens + (config.longest_response or config.sampler.max_response_tokens)
-
-
-def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
-    """Refuse arguments that megarl passes to vLLM itself.
-
-    Args:
-        given: ``sampler.engine_args``.
-        owned: names of the arguments that megarl sets.
-
-    Raises:
-        ConfigError: an argument is megarl's; the message names it, and the setting to use if there is one.
-    """
-    for name in sorted({*owned, *PLACED} & given.keys()):
-        setting = SETTINGS.get(name)
-        fix = f"use {setting}" if setting else "megarl depends on its value; remove it"
-        raise ConfigError(f"sampler.engine_args.{name} is {given[name]!r}, which megarl sets itself; {fix}")
 
 
 def sampling_arguments(

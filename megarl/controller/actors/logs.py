@@ -25,6 +25,13 @@ SAYS_NOTHING = (
     "EngineCore encountered an issue",
     "WorkerProc initialization failed",
 )
+# Part of vLLM's start -> its line in the log (0.26, 0.32). ``init`` holds the two after it.
+PARTS = {
+    "weights": re.compile(r"Model loading took .* and ([\d.]+) seconds"),
+    "init": re.compile(r"init engine \(.*\) took ([\d.]+) s"),
+    "compilation": re.compile(r"\(compilation: ([\d.]+) s"),
+    "graphs": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
+}
 # Python prints this between an exception and the one that it caused.
 CAUSED = "The above exception was the direct cause of the following exception"
 # Bytes at the end of a log to search for a cause.
@@ -107,6 +114,22 @@ def root_exception(file: Path, start: int = 0) -> str | None:
             return root_of(handle.read().decode(errors="replace"))
     except OSError:
         return None
+
+
+def parts_of_start(file: Path, start: int = 0) -> dict[str, float]:
+    """Return the seconds of the parts of vLLM's start that its log tells, none if there is no log.
+
+    Args:
+        file, start: as for ``root_exception``.
+    """
+    try:
+        with file.open("rb") as handle:
+            handle.seek(start)
+            text = handle.read().decode(errors="replace")
+    except OSError:
+        return {}
+    found = {name: pattern.search(text) for name, pattern in PARTS.items()}
+    return {name: float(match[1]) for name, match in found.items() if match}
 
 
 def with_cause(message: str, cause: str | None) -> str:

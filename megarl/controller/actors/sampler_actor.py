@@ -2,6 +2,7 @@
 """Run a sampler engine as a Ray actor."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from megarl.config import RunConfig
 from megarl.config.sections.eval import Sampling
-from megarl.controller.actors.logs import logs_exceptions, root_exception, with_cause
+from megarl.controller.actors.logs import logs_exceptions, parts_of_start, root_exception, with_cause
 from megarl.controller.actors.pulse import Participant
 from megarl.errors import WorkerError
 from megarl.types import Completion
@@ -29,10 +30,21 @@ class SamplerEngine:
         prepare_environment(threads)
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
-    async def start(self) -> None:
-        """Build the engine. Nothing can be sampled before the first sync."""
+    async def start(self) -> dict[str, float]:
+        """Build the engine. Nothing can be sampled before the first sync.
+
+        Returns:
+            Seconds of ``imports``, of ``vLLM``'s start, and of those of its parts that its log tells.
+        """
+        from megarl.sampler.build import import_vllm
+
+        began = time.perf_counter()
+        import_vllm()
+        imported = time.perf_counter()
         with self._with_cause():
             await self.sampler.start()
+        seconds = {"imports": imported - began, "vLLM": time.perf_counter() - imported}
+        return seconds | parts_of_start(self._log, self._log_begins)
 
     async def memories(self) -> Any:
         """See ``VllmSampler.memories``."""

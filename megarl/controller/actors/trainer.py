@@ -2,6 +2,7 @@
 """Run a trainer rank as a Ray actor."""
 
 import os
+import time
 from functools import partial
 from typing import Any
 
@@ -26,9 +27,11 @@ class TrainerRank:
 
     def __init__(self, config: RunConfig, participant: Participant) -> None:
         participant.join()
+        began = time.perf_counter()
         # Takes seconds, which all ranks spend here at the same time.
-        import torch  # noqa: F401
+        import megarl.model.megatron_model  # noqa: F401
 
+        self._import_seconds = time.perf_counter() - began
         self.config, self.rank = config, participant.index
 
     def rendezvous(self, alone: bool) -> tuple[str, int]:
@@ -56,7 +59,7 @@ class TrainerRank:
         """Return True if a file or folder exists on this rank's node; not a collective."""
         return os.path.exists(path)
 
-    def build(self, address: str, port: int, threads: int) -> dict[str, Any]:
+    def build(self, address: str, port: int, threads: int) -> dict[str, float]:
         """Join the group, build the model, load the base weights and the adapter.
 
         Args:
@@ -64,8 +67,9 @@ class TrainerRank:
             threads: number of CPU threads of this rank.
 
         Returns:
-            ``parameters``: the number of trained parameters on this rank; ``device``: the type of its device.
+            Seconds of ``imports``, ``groups`` (and the device) and ``model``.
         """
+        began = time.perf_counter()
         from megarl.parallel.rendezvous import rank_environment
 
         os.environ.update(rank_environment(self.rank, self.config.parallel.world_size, address, port))
@@ -82,11 +86,12 @@ class TrainerRank:
         groups = init_groups(
             self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
         )
+        ready = time.perf_counter()
         self.model = MegatronModel(self.config.trainer, groups, partial(attach_adapters, self.config))
         self._start = load_start(self.model, self.config)
         self.loss = build_loss(self.config.loss)
-        trained = sum(parameter.numel() for _, parameter in self.model.adapter.parameters())
-        return {"parameters": trained, "device": device.type}
+        built = time.perf_counter()
+        return {"imports": self._import_seconds, "groups": ready - began, "model": built - ready}
 
     def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
         """Train on one rollout.

@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from megarl.controller.recording.start_times import StartTimes
 from megarl.evaluation.results import SetResult
 from megarl.report.panels import SIZES, cells
 
@@ -42,13 +43,15 @@ class Screen:
     time, and later only if nothing was printed for ``QUIET_SECONDS``.
     """
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, steps: int, console: Console | None = None, start: StartTimes | None = None) -> None:
         """Prepare the display.
 
         Args:
             steps: steps of the whole run.
             console: the console; default: standard output.
+            start: takes the time of the start-up, which is printed when it ends.
         """
+        self.start = start
         self.console = console or Console()
         self._progress = Progress(
             TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -72,6 +75,9 @@ class Screen:
 
     def phase(self, name: str) -> None:
         """Show the current phase."""
+        if self.start and (table := self.start.phase(name)):
+            self.start = None
+            self.say(table)
         self._progress.update(self._task, description=name)
         now = time.monotonic()
         if not self.console.is_terminal and (name not in self._phases or now - self._printed >= QUIET_SECONDS):

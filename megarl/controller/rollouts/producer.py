@@ -198,9 +198,3 @@ class Producer:
         train = self._config.train
         left = self._left_out < (train.max_resample_factor - 1) * train.prompts_per_step
         return self._config.loss.groups_without_signal == "resample" and left and not group.rollout.signals[0]
-
-
-def most_ahead(config: RunConfig) -> int:
-    """Return the largest number of prompts that are sampled at the same time."""
-    train = config.train
-    return train.prompts_per_step * (train.max_staleness // train.updates_per_step + 1)

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +13,9 @@ from megarl.families.weight_map import WeightMap
 from megarl.files import read_json
 from megarl.model.weights.full_config import FullConfig, full_config
 from megarl.model.weights.sharded_tensor import ShardedTensor
-from megarl.parallel.groups import Groups
+
+if TYPE_CHECKING:
+    from megarl.parallel.groups import Groups
 
 
 def read_config(path: str | Path) -> FullConfig:
@@ -113,7 +115,7 @@ class WeightFolder:
         for name in sorted(wanted):
             check_dtype(name, self.get_slice(name), self.path)
 
-    def load(self, tensors: Iterable[ShardedTensor], groups: Groups) -> set[str]:
+    def load(self, tensors: Iterable[ShardedTensor], groups: "Groups") -> set[str]:
         """Fill the tensors, each rank reading only its own slices. Returns the names used.
 
         Raises:

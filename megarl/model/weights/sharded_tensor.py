@@ -4,12 +4,13 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from megarl.parallel.groups import Axis, Groups
+if TYPE_CHECKING:
+    from megarl.parallel.groups import Axis, Groups
 
 
 class Sliceable(Protocol):
@@ -46,11 +47,11 @@ class ShardedTensor:
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], None]
     padded: int | None = None
-    axis: Axis = "tensor"
+    axis: "Axis" = "tensor"
     owner: int | None = None
     copies: int = 1
 
-    def held(self, groups: Groups) -> bool:
+    def held(self, groups: "Groups") -> bool:
         """Return True if this rank holds (a part of) the tensor."""
         return self.owner is None or self.owner == groups.expert_rank
 
@@ -64,7 +65,7 @@ class ShardedTensor:
             index[self.dim] = slice(min(rank * step, end), min((rank + 1) * step, end))
         return tuple(index)
 
-    def load(self, source: Sliceable, groups: Groups) -> None:
+    def load(self, source: Sliceable, groups: "Groups") -> None:
         """Read this rank's part of ``source`` and write it into place. Padding rows become zero."""
         if not self.held(groups):
             return
@@ -99,7 +100,7 @@ def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: i
     return ShardedTensor(name, shape, view.dtype, dim, read, write)
 
 
-def placed(tensor: ShardedTensor, axis: Axis, owner: int | None, groups: Groups) -> ShardedTensor:
+def placed(tensor: ShardedTensor, axis: "Axis", owner: int | None, groups: "Groups") -> ShardedTensor:
     """Return the tensor with an axis and an owner. On ranks that do not hold it, reading or writing it raises."""
     tensor = dataclasses.replace(tensor, axis=axis, owner=owner)
     if tensor.held(groups):

@@ -2,6 +2,7 @@
 """Check that vLLM's settings make it sample exactly the configured distribution."""
 
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from megarl.sampler import device_checks, settings
 
 def config(folder: Path, **sections: dict) -> RunConfig:
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 2}))
-    return parse_config({"model": {"path": str(folder)}, "task": {"name": "arithmetic"}, **sections})
+    return parse_config({"model": {"path": str(folder)}, "task": {"name": "arithmetic"}} | sections)
 
 
 @pytest.mark.parametrize(
@@ -264,3 +265,31 @@ def test_a_cache_below_one_sequence_is_refused(tmp_path: Path, tensor: int, dtyp
         else:
             with pytest.raises(ConfigError, match=rf"kv_cache_gib is .* 2048 tokens needs {gib} GiB on each rank"):
                 settings.check_sampled(run)
+
+
+@pytest.mark.parametrize(
+    ("sections", "top", "requests", "count"),
+    [
+        ({}, 512, 64, 23),
+        ({"train": {"prompts_per_step": 4}}, 64, 32, 11),
+        ({"train": {"prompts_per_step": 4}, "sampler": {"engines": 2}}, 48, 24, 9),
+        ({"train": {"prompts_per_step": 4}, "task": {"name": "arithmetic", "held_out": 8}}, 512, 256, 23),
+        ({"sampler": {"max_num_seqs": 20}}, 40, 20, 9),
+        ({"train": {"prompts_per_step": 3}, "sampler": {"samples_per_prompt": 7}}, 42, 21, 10),
+    ],
+)
+def test_graphs_are_captured_for_sizes_that_can_occur(tmp_path: Path, sections, top, requests, count) -> None:
+    engine = config(tmp_path, **sections).engine
+    arguments = settings.engine_arguments(engine, 0, "cuda")
+    sizes = arguments["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes[-1] == top and requests in sizes and len(sizes) == count
+    # A batch is padded by less than a quarter, or less than 8.
+    assert all(b - a <= max(8, 0.34 * a) for a, b in itertools.pairwise(sizes))
+    assert sizes[:4] == [1, 2, 4, 8] and sizes == sorted(set(sizes))
+    assert "compilation_config" not in settings.engine_arguments(engine, 0, "cpu")
+
+
+def test_the_users_own_compilation_config_is_kept(tmp_path: Path) -> None:
+    own = {"cudagraph_mode": "PIECEWISE"}
+    engine = config(tmp_path, sampler={"engine_args": {"compilation_config": own}}).engine
+    assert settings.engine_arguments(engine, 0, "cuda")["compilation_config"] == own
