@@ -8,10 +8,9 @@ import os
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.processes import describe, find_engine
+from tests.helpers.processes import find_engine
 from tests.helpers.train_run import TrainRun, make_recipe
 
 HANG_SECONDS = 6
@@ -33,21 +32,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_recipe(tmp_path_factory.mktemp("stopped"), "qwen3", tied=True)
 
 
-def find_rank(run: TrainRun, title: str) -> psutil.Process:
-    """Return rank 0 or 1 while it runs the method of this title."""
-    ranks: list[psutil.Process] = []
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        if len(ranks) < 2:
-            run.look()
-            ranks = [p for p in run.family if "ray::TrainerRank" in describe(p)]
-        for rank in ranks:
-            if title in f"{describe(rank).rstrip()} ":
-                return rank
-        time.sleep(0.002)
-    raise AssertionError(f"no {title}:\n{run.output()[-2000:]}")
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_process_is_named_and_everything_ends(recipe: Path, case: str) -> None:
     if case != DEFAULT and not os.environ.get("MEGARL_STOP_ALL"):
@@ -60,7 +44,7 @@ def test_a_stopped_process_is_named_and_everything_ends(recipe: Path, case: str)
         if title != "TrainerRank.build":
             run.wait_for("step 2 ", 240)
         sampler = run.find("ray::SamplerEngine", 120)
-        victim = find_rank(run, title) if who == "rank" else sampler if who == "front end" else find_engine(sampler)
+        victim = run.find_rank(title) if who == "rank" else sampler if who == "front end" else find_engine(sampler)
         victim.suspend()
         began = time.monotonic()
         assert run.finish(HANG_SECONDS + 30) == 1, run.output()[-3000:]

@@ -50,13 +50,20 @@ def make_recipe(folder: Path, family: str, *, tied: bool) -> Path:
 
 
 class TrainRun:
-    """One `megarl train` process and its output."""
+    """One `megarl train` (or ``resume``) process and its output."""
 
-    def __init__(self, recipe: Path, *overrides: str) -> None:
+    def __init__(self, recipe: Path, *overrides: str, command: str = "train", before: tuple[str, ...] = ()) -> None:
+        """
+        Args:
+            recipe: the recipe; for ``resume`` the run folder.
+            overrides: settings.
+            command: of `megarl`.
+            before: command that runs the process.
+        """
         self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
         self._handle = self.log.open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.cli.main", "train", str(recipe), *overrides],
+            [*before, sys.executable, "-m", "megarl.cli.main", command, str(recipe), *overrides],
             stdout=self._handle,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
@@ -99,6 +106,20 @@ class TrainRun:
             listed = "\n".join(sorted(lines.values()))
             assert time.monotonic() < deadline, f"no process {title!r} among\n{listed}\n{self.output()[-3000:]}"
             time.sleep(0.2)
+
+    def find_rank(self, title: str) -> psutil.Process:
+        """Return rank 0 or 1 while its process has this title; Ray shows the method that it runs."""
+        ranks: list[psutil.Process] = []
+        deadline = time.monotonic() + 200
+        while time.monotonic() < deadline:
+            if len(ranks) < 2:
+                self.look()
+                ranks = [p for p in self.family if p.is_running() and "ray::TrainerRank" in describe(p)]
+            for rank in ranks:
+                if title in f"{describe(rank).rstrip()} ":
+                    return rank
+            time.sleep(0.002)
+        raise AssertionError(f"no {title}:\n{self.output()[-2000:]}")
 
     def finish(self, timeout: float) -> int:
         """Return the exit status. Fails if the process, or one that it started, outlives the timeout (seconds)."""

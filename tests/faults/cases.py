@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List the faults: who is hit, how, and in which phase of a step."""
+
+from dataclasses import dataclass, field
+from itertools import product
+
+# For ranks: the method that Ray shows in the titles of their processes in each phase of a step.
+PHASES = {
+    "sampling": "ray::TrainerRank ",
+    "training": "TrainerRank.update",
+    "syncing": "TrainerRank.send_weights",
+    "saving": "TrainerRank.save_checkpoint",
+}
+ASYNCHRONOUS = (
+    "train.max_staleness=2",
+    "loss.importance_cap=2.0",
+    "checkpoint_engine.in_flight=continue",
+)
+HANG_SECONDS = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault of one run.
+
+    Attributes:
+        who: ``engine`` (vLLM's process), ``front end`` (the actor before it), ``rank``, ``controller``; or what is
+            spoiled: ``disk``, ``shm``, ``reward``, ``loss``.
+        how: ``killed`` or ``stopped`` for processes.
+        phase: key of ``PHASES``; the victim is hit while the ranks do that.
+        settings: further settings of the run.
+        ends: text of the error that the run must end with; empty if it must go on by itself.
+        kind: for the name.
+    """
+
+    who: str
+    how: str
+    phase: str = "sampling"
+    settings: tuple[str, ...] = field(default=())
+    ends: str = ""
+    kind: str = "synchronous"
+
+    @property
+    def name(self) -> str:
+        """For the table and for filters."""
+        return f"{self.kind}: {self.who} {self.how}, {self.phase}"
+
+    @property
+    def is_exact(self) -> bool:
+        """True if the run must be that of the reference, bit for bit."""
+        return self.kind != "asynchronous"
+
+
+def all_cases() -> list[Case]:
+    """Return every case."""
+    cases = [Case(*each) for each in product(("engine", "rank", "controller"), ("killed", "stopped"), PHASES)]
+    cases += [Case("front end", how) for how in ("killed", "stopped")]
+    cases += [Case("engine", "killed", "sampling", ("sampler.engines=2",), kind="two engines")]
+    cases += [Case("engine", "killed", "syncing", ("sampler.engines=2",), kind="two engines")]
+    cases += [
+        Case(who, how, "sampling", ASYNCHRONOUS, kind="asynchronous")
+        for who, how in (("engine", "killed"), ("rank", "killed"), ("rank", "stopped"), ("controller", "killed"))
+    ]
+    cases += [
+        Case("reward", "raises", ends="ArithmeticError: spoiled"),
+        Case("loss", "gives NaN", "training", ends="not finite"),
+        Case("disk", "full", "saving", ends="No space left on device"),
+        Case("shm", "full", "syncing", ("checkpoint_engine.transport=shm",), ends="/dev/shm cannot hold a bucket"),
+    ]
+    return cases
+
+
+CASES = all_cases()

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Break one run, let it go on, and compare it with one that nothing happened to."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from megarl.checkpoint_engine.transports.shm_folders import ROOT
+from megarl.errors import CheckpointError
+from megarl.model.checkpoint.digests import verify
+from megarl.run_folder import checkpoints
+from tests.faults.cases import HANG_SECONDS, PHASES, Case
+from tests.helpers.processes import describe, find_engine
+from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
+
+STEPS, PROMPTS, HIT_AFTER = 8, 2, 2
+SETTINGS = (
+    f"train.steps={STEPS}",
+    f"train.prompts_per_step={PROMPTS}",
+    "train.save_every=2",
+    "train.eval_every=null",
+    "eval.tasks=[]",
+    "task.held_out=0",
+    f"train.hang_seconds={HANG_SECONDS}",
+    "sampler.max_response_tokens=90",
+)
+# Longest time from a fault to the next step or the end of the run, beyond the configured time without a sign of life:
+# starting vLLM or the ranks again takes 20 to 40 s on two busy cores.
+LIMIT = 60.0
+# Leaves 8 KiB of a file system.
+FILL = (
+    sys.executable,
+    "-c",
+    "import os, shutil, sys\n"
+    "file = open(sys.argv[1] + '/filler', 'wb')\n"
+    "os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(sys.argv[1]).free - 8192)",
+)
+# Gives a process and its children a /dev/shm of their own.
+SMALL_SHM = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=256m tmpfs {ROOT} && exec "$@"', "sh")
+# Rewards and losses that a file beside the recipe spoils.
+REWARD = """
+from pathlib import Path
+
+def reward(prompt, response):
+    if (Path(__file__).parent / "spoil").exists():
+        raise ArithmeticError("spoiled")
+    return sum(character.islower() for character in response) / 8
+"""
+LOSS = """
+from pathlib import Path
+from megarl.loss.grpo import GrpoLoss
+
+class OwnLoss(GrpoLoss):
+    def __call__(self, *arguments, **options):
+        output = super().__call__(*arguments, **options)
+        spoiled = (Path(__file__).parent / "spoil").exists()
+        return output._replace(loss=output.loss * float("nan")) if spoiled else output
+"""
+
+
+class Row(NamedTuple):
+    """How a run went on.
+
+    Attributes:
+        case: name.
+        seconds: from the fault to the next step, or to the end of the run.
+        restarts: of engines and trainers, as counted in the metrics.
+        result: what was compared.
+        problem: what should not have been; empty if the row is good.
+        said: the line that told of the fault.
+    """
+
+    case: str
+    seconds: float
+    restarts: str
+    result: str
+    problem: str
+    said: str
+
+
+class Bench:
+    """A recipe, and the run that nothing happens to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe = make_recipe(folder, "qwen3", tied=True)
+        (folder / "reward.py").write_text(REWARD)
+        (folder / "loss.py").write_text(LOSS)
+        self._reference: Path | None = None
+
+    def reference(self) -> Path:
+        """Return the folder of the run that nothing happened to."""
+        if self._reference is None:
+            run = self._start(self.folder / "reference")
+            try:
+                run.wait_for(f"step {STEPS} ", 240)
+                assert run.finish(60) == 0, run.output()
+                self._reference = run.folder()
+            finally:
+                run.kill()
+        return self._reference
+
+    def run(self, case: Case) -> Row:
+        """Break a run, and judge what it became."""
+        reference = self.reference()
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        before = leftovers()
+        run = self._start(place, *case.settings, spoiled=case.who)
+        seconds = 0.0
+        try:
+            run.wait_for(f"step {HIT_AFTER} ", 240)
+            hit = self._hit(case, run, place)
+            seconds = self._await(case, run, place, hit)
+            if run.process.poll() is not None:
+                run = self._resume(run, place)
+            run.wait_for(f"step {STEPS} ", 240)
+            status = run.finish(60)
+            problem = f"status {status}" if status else ""
+            [folder] = place.glob("arithmetic-*")
+            problem = problem or self._compare(case, folder, reference)
+            if seconds > LIMIT + (HANG_SECONDS if case.how == "stopped" else 0):
+                problem = problem or f"nothing for {seconds:.0f} s"
+            counts = [sum(row[f"{who}_restarts"] for row in read_rows(folder)) for who in ("engine", "trainer")]
+            problem = problem or self._count(case, *counts)
+            restarts = ", ".join(f"{count:.0f}" for count in counts)
+        except Exception as error:
+            problem, restarts = f"{type(error).__name__}: {str(error)[-1500:]}", "?"
+        finally:
+            run.kill()
+            (self.folder / "spoil").unlink(missing_ok=True)
+        if not problem and (left := leftovers() - before):
+            problem = f"left: {', '.join(sorted(left))}"
+        said = next((line for line in self._said if self._tells(case, line)), "")
+        unmount(place)
+        shutil.rmtree(place, ignore_errors=True)
+        return Row(case.name, seconds, restarts, "bit for bit" if case.is_exact else "every prompt once", problem, said)
+
+    def _start(self, place: Path, *settings: str, spoiled: str = "") -> TrainRun:
+        place.mkdir(exist_ok=True)
+        self._said: list[str] = []
+        if spoiled == "disk":
+            mount(place)
+        before = SMALL_SHM if spoiled == "shm" else ()
+        return TrainRun(self.recipe, f"train.output={place}", *SETTINGS, *settings, before=before)
+
+    def _hit(self, case: Case, run: TrainRun, place: Path) -> float:
+        """Do what the case says; return when."""
+        if case.who in ("reward", "loss"):
+            (self.folder / "spoil").touch()
+        elif case.who == "disk":
+            subprocess.run([*FILL, str(place)], check=True)
+        elif case.who == "shm":
+            subprocess.run(["nsenter", "-t", str(run.process.pid), "-m", *FILL, str(ROOT)], check=True)
+        else:
+            front_end = run.find("ray::SamplerEngine")
+            victim = {"engine": find_engine(front_end), "front end": front_end}.get(case.who)
+            rank = run.find_rank(PHASES[case.phase])
+            victim = victim or (rank if case.who == "rank" else psutil.Process(run.process.pid))
+            victim.send_signal(signal.SIGKILL if case.how == "killed" else signal.SIGSTOP)
+            if case.who == "controller" and case.how == "stopped":
+                time.sleep(HANG_SECONDS + 4)
+                victim.resume()
+        return time.monotonic()
+
+    def _await(self, case: Case, run: TrainRun, place: Path, hit: float) -> float:
+        """Wait until the run ends, or has done the step after the fault; return the seconds since ``hit``."""
+        [folder] = place.glob("arithmetic-*")
+        done = steps_said(run)
+        while time.monotonic() - hit < 2 * LIMIT:
+            if case.ends or (case.who == "controller" and case.how == "killed"):
+                if run.process.poll() is not None:
+                    status = run.finish(30)
+                    self._said = run.output().splitlines()
+                    text = " ".join(self._said[-12:])
+                    assert case.ends in text, f"not said: {case.ends!r}: {text}"
+                    assert status == (1 if case.ends else -signal.SIGKILL), status
+                    check_checkpoints(folder)
+                    return time.monotonic() - hit
+            elif len(steps_said(run)) > len(done) + 1:
+                self._said = run.output().splitlines()
+                return time.monotonic() - hit
+            run.look()
+            time.sleep(0.1)
+        raise AssertionError(f"neither a step nor an end within {2 * LIMIT:.0f} s: {run.output()[-2000:]}")
+
+    def _resume(self, run: TrainRun, place: Path) -> TrainRun:
+        """Mend what was spoiled, and continue the run with one command."""
+        (self.folder / "spoil").unlink(missing_ok=True)
+        (place / "filler").unlink(missing_ok=True)
+        run.kill()
+        [folder] = place.glob("arithmetic-*")
+        return TrainRun(folder, command="resume")
+
+    def _compare(self, case: Case, folder: Path, reference: Path) -> str:
+        """Return what is wrong with a complete run, or nothing."""
+        check_checkpoints(folder)
+        rows = read_rows(folder)
+        if [row["step"] for row in rows] != list(range(1, STEPS + 1)):
+            return f"rows of steps {[row['step'] for row in rows]}"
+        if (drawn := prompts(folder)) != (wanted := prompts(reference)):
+            return f"prompts {drawn}, not {wanted}"
+        if not case.is_exact:
+            return ""
+        for step in range(1, STEPS + 1):
+            for a, b in zip(read_rollout(reference, step), read_rollout(folder, step), strict=True):
+                if any(a[key] != b[key] for key in ("prompt_ids", "response_ids", "reward", "advantage")):
+                    return f"other completions at step {step}"
+        last = f"checkpoints/step-{STEPS:06d}"
+        for name in ("optimizer.safetensors", "rng.safetensors", "adapter/adapter_model.safetensors"):
+            a, b = load_file(reference / last / name), load_file(folder / last / name)
+            if a.keys() != b.keys() or any(not torch.equal(a[key], b[key]) for key in a):
+                return f"another {name}"
+        return ""
+
+    def _count(self, case: Case, engines: float, trainers: float) -> str:
+        wanted = {"engine": (1, 0), "front end": (1, 0), "rank": (0, 1)}.get(case.who, (0, 0))
+        return "" if (engines, trainers) == wanted else f"{engines:.0f} engine and {trainers:.0f} trainer restarts"
+
+    def _tells(self, case: Case, line: str) -> bool:
+        return case.ends in line if case.ends else "is lost and" in line
+
+
+def prompts(folder: Path) -> list[str]:
+    """Return the ids of the prompts of all completions that a run was trained on."""
+    return sorted(one["prompt"] for step in range(1, STEPS + 1) for one in read_rollout(folder, step))
+
+
+def steps_said(run: TrainRun) -> list[str]:
+    """Return the lines that tell of a complete step."""
+    return [line for line in run.output().splitlines() if line.startswith("step ")]
+
+
+def check_checkpoints(folder: Path) -> None:
+    """Compare every checkpoint that counts with its digests."""
+    for checkpoint in checkpoints(folder):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            raise AssertionError(f"torn: {error}") from error
+
+
+def leftovers() -> set[str]:
+    """Return the shared-memory folders whose owners are gone, scratch folders of runs, and orphans of Ray and vLLM."""
+    shared = {str(path) for path in ROOT.glob("*megarl*") if not owner_lives(path)}
+    here = str(os.getpid())
+    orphans = {
+        line.split(" ", 2)[2][:60]
+        for process in psutil.process_iter()
+        if "ray::" in (line := describe(process)) or "EngineCore" in line
+        if process.ppid() == 1 and here not in line
+    }
+    return shared | orphans
+
+
+def owner_lives(path: Path) -> bool:
+    """Return True if the process that made a folder of shared memory lives."""
+    number = path.name.split("-")[2] if path.name.count("-") > 1 else ""
+    return number.isdecimal() and psutil.pid_exists(int(number))
+
+
+def mount(place: Path) -> None:
+    """Put a small file system of its own under a folder."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], check=True)
+
+
+def unmount(place: Path) -> None:
+    """Undo ``mount``, if it was done."""
+    if os.path.ismount(place):
+        subprocess.run(["umount", "-l", str(place)], check=True)
