@@ -57,6 +57,7 @@ def all_cases() -> list[Case]:
     cases += [Case("front end", how) for how in ("killed", "stopped")]
     cases += [Case("engine", "killed", "sampling", ("sampler.engines=2",), kind="two engines")]
     cases += [Case("engine", "killed", "syncing", ("sampler.engines=2",), kind="two engines")]
+    cases += [Case("rank", "killed", "training", ("train.save_every=99",), kind="no checkpoint yet")]
     cases += [
         Case(who, how, "sampling", ASYNCHRONOUS, kind="asynchronous")
         for who, how in (("engine", "killed"), ("rank", "killed"), ("rank", "stopped"), ("controller", "killed"))

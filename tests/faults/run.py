@@ -69,7 +69,7 @@ class OwnLoss(GrpoLoss):
 
 
 class Row(NamedTuple):
-    """How a run went on.
+    """The course of a run after its fault.
 
     Attributes:
         case: name.

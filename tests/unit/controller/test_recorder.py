@@ -15,6 +15,7 @@ import pytest
 
 from megarl.config import load_config, parse_config
 from megarl.controller.recording.metrics import Recorder
+from megarl.controller.recording.resumption import find_last
 from megarl.controller.recording.screen import Screen
 from megarl.controller.recording.summary import summarise
 from megarl.controller.rollouts.rollout import Rollout
@@ -72,6 +73,16 @@ def run_step(recorder, step):
     recorder.write_rollout(step, Rollout([], [], [], [], [], []))
     recorder.rollout_written()
     recorder.step({"step": step, "reward": 1.0})
+
+
+def test_a_session_that_goes_back_writes_its_steps_again(recorder):
+    for step in (1, 2, 3):
+        run_step(recorder, step)
+    recorder.go_back(find_last(recorder.folder, recorder.config, {}))
+    assert recorder.rows == [] and (recorder.folder / "metrics.jsonl").read_text() == ""
+    run_step(recorder, 1)
+    assert [row["step"] for row in recorder.rows] == [1]
+    assert len((recorder.folder / "metrics.jsonl").read_text().splitlines()) == 1
 
 
 def test_completions_of_the_last_steps_are_kept(recorder):

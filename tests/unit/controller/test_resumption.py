@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
-from megarl.controller.recording.resumption import find_resumption
+from megarl.controller.recording.resumption import find_last, find_resumption
 from megarl.errors import CheckpointError, ConfigError
 from megarl.model.checkpoint.digests import seal, verify
 from megarl.run_folder import evaluations, last_checkpoint
@@ -69,6 +69,18 @@ def run(tmp_path, model):
 
 def tree_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_session_goes_back_to_its_last_checkpoint_or_to_the_beginning(run, model):
+    chosen = settings(model, train__resume=str(run), train__resume_step=2)  # what it began with no longer counts
+    assert find_last(run, chosen, CONTENT).step == 6
+    shutil.rmtree(run / "checkpoints")
+    found = find_last(run, settings(model), CONTENT)
+    assert (found.step, found.rows, len(found.later)) == (0, [], 7)
+    found.apply()
+    assert (run / "metrics.jsonl").read_text() == "" and not list((run / "rollouts").glob("step-*"))
+    assert len((run / "metrics.discarded.jsonl").read_text().splitlines()) == 7
+    assert list(evaluations(run)) == [0]
 
 
 def test_what_came_after_the_checkpoint_is_put_aside_and_nothing_is_lost(run, model):
