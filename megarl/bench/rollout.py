@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run `megarl bench rollout`: tokens per second of an engine, by weights, way of logprobs and concurrency."""
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -25,14 +26,14 @@ from megarl.sampler.settings import LORA_RANKS, stop_tokens
 # Memory-backed files.
 TMPFS = "/dev/shm"
 SOURCES: tuple[Source, ...] = ("worker", "vllm", "none")
-# Nothing else is on the device.
-GPU_SHARE = 0.85
+# Of the memory, which vLLM wants to be free when an engine starts; two start at once.
+GPU_SHARE = 0.4
 
 
 def bench_rollout(
     settings: RolloutBenchSettings, out: Path, *, report: Callable[[str], None] = lambda text: None
 ) -> dict[str, Any]:
-    """Measure engines one after the other.
+    """Start megarl's engines side by side, and measure them one after the other; plain vLLM comes last, alone.
 
     Args:
         settings: what to measure.
@@ -51,13 +52,18 @@ def bench_rollout(
         folder = save_model(settings.model, Path(scratch), settings.dtype, device, settings.seed)
         adapter = Path(scratch) / "adapter"
         save_adapter(folder, adapter, settings.r, settings.dtype, settings.seed)
-        for content in settings.contents:
-            log = out / f"rollout-{content}.log"
-            report(f"{content}: an engine starts; log: {log}")
-            began = time.perf_counter()
-            with SamplerProcess(**_engine(settings, folder, content), device=device, log=log) as engine:
+        began = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            engines = {}
+            for content in settings.contents:
+                log = out / f"rollout-{content}.log"
+                report(f"{content}: an engine starts; log: {log}")
+                process = SamplerProcess(**_engine(settings, folder, content), device=device, log=log)
+                engines[content] = stack.enter_context(process)
+            for content, engine in engines.items():
                 engine.wait()
                 result["start_seconds"][content] = time.perf_counter() - began
+            for content, engine in engines.items():
                 result["rates"] |= _measure(settings, engine, adapter if content == "adapter" else None, report)
         for content in settings.plain:
             log = out / f"rollout-plain-{content}.log"

@@ -89,7 +89,7 @@ class RolloutBenchSettings(Section):
     model: str
     """A named shape with random weights, or a Hugging Face folder."""
     contents: list[Literal["adapter", "merged"]] = Field(["adapter", "merged"], min_length=1)
-    """Engines to measure, one after the other: ``adapter`` has LoRA and samples with an adapter and from the base;
+    """Engines to measure: ``adapter`` has LoRA and samples with an adapter and from the base;
     ``merged`` has none, as ``checkpoint_engine.content`` says."""
     plain: list[Literal["adapter", "merged"]] = Field(["adapter"])
     """Engines of ``vllm.LLM`` to measure beside them, without anything of megarl."""
@@ -104,7 +104,7 @@ class RolloutBenchSettings(Section):
     r: int = Field(16, ge=1)
     """Rank of the adapter, on all linears."""
     rounds: int = Field(2, ge=1)
-    """Timed rounds at each concurrency, after one that is not timed."""
+    """Timed rounds at each concurrency, after a call that is not timed."""
     kv_cache_gib: float = Field(24.0, gt=0.0)
     """``sampler.kv_cache_gib``."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

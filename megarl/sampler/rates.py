@@ -17,7 +17,7 @@ class Load:
         samples: completions of each prompt.
         prompt_tokens: tokens of a prompt, drawn below ``vocabulary``.
         response_tokens: most tokens of a completion.
-        rounds: timed rounds, after one that is not.
+        rounds: timed rounds, after a call that is not.
         seed: of the prompts.
     """
 
@@ -47,7 +47,8 @@ def rates(load: Load, ways: Mapping[str, Callable[[list[np.ndarray]], int]]) -> 
     for concurrency in load.concurrency:
         tokens, seconds = dict.fromkeys(ways, 0), dict.fromkeys(ways, 0.0)
         for number in range(load.rounds + 1):
-            for index, (name, sample) in enumerate(ways.items()):
+            # Only the first call at a size may have to compile something.
+            for index, (name, sample) in enumerate(list(ways.items())[: None if number else 1]):
                 # Never the same prompts again: their keys and values would be in the prefix cache.
                 draw = np.random.default_rng((load.seed, concurrency, number, index))
                 shape = (concurrency // load.samples, load.prompt_tokens)

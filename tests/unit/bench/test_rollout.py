@@ -29,7 +29,7 @@ def test_rates_are_those_of_the_timed_rounds_and_prompts_are_never_the_same(monk
     def way(name: str, seconds: float):
         def sample(prompts: list[np.ndarray]) -> int:
             calls.append(name)
-            warms_up = (len(calls) - 1) // 2 % 3 == 0  # the first of three rounds of both ways
+            warms_up = (len(calls) - 1) % 5 == 0  # the first of five calls: one, and two rounds of both ways
             now[0] += 100.0 if warms_up else seconds
             seen.extend(prompt.tobytes() for prompt in prompts)
             return 10 * len(prompts)
@@ -39,8 +39,8 @@ def test_rates_are_those_of_the_timed_rounds_and_prompts_are_never_the_same(monk
     load = Load([4, 8], samples=2, prompt_tokens=16, vocabulary=500, response_tokens=10, rounds=2, seed=0)
     found = rates(load, {"a": way("a", 0.5), "b": way("b", 2.0)})
     assert found == {"a": [20 / 0.5, 40 / 0.5], "b": [20 / 2.0, 40 / 2.0]}
-    assert calls == ["a", "b"] * 6
-    assert len(set(seen)) == len(seen) == 2 * 3 * (2 + 4)
+    assert calls == ["a", "a", "b", "a", "b"] * 2
+    assert len(set(seen)) == len(seen) == 5 * (2 + 4)
 
 
 class Engine:
