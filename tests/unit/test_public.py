@@ -15,6 +15,15 @@ def test_importing_megarl_loads_no_heavy_library():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_the_controller_imports_neither_megatron_nor_vllm() -> None:
+    """They cost seconds before the first actor begins to start; only ranks and engines need them."""
+    program = (
+        "import megarl.launch.run, sys; print(sorted({'megatron', 'transformer_engine', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
 @pytest.mark.parametrize("name", megarl.__all__)
 def test_a_public_name_is_documented(name):
     thing = getattr(megarl, name)
