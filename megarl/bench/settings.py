@@ -75,6 +75,12 @@ class SyncBenchSettings(Section):
     """``checkpoint_engine.bucket_mib``."""
     kv_cache_gib: float = Field(2.0, gt=0.0)
     """``sampler.kv_cache_gib``."""
+    choose: bool = False
+    """Also measure what each content costs while sampling, and say which pays. The engines then use CUDA graphs."""
+    concurrency: int = Field(256, ge=8, multiple_of=8)
+    """With ``choose``: completions that are asked for at once, 8 of each prompt."""
+    response_tokens: int = Field(128, ge=1)
+    """With ``choose``: tokens of a completion."""
     disk: bool = True
     """Measure vLLM's own way too: save the adapter to memory-backed files, load them into a running engine."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.bench.choose import decode_rate, sampler_settings
 from megarl.bench.random_weights import base_filler, model_folder
 from megarl.bench.settings import SyncBenchSettings
 from megarl.checkpoint_engine.phases import SyncReport
@@ -102,14 +103,7 @@ def _engines(
                 SamplerProcess(
                     {"path": str(folder), "dtype": settings.dtype},
                     lora=_lora(settings),
-                    sampler={
-                        "samples_per_prompt": 2,
-                        "max_prompt_tokens": SCORED,
-                        "max_response_tokens": RESPONSE,
-                        "max_num_seqs": REQUESTS,
-                        "kv_cache_gib": settings.kv_cache_gib,
-                        "enforce_eager": True,
-                    },
+                    sampler=_sampler(settings),
                     checkpoint_engine={"transport": transport, "content": content},
                     device=settings.device,
                     gpus=[i + 1 if spread else 0] if torch.cuda.is_available() else None,
@@ -122,6 +116,18 @@ def _engines(
         for engine in engines:
             engine.wait()
         yield engines, time.perf_counter() - began
+
+
+def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
+    given = {
+        "samples_per_prompt": 2,
+        "max_prompt_tokens": SCORED,
+        "max_response_tokens": RESPONSE,
+        "max_num_seqs": REQUESTS,
+        "kv_cache_gib": settings.kv_cache_gib,
+        "enforce_eager": True,
+    }
+    return given | sampler_settings(settings) if settings.choose else given
 
 
 def _measure(
@@ -146,7 +152,10 @@ def _measure(
     row = _row(content, times)
     stages = ", ".join(f"{name} {ms:.2f}" for name, ms in row["stages_ms"].items())
     report(f"{content}: {row['nbytes'] / 2**20:.1f} MiB in {row['ms']:.2f} ms ({stages})")
-    row["logprob_difference"] = max(_difference(model, engine) for engine in engines)
+    row |= _differences(model, engines)
+    if settings.choose:
+        row["tokens_per_second"] = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
+        report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
         row["pause_ms"] = _pause(model, engines[0], weights, report)
@@ -189,12 +198,12 @@ def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
     }
 
 
-def _difference(model: MegatronModel, engine: SamplerProcess) -> float:
-    """Return the largest difference between the logprobs of trainer and engine on random tokens."""
+def _differences(model: MegatronModel, engines: list[SamplerProcess]) -> dict[str, float]:
+    """Compare the logprobs of trainer and engines on random tokens: the largest and the mean difference."""
     tokens = np.random.default_rng(0).integers(0, model.hf_config["vocab_size"], SCORED)
-    scored = engine.score(tokens, model.version)
     expected = model.forward(model.pack([Sample(tokens, np.arange(SCORED) > 0)]), temperature=1.0)[0]
-    return float(np.abs(scored - expected).max())
+    found = np.abs([engine.score(tokens, model.version) - expected for engine in engines])
+    return {"logprob_difference": float(found.max()), "logprob_difference_mean": float(found.mean())}
 
 
 def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:

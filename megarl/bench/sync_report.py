@@ -3,6 +3,7 @@
 
 from typing import Any
 
+from megarl.bench.choose import verdict
 from megarl.bench.report import aligned
 
 STAGES = (
@@ -50,6 +51,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
         for row in report["rows"]:
             if row["kind"] == "adapter":
                 lines.append(f"a sync of the adapter is {by_disk / row['ms']:.0f} times as fast as save and load")
+    lines += verdict(report["rows"])
     lines += [
         "sync: from the end of the device's work until the new version serves; trainer/* and receiver/* overlap",
         "pause: delay of a request of one token that runs while the adapter arrives",

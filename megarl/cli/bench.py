@@ -21,6 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     sync = kinds.add_parser("sync", help="bring new weights from the trainer into a live engine")
     sync.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
     sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, r, rounds, ...")
+    sync.add_argument("--choose", action="store_true", help="say whether adapter or merged weights pay on this host")
     sync.add_argument("--out", default="runs/bench", help="folder for logs and results")
     sync.set_defaults(run=_sync, online=True)
     rollout = kinds.add_parser("rollout", help="tokens per second of an engine, by weights, logprobs and concurrency")
@@ -47,7 +48,8 @@ def _sync(arguments: argparse.Namespace) -> None:
     """Print the table, and the whole report as one line of JSON."""
     from megarl.bench.settings import parse_sync_settings
 
-    settings = parse_sync_settings(arguments.model, arguments.overrides)
+    chosen = ["choose=true"] if arguments.choose else []
+    settings = parse_sync_settings(arguments.model, [*arguments.overrides, *chosen])
     from megarl.bench.sync import bench_sync
     from megarl.bench.sync_report import sync_table
 

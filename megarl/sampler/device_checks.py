@@ -21,8 +21,14 @@ def check_device(config: EngineConfig, device: str) -> None:
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        UnsupportedError: the model's head size is not supported on a CPU, or a sleep is wanted there.
+        UnsupportedError: the model's head size is not supported on a CPU, or a sleep is wanted there; or adapters in
+            float32 on a GPU.
     """
+    if device == "cuda" and config.model.dtype == "float32" and config.checkpoint_engine.content == "adapter":
+        raise UnsupportedError(
+            "model.dtype is float32, but vLLM's LoRA kernels for GPUs compute in bfloat16 or float16; use bfloat16, or "
+            "checkpoint_engine.content=merged"
+        )
     if device == "cpu" and config.sampler.sleep:
         raise UnsupportedError("sampler.sleep is true, which needs GPUs; on CPUs trainer and engines share the memory")
     shape = read_model_shape(config.model.path)

@@ -29,7 +29,9 @@ SAMPLER = {
 }  # fmt: skip
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, max_tokens=32)
-CHANGE_EVERY, SHARE = 5, 0.9
+CHANGE_EVERY = 5
+# Of the free memory, and at most: something else may use the GPU.
+SHARE, MOST_BYTES = 0.9, 60 * 2**30
 
 
 def main(cycles: int = 20, shape: str = "qwen3-0.6b") -> None:
@@ -84,13 +86,13 @@ def run(model: MegatronModel, engine: SamplerProcess, cycles: int) -> None:
 def answers(engine: SamplerProcess, tokens: np.ndarray, version: int) -> list[np.ndarray]:
     """Return the logprobs of a sequence, and greedy completions of its beginning with their logprobs."""
     [[drawn]] = engine.generate([tokens[:16]], version, [1], GREEDY)
-    return [engine.score(tokens, version), np.asarray(drawn.tokens), np.asarray(drawn.logprobs)]
+    return [engine.score(tokens, version), drawn.response_ids, drawn.logprobs]
 
 
 def overwrite() -> None:
-    """Use nearly all free memory of the GPU, and leave other bytes in it."""
+    """Use the free memory of the GPU, and leave other bytes in it."""
     free = torch.cuda.mem_get_info()[0]
-    torch.empty(int(free * SHARE), dtype=torch.uint8, device="cuda").fill_(255)
+    torch.empty(min(int(free * SHARE), MOST_BYTES), dtype=torch.uint8, device="cuda").fill_(255)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run `megarl train` on one GPU that trainer and engine share, without and with the engine's sleep.
 
-`python3 -m tests.gpu.train_modes FOLDER [key=value ...]`: a tiny model in float32; both runs must have the same metrics
-to the bit. Prints the seconds of each phase.
+`python3 -m tests.gpu.train_modes FOLDER [key=value ...]`: a tiny model in bfloat16. Sampler and trainer must agree in
+both. Prints the seconds of each phase.
 """
 
 import json
@@ -14,10 +14,12 @@ from pathlib import Path
 from tests.helpers.train_run import TrainRun, make_recipe, read_rows
 
 SETTINGS = [
-    "train.device=cuda", "sampler.share_gpus=true", "sampler.gpu_memory_utilization=0.3", "train.steps=4",
-    "sampler.enforce_eager=true", "parallel.data=1",
+    "train.device=cuda", "sampler.share_gpus=true", "sampler.gpu_memory_utilization=0.1", "train.steps=4",
+    "sampler.enforce_eager=true", "parallel.data=1", "model.dtype=bfloat16",
 ]  # fmt: skip
-SAME = ("reward_mean", "loss", "grad_norm", "mismatch_mean", "version")
+SHOWN = ("reward_mean", "mismatch_mean", "mismatch_max", "canary", "sync_bytes")
+# Bound of |sampler - trainer| in bfloat16 with a vocabulary of 100, mean over the tokens of a step.
+MISMATCH = 0.02
 
 
 def main(folder: Path, *overrides: str) -> None:
@@ -25,7 +27,6 @@ def main(folder: Path, *overrides: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # the helper hides GPUs from tests otherwise
     recipe = make_recipe(folder, "qwen3", tied=True)
-    found = {}
     for sleep in ("false", "true"):
         output = folder / f"sleep-{sleep}"
         run = TrainRun(recipe, f"train.output={output}", f"sampler.sleep={sleep}", *SETTINGS, *overrides)
@@ -33,12 +34,12 @@ def main(folder: Path, *overrides: str) -> None:
         print(run.output()[-3000:], flush=True)
         assert status == 0, f"sampler.sleep={sleep}: status {status}"
         rows = [row for row in read_rows(run.folder()) if row["step"]]
-        found[sleep] = [{name: row[name] for name in SAME if name in row} for row in rows]
+        for row in rows:
+            print({name: row[name] for name in SHOWN if name in row})
+            assert row["mismatch_mean"] < MISMATCH
         phases = sorted(name for name in rows[-1] if name.startswith("seconds/"))
         medians = {name: round(statistics.median(row.get(name, 0.0) for row in rows), 3) for name in phases}
         print(f"sampler.sleep={sleep}: {json.dumps(medians)}", flush=True)
-    assert found["false"] == found["true"], found
-    print(f"same metrics with and without sleep: {found['true']}")
 
 
 if __name__ == "__main__":

@@ -231,6 +231,21 @@ def test_a_head_size_that_vllms_cpu_kernels_lack_is_refused_on_a_cpu_only(
     device_checks.check_device(run, "cpu")
 
 
+def test_adapters_in_float32_are_refused_on_gpus_whose_kernels_in_vllm_lack_them(tmp_path: Path) -> None:
+    run = settled(tmp_path, "adapter")
+    with pytest.raises(UnsupportedError, match=r"use bfloat16, or checkpoint_engine.content=merged"):
+        device_checks.check_device(run.engine, "cuda")
+    device_checks.check_device(run.engine, "cpu")
+    device_checks.check_device(settled(tmp_path, "merged").engine, "cuda")
+    kernel = vllm_source("lora/ops/triton_ops/lora_shrink_op.py")
+    assert "assert weight.dtype in [torch.float16, torch.bfloat16]" in kernel
+
+
+def settled(folder: Path, content: str) -> RunConfig:
+    model = {"path": str(folder), "dtype": "float32"}
+    return config(folder, model=model, checkpoint_engine={"content": content})
+
+
 def test_the_cpu_head_sizes_are_vllms() -> None:
     tree = ast.parse(vllm_source("v1/attention/backends/cpu_attn.py"))
     [method] = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "get_supported_head_sizes"]
