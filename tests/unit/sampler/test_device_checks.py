@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's kernels lack on a device is refused before an engine starts."""
+"""Check that a model or a setting that vLLM's kernels lack on a device is refused before an engine starts."""
 
 import ast
 import json
