@@ -153,8 +153,8 @@ class Runner:
         self._execute, self._sample = runner.execute_model, runner.sample_tokens
         runner.execute_model, runner.sample_tokens = self._execute_model, self._sample_tokens
 
-    def _execute_model(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
-        for new in scheduled.scheduled_new_reqs:
+    def _execute_model(self, scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
             sampling = new.sampling_params
             if sampling is not None and sampling.logprobs is not None:
                 request = (sampling.extra_args or {}).get(KEY)
@@ -164,8 +164,8 @@ class Runner:
                     self.prompt_tokens += len(new.prompt_token_ids)
                     self.computed_prompt_tokens += len(new.prompt_token_ids) - new.num_computed_tokens
         if self._others:
-            self._others -= scheduled.finished_req_ids
-        return self._execute(scheduled, *arguments, **options)
+            self._others -= scheduler_output.finished_req_ids
+        return self._execute(scheduler_output, *arguments, **options)
 
     def _sample_tokens(self, *arguments: Any, **options: Any) -> Any:
         output = self._sample(*arguments, **options)
