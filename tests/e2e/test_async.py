@@ -23,6 +23,7 @@ SETTINGS = (
     f"train.steps={STEPS}",
     f"train.prompts_per_step={PROMPTS}",
     "train.save_every=2",
+    "train.hang_seconds=6",
     "train.learning_rate=1e-3",
     "loss.importance_cap=2.0",
     "checkpoint_engine.in_flight=continue",
@@ -59,13 +60,13 @@ class Echo(arithmetic.ArithmeticTask):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
-    """Return the folder of a run whose trainer rank was killed after step 3, and whose controller was after step 5."""
+    """Return the folder of a run: a trainer rank was stopped after step 3, and the controller killed after step 5."""
     recipe = make_recipe(tmp_path_factory.mktemp("async"), "qwen3", tied=True)
     (recipe.parent / "echo.py").write_text(ENVIRONMENT)
     first = TrainRun(recipe, f"train.output={recipe.parent}", *SETTINGS)
     try:
         first.wait_for("step 3 ", timeout=240)
-        first.find_rank("TrainerRank.update").kill()
+        first.find_rank("TrainerRank.update").suspend()
         first.wait_for("all ranks start again (1 of at most 3, train.max_restarts)", timeout=60)
         first.wait_for("sampler 0 holds version 2, verified, and goes on", timeout=120)
         first.wait_for("step 5 ", timeout=60)
