@@ -49,7 +49,7 @@ class Case:
 
     @property
     def result(self) -> str:
-        """What the run must be: bit for bit that of the reference, or of every prompt once; or over."""
+        """The requirement on the run: bit for bit that of the reference, or of every prompt once; or over."""
         if self.phase == "building":
             return "ended"
         return "every prompt once" if self.kind == "asynchronous" else "bit for bit"
@@ -72,7 +72,7 @@ def all_cases() -> list[Case]:
         for who, phase in (("rank", "building"), ("rank", "training"), ("engine", "sampling"))
     ]
     cases += [
-        Case("reward", "raises", ends="ArithmeticError: spoiled"),
+        Case("reward", "raises", ends="raised ArithmeticError"),
         Case("loss", "gives NaN", "training", ends="not finite"),
         Case("disk", "full", "saving", ends="No space left on device"),
         Case("shm", "full", "syncing", ("checkpoint_engine.transport=shm",), ends="/dev/shm cannot hold a bucket"),

@@ -52,7 +52,7 @@ REWARD = """
 from pathlib import Path
 
 def reward(prompt, response):
-    if (Path(__file__).parent / "spoil").exists():
+    if (Path(__file__).parent / "spoil-reward").exists():
         raise ArithmeticError("spoiled")
     return sum(character.islower() for character in response) / 8
 """
@@ -63,7 +63,7 @@ from megarl.loss.grpo import GrpoLoss
 class OwnLoss(GrpoLoss):
     def __call__(self, *arguments, **options):
         output = super().__call__(*arguments, **options)
-        spoiled = (Path(__file__).parent / "spoil").exists()
+        spoiled = (Path(__file__).parent / "spoil-loss").exists()
         return output._replace(loss=output.loss * float("nan")) if spoiled else output
 """
 
@@ -134,7 +134,7 @@ class Bench:
             problem = f"{type(error).__name__}: {str(error)[-1500:]}"
         finally:
             run.kill()
-            (self.folder / "spoil").unlink(missing_ok=True)
+            self._mend()
         if not problem and (left := leftovers() - before):
             problem = f"left: {', '.join(sorted(left))}"
         said = next((line for line in self._said if (case.ends or "is lost and") in line), "")
@@ -154,7 +154,7 @@ class Bench:
     def _hit(self, case: Case, run: TrainRun, place: Path) -> float:
         """Do what the case says; return when."""
         if case.who in ("reward", "loss"):
-            (self.folder / "spoil").touch()
+            (self.folder / f"spoil-{case.who}").touch()
         elif case.who == "disk":
             subprocess.run([*FILL, str(place)], check=True)
         elif case.who == "shm":
@@ -195,11 +195,16 @@ class Bench:
 
     def _resume(self, run: TrainRun, place: Path) -> TrainRun:
         """Mend what was spoiled, and continue the run with one command."""
-        (self.folder / "spoil").unlink(missing_ok=True)
+        self._mend()
         (place / "filler").unlink(missing_ok=True)
         run.kill()
         [folder] = place.glob("arithmetic-*")
         return TrainRun(folder, command="resume")
+
+    def _mend(self) -> None:
+        """Remove what spoils rewards and losses."""
+        for file in self.folder.glob("spoil-*"):
+            file.unlink()
 
     def _compare(self, case: Case, folder: Path, reference: Path) -> str:
         """Return what is wrong with a complete run, or nothing."""
