@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check that ``import megarl`` is light, and that every public name is there."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -33,3 +35,16 @@ def test_a_public_name_is_documented(name):
 def test_an_unknown_name_says_what_there_is():
     with pytest.raises(AttributeError, match="has no attribute 'Megatron'; it has MegatronModel"):
         megarl.Megatron  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "package", [path.parent for path in Path(megarl.__file__).parent.rglob("__init__.py")], ids=str
+)
+def test_no_public_name_is_hidden_by_a_module_of_the_same_name(package: Path) -> None:
+    """An import of the module would make the name the module, for whoever imports the name afterwards."""
+    tree = ast.parse((package / "__init__.py").read_text())
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    names = ast.literal_eval(assigned[0].value) if assigned else []
+    assert not [name for name in names if (package / f"{name}.py").exists() or (package / name).is_dir()]
