@@ -73,7 +73,7 @@ def all_cases() -> list[Case]:
     ]
     cases += [
         Case("reward", "raises", ends="raised ArithmeticError"),
-        Case("loss", "gives NaN", "training", ends="not finite"),
+        Case("loss", "gives NaN", "training", ends="the gradient norm is nan"),
         Case("disk", "full", "saving", ends="No space left on device"),
         Case("shm", "full", "syncing", ("checkpoint_engine.transport=shm",), ends="/dev/shm cannot hold a bucket"),
     ]
