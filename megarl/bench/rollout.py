@@ -122,6 +122,9 @@ def _measure(
         else:
             engine.use_base(version)
         found[weights] = rates(_load(settings), {logprobs: way(version, logprobs) for logprobs in SOURCES})
+        # A run that is cut off leaves what it measured.
+        shown = (f"{name} {', '.join(f'{rate:,.0f}' for rate in row)}" for name, row in found[weights].items())
+        report(f"{weights}: tokens/s at {settings.concurrency}: {'; '.join(shown)}")
     return found
 
 
