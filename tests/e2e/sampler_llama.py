@@ -134,7 +134,7 @@ def patterns(rig: Rig) -> dict[str, Any]:
 
 def many_versions(rig: Rig) -> dict[str, Any]:
     """Sync 50 versions in a row: nothing accumulates, and the base stays the same."""
-    engine = rig.sampler._engine
+    engine = rig.sampler._link.engine()
     before = rig.call(engine.compute_weight_checksums())
     rig.renew(base_ready=True)
     most, mapped = 0, [0]

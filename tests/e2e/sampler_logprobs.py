@@ -36,7 +36,7 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
             tokens = longest // (1 + number)  # so that the two never end together
             while not done.is_set():
                 other = SamplingParams(logprobs=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-                stream = rig.sampler._engine.generate({"prompt_token_ids": [5]}, other, f"other-{number}")
+                stream = rig.sampler._link.engine().generate({"prompt_token_ids": [5]}, other, f"other-{number}")
                 async for _ in stream:
                     first.set()
                 number, tokens = number + 2, longest
@@ -62,16 +62,16 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
         "samples": len(pairs),
         "tokens": sum(len(one) for one, _ in pairs),
         "equal": all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in pairs),
-        "left": rig.call(rig.sampler._rpc("megarl_counts"))[0][0],
+        "left": rig.call(rig.sampler._link.rpc("megarl_counts"))[0][0],
     }
 
 
 def shared_prefill(rig: Rig, version: int, length: int, count: int = 8) -> dict[str, int]:
     """Count the prompt tokens that are computed for several samples of prompts that are new to the engine."""
     drawn = np.random.default_rng(99).integers(10, 300, (count, length))
-    before = rig.call(rig.sampler._rpc("megarl_counts"))[0]
+    before = rig.call(rig.sampler._link.rpc("megarl_counts"))[0]
     groups = rig.generate(list(drawn), version)
-    after = rig.call(rig.sampler._rpc("megarl_counts"))[0]
+    after = rig.call(rig.sampler._link.rpc("megarl_counts"))[0]
     return {
         "samples": sum(map(len, groups)),
         "prompt_tokens": after[1] - before[1],

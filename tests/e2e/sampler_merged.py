@@ -104,7 +104,7 @@ def versions(rig: Rig) -> dict[str, Any]:
         results["counts"].append(rig.manager.sync(version, "merged").count)
         drawn = rig.generate(prompts(4), version)
         results["errors"].append(rig.error(drawn))
-        results["held"].append(rig.call(rig.sampler._engine.compute_weight_checksums()))
+        results["held"].append(rig.call(rig.sampler._link.engine().compute_weight_checksums()))
         rig.trainer.randomise(version - 1)
         results["errors_of_previous"].append(rig.error(drawn))
     results["wrong_version"] = raised(lambda: rig.generate(prompts(1), 1))
@@ -119,7 +119,7 @@ def stale(rig: Rig) -> dict[str, Any]:
         rig.trainer.randomise(version)
         rig.manager.sync(version, "merged")
         errors.append(rig.error(rig.generate(PROMPT, version)))
-    engine = rig.sampler._engine
+    engine = rig.sampler._link.engine()
     empty = engine.reset_prefix_cache
 
     tries = []

@@ -76,7 +76,7 @@ def _soak(transport: str, folder: Path) -> Row:
     rig = Rig(run_config(folder, checkpoint_engine={"transport": transport}), trainer)
     try:
         rig.manager.sync(0, "base")
-        before = rig.call(rig.sampler._engine.compute_weight_checksums())
+        before = rig.call(rig.sampler._link.engine().compute_weight_checksums())
         random = np.random.default_rng(0)
         shared = random.integers(10, 300, PREFIX)
         engine, sizes, seconds, errors = find_engine(psutil.Process()), [], [], []
@@ -88,7 +88,7 @@ def _soak(transport: str, folder: Path) -> Row:
                 errors.append(rig.error(answers))
             if version in (WARM_UP, SYNCS - 1):
                 sizes.append((private_mib(engine), private_mib(psutil.Process())))
-        after = rig.call(rig.sampler._engine.compute_weight_checksums())
+        after = rig.call(rig.sampler._link.engine().compute_weight_checksums())
         stale = stale_error(rig, shared)
     finally:
         rig.call(rig.sampler.close())
