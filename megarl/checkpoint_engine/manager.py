@@ -116,6 +116,7 @@ class CheckpointEngineManager:
             raise WeightSyncError(f"no sampler is named '{sink.name}'; there are {', '.join(self._sinks)}")
         self._gone.pop(sink.name, None)
         self._sinks[sink.name], self._stale[sink.name] = sink, reason
+        self._endpoint = None  # what is connected is the dead one
 
     def lose(self, name: str, reason: str) -> None:
         """Go on without a sampler whose process is dead, until ``replace`` brings its successor."""

@@ -173,7 +173,10 @@ class Recovery:
         while True:
             self._leave_out()
             while self._ready:
-                state.manager.replace(*self._ready.pop(0))
+                engine, reason = self._ready.pop(0)
+                state.manager.replace(engine, reason)
+                # Requests wait until it is open, but it can be lost again.
+                engine.closed, engine.lost = True, None
             names = list(state.manager.stale)
             if not names:
                 self._state.trainers.check()

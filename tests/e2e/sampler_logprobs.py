@@ -10,6 +10,9 @@ from megarl.config.sections.eval import Sampling
 from megarl.sampler.fetched_logprobs import _own_logprobs
 from tests.e2e.sampler_rig import Rig, prompts
 
+# Requests whose logprobs vLLM returns; at each step one of them must run.
+OTHERS = 4
+
 
 def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: int = 24) -> dict[str, Any]:
     """Sample with kept logprobs while another request of the engine has vLLM return them: a step then has both."""
@@ -33,16 +36,16 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
         first = asyncio.Event()
 
         async def keep_running(number: int) -> None:
-            tokens = longest // (1 + number)  # so that the two never end together
+            tokens = max(longest // (1 + number), 1)  # so that they never end together
             while not done.is_set():
                 other = SamplingParams(logprobs=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
                 stream = rig.sampler._link.engine().generate({"prompt_token_ids": [5]}, other, f"other-{number}")
                 async for _ in stream:
                     first.set()
-                number, tokens = number + 2, longest
+                number, tokens = number + OTHERS, longest
 
         done = asyncio.Event()
-        others = [asyncio.ensure_future(keep_running(number)) for number in (0, 1)]
+        others = [asyncio.ensure_future(keep_running(number)) for number in range(OTHERS)]
         await first.wait()
         try:
             return await rig.sampler.generate(prompts(count), version, list(range(count)), sampling)
@@ -55,8 +58,10 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
         rig.call(run())
     finally:
         del requests._last, requests.fetched.of
-    own = {name: [_own_logprobs(one) for one in output.outputs] for name, output in outputs.items()}
-    pairs = [pair for name in kept for pair in zip(kept[name], own[name], strict=True)]
+    # In a step without any of the others vLLM returns none.
+    whole = {name: out.outputs for name, out in outputs.items() if all(map(_is_whole, out.outputs))}
+    own = {name: [_own_logprobs(one) for one in drawn] for name, drawn in whole.items()}
+    pairs = [pair for name in own for pair in zip(kept[name], own[name], strict=True)]
     return {
         "source": requests.fetched.source,
         "samples": len(pairs),
@@ -64,6 +69,10 @@ def both_ways(rig: Rig, version: int, sampling: Sampling | None = None, count: i
         "equal": all(np.array_equal(one.view(np.int32), other.view(np.int32)) for one, other in pairs),
         "left": rig.call(rig.sampler._link.rpc("megarl_counts"))[0][0],
     }
+
+
+def _is_whole(output: Any) -> bool:
+    return len(output.logprobs) == len(output.token_ids)
 
 
 def shared_prefill(rig: Rig, version: int, length: int, count: int = 8) -> dict[str, int]:

@@ -100,6 +100,9 @@ def _compare(loaded: Any, written: Any, path: str = "") -> None:
     if isinstance(written, dict) and isinstance(loaded, dict):
         for key, value in written.items():
             _compare(loaded.get(key), value, f"{path}.{key}" if path else str(key))
+    elif isinstance(written, list) and isinstance(loaded, list) and len(written) == len(loaded):
+        for number, pair in enumerate(zip(loaded, written, strict=True)):
+            _compare(*pair, f"{path}.{number}")
     elif path not in ("model.path", "lora.init_from", "task.path", "task.reward", "train.output", "train.resume") and (
         loaded != written or (type(loaded) is not type(written) and not {type(loaded), type(written)} <= {int, float})
     ):

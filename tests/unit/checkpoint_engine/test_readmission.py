@@ -27,6 +27,17 @@ def test_only_stale_engines_are_readmitted_and_a_dead_ones_successor_with_them()
     assert [engine.resident for engine in (engines[0], successor, engines[2])] == [2, 2, 2]
 
 
+def test_the_successor_of_the_only_engine_gets_a_connection_of_its_own() -> None:
+    """Merged weights and the base come through one connection, which was the dead engine's."""
+    settings = config(transport="gloo").model_copy(update={"content": "merged", "timeout_seconds": 10.0})
+    manager = CheckpointEngineManager(Trainer(), [Engine(0, 1)], settings)
+    for version, kind in ((0, "base"), (1, "merged")):
+        manager.sync(version, kind)
+    successor = Engine(0, 1)
+    manager.replace(successor, "its process was killed")
+    assert [report.kind for report in manager.readmit(1)] == ["base", "merged"] and successor.resident == 1
+
+
 def test_an_engine_that_fails_its_check_stays_out() -> None:
     engine = Engine(0, 1)
     manager = CheckpointEngineManager(Trainer(), [engine], config())

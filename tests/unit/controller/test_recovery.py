@@ -72,6 +72,7 @@ class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, restarts: int = 3) -> None:
         settings = {"sampler": {"max_restarts": restarts}, "train": {"max_restarts": restarts}}
         self.engines = [Handle(index) for index in range(3)]
+        self.stillborn = 0  # successors that die before they hold a version
         self.samplers, self.said, self.dead_ranks = Samplers(self.engines), list[str](), list[str]()
         self.manager = CheckpointEngineManager(Trainer(), self.engines, config())
         self.checked: list[Any] = []
@@ -100,7 +101,8 @@ class Run:
 
     def restart_engine(self, index: int) -> str:
         self.restarted.append(f"sampler {index}")
-        self.engines[index].is_dead, self.engines[index].resident = False, None
+        self.stillborn -= 1
+        self.engines[index].is_dead, self.engines[index].resident = self.stillborn >= 0, None
         return "successor"
 
     def restart_trainers(self) -> None:
@@ -136,6 +138,15 @@ def test_a_lost_engine_comes_back_with_base_policy_and_canary_and_the_others_are
     assert run.recovery.metrics() == {"engine_restarts": 1, "trainer_restarts": 0, "requests_sent_again": 5}
     assert run.recovery.metrics()["engine_restarts"] == 0
     assert "sampler 1 is lost and starts again (1 of at most 3, sampler.max_restarts)" in run.said[0]
+
+
+def test_a_successor_that_dies_before_it_is_readmitted_has_a_successor_too(run: Run) -> None:
+    run.stillborn = 1
+    run.engines[1].is_dead = True
+    run.samplers.lose(run.engines[1], WorkerError("sampler 1 died"))
+    run.look_until(opened=1)
+    assert run.restarted == ["sampler 1", "sampler 1"] and run.residents() == [0, 0, 0]
+    assert run.recovery.metrics()["engine_restarts"] == 2
 
 
 def test_a_sync_that_an_engine_did_not_survive_is_mended_for_the_others_and_the_run_goes_on(run: Run) -> None:

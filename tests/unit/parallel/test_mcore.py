@@ -46,7 +46,9 @@ def test_one_outside_is_refused_unless_the_user_says_so(version, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", [["-c", "import megarl.lora"], ["-m", "megarl.cli.main", "verify", "MODEL"]], ids=["plugin", "cli"]
+    "command",
+    [["-c", "from megarl.lora import apply_lora"], ["-m", "megarl.cli.main", "verify", "MODEL"]],
+    ids=["plugin", "cli"],
 )
 def test_an_unknown_release_is_named_before_it_is_imported(tmp_path, command):
     """The planted package has no module that megarl could import."""
