@@ -67,6 +67,6 @@ setup(
     packages=find_packages(include=["megarl", "megarl.*"]),
     package_data={"megarl": ["py.typed", "startup/*.py"]},
     install_requires=[from_major_release(pin) for pin in requirements("base")],
-    extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev", "docs")},
+    extras_require={name: requirements(name) for name in ("cpu", "gpu", "dev", "docs", "verifiers")},
     entry_points={"console_scripts": ["megarl = megarl.cli.main:main"]},
 )

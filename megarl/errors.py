@@ -61,6 +61,10 @@ class WorkerError(MegarlError, RuntimeError):
     """A trainer or sampler process died or raised; the cause is chained or quoted."""
 
 
+class NodeLostError(MegarlError, RuntimeError):
+    """A node of the cluster was lost, and none came in its place within ``train.node_seconds``."""
+
+
 class LostError(WorkerError):
     """Trainer ranks or engines died, give no sign of life, or did not answer in time.
 

@@ -15,16 +15,21 @@ LOOPBACK = "127.0.0.1"
 # Addresses behind a router: the interface of the default route leads there.
 OUTWARDS = "10.255.255.255"
 OUTWARDS6 = "2001:db8::1"
+# Variable with the address by which the other nodes of a cluster know this one. A cluster may have no route outwards.
+ADDRESS = "MEGARL_NODE_ADDRESS"
 
 
 def own_address(toward: str = OUTWARDS) -> str:
     """Return the address by which this host reaches ``toward``; loopback if it cannot reach it.
 
-    The host's name is not resolved for this, because Debian maps it to 127.0.1.1.
+    The host's name is not resolved for this, because Debian maps it to 127.0.1.1. Without ``toward`` it is the one that
+    ``MEGARL_NODE_ADDRESS`` names, if that is set.
 
     Args:
         toward: address or name of another host, or of this one.
     """
+    if toward == OUTWARDS and (known := os.environ.get(ADDRESS)):
+        return known
     # A host without a route of IPv4 is reached by IPv6.
     for family, target in ((_family(toward), toward), (socket.AF_INET6, OUTWARDS6)):
         with contextlib.closing(socket.socket(family, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):

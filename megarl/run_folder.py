@@ -20,6 +20,21 @@ EVALUATIONS, RESULTS = "evaluations", "results.json"
 STATE = "state.json"
 
 
+def shown(rewards: Sequence[float | None], most: int) -> list[int]:
+    """Choose completions of a step that are shown: the first, those of the greatest and the least reward, then others.
+
+    Args:
+        rewards: of the completions in the order of their file; None: unknown.
+        most: most completions.
+
+    Returns:
+        Their places.
+    """
+    scored = [(reward, place) for place, reward in enumerate(rewards) if reward is not None]
+    extremes = [pick(scored, key=lambda one: one[0])[1] for pick in (max, min)] if scored else []
+    return list(dict.fromkeys([*range(len(rewards))[:1], *extremes, *range(len(rewards))]))[:most]
+
+
 def run_prefix(task: str) -> str:
     """Return what the names of a task's run folders begin with; of ``/path/own.py:Echo`` it is ``Echo-``."""
     return f"{task.rpartition(':')[2]}-"

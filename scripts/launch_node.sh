@@ -11,12 +11,21 @@
 #
 #   HEAD_PORT=6379      port of Ray's head, the same on every node
 #   JOIN_TIMEOUT=300    seconds to wait for the head, and for all nodes
-#   NODE_CPUS, NODE_GPUS   CPUs and GPUs of this node that Ray may use (default: all)
+#   JOB_GRACE=40        seconds that the run may take to end after a signal: it does the step that it is in, and saves
+#   NODE_CPUS, NODE_GPUS   CPUs and GPUs of this node that Ray may use (default: all); 0 on rank 0: controller only
+#   MEGARL_SETUP        a file for bash to read first: `module load ...`, `export NCCL_SOCKET_IFNAME=...`
 #   MEGARL_PYTHON       an interpreter with all packages; default: .venv of this repository, which only rank 0 installs
 #
 # Recipe, model and output paths must mean the same on every node (a shared file system, or copies).
 set -euo pipefail
 
+# Modules use variables that may be unset.
+if [ -n "${MEGARL_SETUP:-}" ]; then
+  set +u
+  # shellcheck source=/dev/null
+  source "$MEGARL_SETUP"
+  set -u
+fi
 # Several nodes may share .venv, so only one of them installs.
 [ "${NODE_RANK:-0}" = 0 ] || export MEGARL_INSTALL=never
 # shellcheck source=scripts/env.sh

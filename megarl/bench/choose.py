@@ -8,7 +8,7 @@ import numpy as np
 
 from megarl.bench.settings import SyncBenchSettings
 from megarl.sampler.process import SamplerProcess
-from megarl.sampler.rates import Load, rates
+from megarl.sampler.rates import Load, count_tokens, rates
 
 SAMPLES, PROMPT_TOKENS, ROUNDS = 8, 64, 2
 # Sampled tokens of the steps in the table.
@@ -30,8 +30,7 @@ def decode_rate(settings: SyncBenchSettings, engine: SamplerProcess, version: in
     """Return tokens per second of one engine under the version that it has, on random prompts."""
 
     def sample(prompts: list[np.ndarray]) -> int:
-        groups = engine.generate(prompts, version)
-        return sum(len(one.response_ids) for group in groups for one in group)
+        return count_tokens(engine.generate(prompts, version))
 
     load = Load(
         [settings.concurrency], SAMPLES, PROMPT_TOKENS, vocabulary, settings.response_tokens, ROUNDS, settings.seed

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.bench.adapters import lora_section
 from megarl.bench.batch import loss_weights, make_samples
 from megarl.bench.clock import Clock, MarkedLoss
 from megarl.bench.random_weights import base_filler, model_folder
@@ -61,7 +62,7 @@ class MegarlStep:
 def _build(settings: BenchSettings, backend: str) -> MegatronModel:
     """Build the model; the base weights of a named shape are random."""
     sections: dict[str, Any] = {
-        "lora": {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"},
+        "lora": lora_section(settings.r),
         "train": TrainConfig(
             device=settings.device,
             seed=settings.seed,

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.bench.adapters import peft_config
 from megarl.bench.batch import make_samples
 from megarl.bench.clock import Clock
 from megarl.bench.settings import BenchSettings, model_config
@@ -25,7 +26,7 @@ class PeftStep:
         wanted = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(wanted)
         torch.manual_seed(settings.seed)
-        config = LoraConfig(r=settings.r, lora_alpha=2 * settings.r, target_modules="all-linear", task_type="CAUSAL_LM")
+        config = peft_config(settings.r)
         # PEFT's default keeps the adapters in float32 and computes in it: slower, and not what megarl does.
         self._model = get_peft_model(_build(settings, self.device), config, autocast_adapter_dtype=False).train()
         trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import peft
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from megarl.bench.settings import model_config
 from megarl.bench.shapes import SHAPES
-from megarl.checkpoint_engine.folder_source import WEIGHTS
 from megarl.model.weights.base_tensors import load_base
+
+# Memory-backed files.
+TMPFS = "/dev/shm"
 
 
 def fill_randomly(chunks: Sequence[torch.nn.Module], seed: int) -> None:
@@ -58,15 +58,3 @@ def save_model(model: str, scratch: Path, dtype: str, device: str, seed: int) ->
             network = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         network.save_pretrained(folder)
     return folder
-
-
-def save_adapter(folder: Path, out: Path, rank: int, dtype: str, seed: int) -> None:
-    """Save a PEFT directory for a model's folder: random matrices for all linears."""
-    with torch.device("meta"):
-        network = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
-        lora = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        shapes = peft.get_peft_model_state_dict(peft.get_peft_model(network, lora))
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(one.shape, generator=generator) * 0.02 for name, one in shapes.items()}
-    lora.save_pretrained(out)
-    save_file({name: one.to(getattr(torch, dtype)) for name, one in tensors.items()}, out / WEIGHTS)

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.bench.random_weights import save_adapter, save_model
+from megarl.bench.adapters import lora_section, save_adapter
+from megarl.bench.random_weights import TMPFS, save_model
 from megarl.bench.settings import RolloutBenchSettings, model_config
 from megarl.checkpoint_engine.folder_source import FolderSource
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
@@ -20,11 +21,9 @@ from megarl.sampler.environment import resolve_device
 from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.plain_rollout import time_plain_rollouts
 from megarl.sampler.process import SamplerProcess
-from megarl.sampler.rates import Load, rates
+from megarl.sampler.rates import Load, count_tokens, rates
 from megarl.sampler.settings import LORA_RANKS, stop_tokens
 
-# Memory-backed files.
-TMPFS = "/dev/shm"
 SOURCES: tuple[Source, ...] = ("worker", "vllm", "none")
 # Of the memory, which vLLM wants to be free when an engine starts; two start at once.
 GPU_SHARE = 0.4
@@ -85,7 +84,7 @@ def _engine(settings: RolloutBenchSettings, folder: Path, content: str) -> dict[
     """Return arguments of ``SamplerProcess``."""
     return {
         "model": {"path": str(folder), "dtype": settings.dtype},
-        "lora": {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"},
+        "lora": lora_section(settings.r),
         "sampler": {
             "samples_per_prompt": settings.samples,
             "max_prompt_tokens": settings.prompt_tokens,
@@ -106,8 +105,7 @@ def _measure(
     def way(version: int, logprobs: Source) -> Callable[[list[np.ndarray]], int]:
         def sample(prompts: list[np.ndarray]) -> int:
             engine.take_logprobs_from(logprobs)
-            groups = engine.generate(prompts, version)
-            return sum(len(one.response_ids) for group in groups for one in group)
+            return count_tokens(engine.generate(prompts, version))
 
         return sample
 

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.choose import decode_rate, sampler_settings
-from megarl.bench.random_weights import base_filler, model_folder
+from megarl.bench.random_weights import TMPFS, base_filler, model_folder
 from megarl.bench.settings import SyncBenchSettings
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
@@ -33,8 +34,6 @@ SCORED, REQUESTS, RESPONSE = 64, 8, 64
 PAUSES, REST_SECONDS = 15, 0.4
 # The longest that a request may take, seconds.
 GENERATE_SECONDS = 120.0
-# Memory-backed files.
-TMPFS = "/dev/shm"
 
 
 def bench_sync(
@@ -74,13 +73,9 @@ def _build(settings: SyncBenchSettings, folder: Path) -> MegatronModel:
     train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
     section = {"path": str(folder), "dtype": settings.dtype}
     fill = base_filler(settings.model, settings.seed)
-    model = build_model(section, lora=_lora(settings), train=train, fill_base=fill)
-    _change(model, settings.seed)
+    model = build_model(section, lora=lora_section(settings.r), train=train, fill_base=fill)
+    change_adapter(model, settings.seed)
     return model
-
-
-def _lora(settings: SyncBenchSettings) -> dict[str, Any]:
-    return {"r": settings.r, "lora_alpha": 2 * settings.r, "target_modules": "all-linear"}
 
 
 def _transport(settings: SyncBenchSettings, model: MegatronModel) -> str:
@@ -102,7 +97,7 @@ def _engines(
             stack.enter_context(
                 SamplerProcess(
                     {"path": str(folder), "dtype": settings.dtype},
-                    lora=_lora(settings),
+                    lora=lora_section(settings.r),
                     sampler=_sampler(settings),
                     checkpoint_engine={"transport": transport, "content": content},
                     device=settings.device,
@@ -146,7 +141,7 @@ def _measure(
     times = []
     report(f"{content}: {settings.rounds} syncs")
     for number in range(settings.rounds):
-        _change(model, settings.seed + number + 1)
+        change_adapter(model, settings.seed + number + 1)
         model.version += 1
         times.append(_timed(model, weights.sync))
     row = _row(content, times)
@@ -161,14 +156,6 @@ def _measure(
         row["pause_ms"] = _pause(model, engines[0], weights, report)
     weights.close()
     return [*rows, row]
-
-
-def _change(model: MegatronModel, seed: int) -> None:
-    """Give the adapter other values, as an optimizer step does."""
-    with torch.no_grad():
-        for number, (_, parameter) in enumerate(model.adapter.parameters()):
-            generator = torch.Generator(parameter.device).manual_seed(seed * 100_003 + number)
-            parameter.normal_(std=0.01, generator=generator)
 
 
 def _timed(model: MegatronModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:

@@ -16,27 +16,27 @@ from megarl.triton_support import has_triton
 
 
 def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
-    """Begin to compute the digests of a bucket. The result waits for them; see ``digests_of``."""
-    if not payload.is_cuda:
-        return lambda: digests_of(payload, places)
-    need_triton()
-    from megarl.checkpoint_engine.kernels.ranges import range_digests
-
-    sums = range_digests(payload, places)
-    return lambda: as_bytes(sums)
-
-
-def digests_of(payload: torch.Tensor, places: Places) -> bytes:
-    """Return the digest of each place in a bucket, ``wire.DIGEST`` bytes each.
+    """Begin to compute the digests of a bucket.
 
     Args:
-        payload: ``[nbytes]`` uint8, the bucket. Waits for it if it is on a GPU.
-        places: the bucket's tensors.
+        payload: ``[nbytes]`` uint8, the bucket.
+        places: its tensors.
+
+    Returns:
+        A function that waits for the digests and returns them, ``wire.DIGEST`` bytes each.
     """
     if payload.is_cuda:
-        return begin_digests(payload, places)()
-    raw = payload.cpu().numpy()
-    return b"".join(xxhash.xxh3_64_digest(raw[p.offset : p.offset + p.nbytes].data) for p in places)
+        need_triton()
+        from megarl.checkpoint_engine.kernels.ranges import range_digests
+
+        sums = range_digests(payload, places)
+        return lambda: as_bytes(sums)
+
+    def digests() -> bytes:
+        raw = payload.numpy()
+        return b"".join(xxhash.xxh3_64_digest(raw[p.offset : p.offset + p.nbytes].data) for p in places)
+
+    return digests
 
 
 def as_bytes(sums: torch.Tensor) -> bytes:

@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import AdapterError
 from megarl.files import read_json
+from megarl.futures import in_thread
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

@@ -118,6 +118,11 @@ class CheckpointEngineManager:
         self._sinks[sink.name], self._stale[sink.name] = sink, reason
         self._endpoint = None  # what is connected is the dead one
 
+    def use(self, config: CheckpointEngineConfig) -> None:
+        """Sync as another ``checkpoint_engine`` section says from now on."""
+        if config != self._config:
+            self._config, self._endpoint = config, None
+
     def lose(self, name: str, reason: str) -> None:
         """Go on without a sampler whose process is dead, until ``replace`` brings its successor."""
         self._gone[name] = reason

@@ -6,6 +6,7 @@ the job's own, and so do their answers: an error of any rank is seen at once, al
 collective.
 """
 
+import concurrent.futures
 import os
 import pickle
 import time
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.checkpoint_engine.choice import choose_transport, own_memory
-from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
 from megarl.checkpoint_engine.participants import Sink, gather
@@ -27,6 +27,7 @@ from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
 from megarl.errors import MegarlError, WeightSyncError
+from megarl.futures import KeptThread, in_thread
 from megarl.network import LOOPBACK, own_address
 from megarl.parallel.rendezvous import open_store
 
@@ -151,6 +152,8 @@ class _AllRanks:
 
     def __init__(self, model: CheckpointEngineMixin, board: "_Board", timeout: float) -> None:
         self._model, self._board, self._timeout = model, board, timeout
+        self._thread = KeptThread()
+        self._before: Future | None = None
         # A thread begins with device 0.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -168,14 +171,19 @@ class _AllRanks:
 
     def _call(self, method: str, *arguments: Any) -> Future:
         """Call a method of every rank's model; rank 0's result once all have one, or the first error."""
-        number = self._board.call(method, arguments)
+        number, before = self._board.call(method, arguments), self._before
 
         def here() -> Any:
+            # A transfer that begins late must not go into the next one's connection. Only the end may overtake it.
+            if before is not None and method != "finish_sync":
+                concurrent.futures.wait([before])
             if self._device is not None:
                 torch.cuda.set_device(self._device)
             return getattr(self._model, method)(*arguments)
 
-        mine = in_thread(here)
+        mine = self._thread.start(here)
+        if method != "finish_sync":
+            self._before = mine
         if self._board.alone:
             return mine
 

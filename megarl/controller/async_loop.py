@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from megarl.controller.ending import until_the_step_ends
 from megarl.controller.loop import (
     check_canary,
     finish,
     first_evaluation,
     first_sync,
+    keep_completions,
     save,
     saved_if_interrupted,
     scored,
@@ -26,6 +28,7 @@ from megarl.controller.rollouts.producer import Producer
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 from megarl.controller.state import RunState
+from megarl.controller.updates import run_updates
 
 
 def run(state: RunState) -> None:
@@ -48,18 +51,19 @@ def step(state: RunState, producer: Producer) -> None:
     state.seconds = {}
     with saved_if_interrupted(state, partial(snapshot, state, producer)), timed(state, "sample"):
         groups = producer.take()
-    rollout = reduce(Rollout.with_more, [group.rollout for group in groups])
-    state.recorder.write_rollout(state.step + 1, rollout)
-    measured = staleness(groups, state.updates)
-    with timed(state, "train"):
-        rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
-        metrics = state.trainers.update(rollout.samples(), rates)
-    state.updates += len(rates)
-    with timed(state, "sync"):
-        report = state.recovery.sync()
-    metrics |= check_canary(state) | measured | report.metrics()
-    state.step += 1
-    metrics |= producer.advance(state.step, state.updates)
+    with until_the_step_ends(state):
+        rollout = reduce(Rollout.with_more, [group.rollout for group in groups])
+        measured = staleness(groups, state.updates) | producer.fill()
+        keep_completions(state, rollout)
+        with timed(state, "train"):
+            rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
+            metrics = run_updates(state.trainers, state.config, rollout.samples(), rates)
+        state.updates += len(rates)
+        with timed(state, "sync"):
+            report = state.recovery.sync()
+        metrics |= check_canary(state) | measured | report.metrics()
+        state.step += 1
+        metrics |= producer.advance(state.step, state.updates)
     finish(state, rollout, metrics, partial(snapshot, state, producer))
 
 
@@ -69,6 +73,9 @@ def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:
 
 
 def staleness(groups: Sequence[ScoredGroup], version: int) -> dict[str, float]:
-    """Compute by how many versions the tokens of a batch are older than ``version``."""
+    """Compute by how many versions the tokens of a batch are older than ``version``; ``staleness/AGE`` are shares."""
     ages = version - np.concatenate([one.versions for group in groups for one in group.rollout.trajectories[0]])
-    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max())} if len(ages) else {}
+    if not len(ages):
+        return {}
+    shares = {f"staleness/{age}": float(np.mean(ages == age)) for age in range(int(ages.max()) + 1)}
+    return {"staleness_mean": float(ages.mean()), "staleness_max": float(ages.max()), **shares}

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from megarl.controller.ending import end_if_asked, until_the_step_ends
+from megarl.controller.rollouts.comparison import with_trainer_logprobs
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
 from megarl.controller.rollouts.episode_process import EpisodeProcess
@@ -14,6 +16,7 @@ from megarl.controller.rollouts.judging import judge, rules_of, score
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 from megarl.controller.state import RunState
+from megarl.controller.updates import run_updates
 from megarl.errors import MegarlError, WeightSyncError
 
 
@@ -52,8 +55,9 @@ def evaluate(state: RunState) -> dict[str, float]:
 def finish(
     state: RunState, rollout: Rollout, metrics: dict[str, float], snapshot: Callable[[], dict[str, Any]]
 ) -> None:
-    """Evaluate the version that a step made, if it is due, and record the step. Ctrl-C keeps the step."""
+    """Evaluate the version that a step made, if it is due, and record the step. A signal ends the run here."""
     try:
+        end_if_asked(state)
         metrics = metrics | evaluate(state)
     except KeyboardInterrupt:
         record(state, rollout, metrics)
@@ -74,6 +78,8 @@ def saved_if_interrupted(state: RunState, snapshot: Callable[[], dict[str, Any]]
     try:
         yield
     except KeyboardInterrupt:
+        if not state.step:
+            state.recorder.screen.say("no step has ended yet, so there is nothing to save")
         if state.step > state.saved:
             try:
                 save(state, snapshot())
@@ -115,18 +121,31 @@ def step(state: RunState) -> None:
     begun = state.to_json()  # taken before prompts are drawn, so that its cursor is before them
     with saved_if_interrupted(state, lambda: begun):
         rollout = collect(state)
-    # In the background, while the trainers work: per completion of 1,000 tokens, writing JSON takes half a millisecond.
-    state.recorder.write_rollout(state.step + 1, rollout)
-    with engines_asleep(state), timed(state, "train"):
-        rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
-        metrics = state.trainers.update(rollout.samples(), rates)
-    check_mismatch(metrics, train.max_mismatch)
-    state.updates += len(rates)
-    with timed(state, "sync"):
-        report = state.recovery.sync()
-    metrics |= check_canary(state) | report.metrics()
-    state.step += 1
+    with until_the_step_ends(state):
+        with engines_asleep(state):
+            keep_completions(state, rollout)
+            with timed(state, "train"):
+                rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
+                metrics = run_updates(state.trainers, state.config, rollout.samples(), rates)
+        check_mismatch(metrics, train.max_mismatch)
+        state.updates += len(rates)
+        with timed(state, "sync"):
+            report = state.recovery.sync()
+        metrics |= check_canary(state) | report.metrics()
+        state.step += 1
     finish(state, rollout, metrics, state.to_json)
+
+
+def keep_completions(state: RunState, rollout: Rollout) -> None:
+    """Write the next step's completions, with the trainer's logprobs of ``train.compare_completions`` of them.
+
+    They are written in the background, while the trainers work: per completion of 1,000 tokens, writing JSON takes half
+    a millisecond.
+    """
+    if count := state.config.train.compare_completions:
+        with timed(state, "compare"):
+            rollout = with_trainer_logprobs(rollout, count, state.trainers.forward)
+    state.recorder.write_rollout(state.step + 1, rollout, state.decode)
 
 
 @contextmanager

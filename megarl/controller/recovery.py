@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.wire import Kind
+from megarl.config import CheckpointEngineConfig
 from megarl.controller.actors.calls import dead
 from megarl.controller.actors.engine_handle import EngineHandle
+from megarl.controller.ending import end_if_asked
 from megarl.controller.going_back import go_back
 from megarl.errors import LostError, MegarlError, WeightSyncError, WorkerError
+from megarl.futures import in_thread
 
 if TYPE_CHECKING:
     from megarl.controller.state import RunState
@@ -32,6 +34,13 @@ LOOK_SECONDS = 0.2
 
 class Staff(Protocol):
     """Starts actors again; see ``megarl.launch.actors.Staff``."""
+
+    restarts: dict[str, int]
+
+    @property
+    def transport(self) -> CheckpointEngineConfig:
+        """The ``checkpoint_engine`` section, with the transport for where the actors are now."""
+        ...
 
     def restart_engine(self, index: int) -> Any:
         """End an engine and start it again; return its new actor."""
@@ -53,8 +62,8 @@ class Recovery:
 
     def __init__(self, state: "RunState", staff: Staff) -> None:
         self._state, self._staff = state, staff
-        self.restarts = {"engine": 0, "trainer": 0}
-        self._shown = dict(self.restarts)
+        self.restarts = staff.restarts  # building the actors may have taken some
+        self._shown = dict.fromkeys(self.restarts, 0)
         self._lock = threading.Lock()
         self._ready: list[tuple[EngineHandle, str]] = []
 
@@ -74,7 +83,7 @@ class Recovery:
         most = self._state.config.sampler.max_restarts
         with self._lock:
             if self.restarts["engine"] >= most:
-                self._state.samplers.dispatcher.fail(_used_up(error, "sampler.max_restarts", most))
+                self._state.samplers.dispatcher.fail(used_up(error, "sampler.max_restarts", most))
                 return
             self.restarts["engine"] += 1
             number = self.restarts["engine"]
@@ -133,7 +142,7 @@ class Recovery:
         if not lost:
             raise error
         if self.restarts["trainer"] >= most:
-            raise _used_up(error, "train.max_restarts", most)
+            raise used_up(error, "train.max_restarts", most)
         self.restarts["trainer"] += 1
         self._say(
             f"{', '.join(lost)} is lost and all ranks start again ({self.restarts['trainer']} of at most {most}, "
@@ -155,7 +164,7 @@ class Recovery:
             engine.actor = self._staff.restart_engine(engine.index)
         except WorkerError as error:
             self.engine_lost(engine, error)
-        except Exception as error:
+        except Exception as error:  # a NodeLostError too
             self._state.samplers.dispatcher.fail(WorkerError(f"{engine.name} could not be started again: {error}"))
         else:
             self._ready.append((engine, reason))
@@ -179,11 +188,13 @@ class Recovery:
                 engine.closed, engine.lost = True, None
             names = list(state.manager.stale)
             if not names:
+                end_if_asked(state)
                 self._state.trainers.check()
                 self._state.samplers.dispatcher.check()
                 time.sleep(LOOK_SECONDS)
                 continue
             state.recorder.phase("readmitting engines")
+            state.manager.use(self._staff.transport)
             try:
                 reports = state.manager.readmit(state.updates, self._check)
             except WeightSyncError as error:
@@ -268,7 +279,7 @@ def _named(error: BaseException | None) -> set[str]:
     return names
 
 
-def _used_up(error: MegarlError, setting: str, most: int) -> WorkerError:
+def used_up(error: MegarlError, setting: str, most: int) -> WorkerError:
     """Return the error of a loss after which nothing is started again."""
     used = LostError.of(_named(error), f"{error}\nit is not started again: {setting} ({most}) is used up")
     return used if most else LostError.of(_named(error), str(error))

@@ -37,6 +37,7 @@ class RunState:
         step: steps done so far.
         updates: optimizer steps done so far; this is the policy version.
         saved: step of the newest checkpoint.
+        ending: the signal that ends the run after the present step; empty without one.
         start: ``to_json`` of the run's beginning.
         recovery: what to do about lost engines and ranks.
     """
@@ -56,6 +57,7 @@ class RunState:
     step: int = 0
     updates: int = 0
     saved: int = 0
+    ending: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

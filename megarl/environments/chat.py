@@ -21,19 +21,23 @@ class Chat:
         ids: everything said so far, int64.
     """
 
-    def __init__(self, client: Client, ids: np.ndarray | None = None) -> None:
+    def __init__(
+        self, client: Client, ids: np.ndarray | None = None, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         """
         Args:
             client: of the episode.
             ids: how the conversation begins, with the header of the policy's turn; default: the episode's prompt.
+            tools: what the chat template was given as ``tools`` for ``ids``.
         """
         self._client, self.ids = client, client.prompt_ids if ids is None else ids
+        self._tools = tools
         self._last: Turn | None = None
         self._said: list[Mapping[str, Any]] = []
 
     def copy(self) -> "Chat":
         """Return a conversation that has begun in the same way."""
-        chat = Chat(self._client, self.ids)
+        chat = Chat(self._client, self.ids, self._tools)
         chat._last, chat._said = self._last, list(self._said)
         return chat
 
@@ -45,8 +49,11 @@ class Chat:
         """
         self._said += messages
 
-    async def sample(self, max_tokens: int | None = None) -> Turn:
+    async def sample(self, max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
         """Draw the next turn; a turn that was cut short by its limit goes on if nothing was said since.
+
+        Args:
+            max_tokens, stop: see ``Client.sample``.
 
         Raises:
             EpisodeLimit, MegarlError: see ``Client.sample``.
@@ -58,14 +65,15 @@ class Chat:
             self._said = []
         elif self._last is not None and self._last.finish_reason == "stop":
             raise EpisodeError("chat.sample: the policy has ended its turn; add a message before the next one")
-        turn = await self._client.sample(self.ids, max_tokens)
+        turn = await self._client.sample(self.ids, max_tokens, stop)
         self.ids, self._last = np.concatenate([self.ids, turn.ids]), turn
         return turn
 
     def _following(self) -> np.ndarray:
         if self._last is None:
             raise EpisodeError("chat.add: the prompt asks for a turn; sample it before a message is added")
-        ids = self._client.encode(following(self._client.tokenizer, self._client.template, self._said))
+        template = {**self._client.template, **({"tools": self._tools} if self._tools else {})}
+        ids = self._client.encode(following(self._client.tokenizer, template, self._said))
         # The template ends the policy's turn. If the policy has done that by itself, it is not done twice.
         ended = self._last.finish_reason == "stop" and len(ids) > 0 and ids[0] == self._last.ids[-1]
         return ids[1:] if ended else ids

@@ -2,7 +2,7 @@
 """Draw the turns of one episode, within its limits, and keep every drawn token with its logprob and version."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,8 +52,8 @@ class Turn:
     """The policy's words between two of others.
 
     Attributes:
-        text: decoded, without special tokens.
-        ids: the drawn tokens, the stop token included, int64 ``[R]``.
+        text: decoded, without special tokens, up to a stop string.
+        ids: the drawn tokens, the stop token or the tokens of a stop string included, int64 ``[R]``.
         logprobs: of each, float32 ``[R]``.
         versions: policy version that drew each, int64 ``[R]``.
         finish_reason: ``"stop"`` or ``"length"``.
@@ -107,7 +107,9 @@ class Client:
         """
         return self.tokenizer.decode(np.asarray(ids), skip_special_tokens=not special)
 
-    async def sample(self, ids: Sequence[int] | np.ndarray, max_tokens: int | None = None) -> Turn:
+    async def sample(
+        self, ids: Sequence[int] | np.ndarray, max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Turn:
         """Draw a turn.
 
         Calls may overlap. What is sent and drawn becomes a part of the trajectory: ids that begin with an earlier
@@ -116,6 +118,7 @@ class Client:
         Args:
             ids: everything that the policy is to see, ``[P]``.
             max_tokens: most tokens of the turn, if less than the limits allow.
+            stop: texts that end the turn, see ``until_stop``.
 
         Raises:
             EpisodeLimit: no turn or no token is left.
@@ -132,11 +135,12 @@ class Client:
         self._calls.append(call)
         most = min(left, self.limits.turn_tokens, max_tokens or left)
         try:
-            drawn = call.drawn = await self.draw(sent, self.turns - 1, most)
+            whole = await self.draw(sent, self.turns - 1, most)
         except Exception as error:
             self.failure = error
             raise
-        text = self.decode(drawn.response_ids)
+        drawn, text = until_stop(whole, stop, self.decode)
+        call.drawn = drawn
         return Turn(text, drawn.response_ids, drawn.logprobs, drawn.versions, drawn.finish_reason)
 
     def sequences(self) -> tuple[Completion, ...]:
@@ -170,6 +174,43 @@ class Client:
     def _ended(self, reason: str, said: str) -> EpisodeLimit:
         self.limit = reason
         return EpisodeLimit(reason, said)
+
+
+def until_stop(drawn: Completion, stop: Sequence[str], decode: Callable[[np.ndarray], str]) -> tuple[Completion, str]:
+    """End a turn where its text first holds a stop string.
+
+    The turn is cut after the token that completes the string, where vLLM ends a completion with ``stop``. Up to there
+    each token was drawn as if sampling had ended there, so its logprob holds; the tokens after it are forgotten.
+
+    Args:
+        drawn: of one turn.
+        stop: texts without special tokens; none leaves the turn as it is.
+        decode: gives the text of ids.
+
+    Returns:
+        What is recorded, with the tokens of the stop string; and its text up to the stop string.
+    """
+
+    def stops(text: str) -> bool:
+        return any(one in text for one in stop)
+
+    ids = drawn.response_ids
+    text = decode(ids)
+    if not stops(text):
+        return drawn, text
+    none, count = 0, len(ids)  # the first `none` tokens hold no stop string, the first `count` hold one
+    while count - none > 1:
+        middle = (none + count) // 2
+        none, count = (none, middle) if stops(decode(ids[:middle])) else (middle, count)
+    text = decode(ids[:count])
+    cut = replace(
+        drawn,
+        response_ids=ids[:count],
+        logprobs=drawn.logprobs[:count],
+        versions=drawn.versions[:count],
+        finish_reason="stop",
+    )
+    return cut, text[: min(text.index(one) for one in stop if one in text)]
 
 
 def token_ids(ids: Any) -> np.ndarray:

@@ -29,14 +29,15 @@ from megarl.launch.settings import NodeSettings, read_settings
 POLL_SECONDS = 1.0
 # Seconds without an answer after which the head counts as gone. Ray itself would wait for a minute.
 HEAD_SECONDS = 15.0
-# Seconds that the job may take to end after a signal (it saves a checkpoint), Ray after SIGTERM, and the workers to
-# leave.
-JOB_GRACE = 40.0
+# Seconds that Ray may take to end after SIGTERM, and the workers to leave.
 RAY_GRACE = 10.0
 LEAVE_SECONDS = 15.0
-# A scheduler signals all nodes at once. If a worker left at once, the job that is saving its checkpoint would lose
-# ranks. So a worker waits for the head to end the job, but no longer than the head may take.
-WORKER_GRACE = JOB_GRACE + LEAVE_SECONDS
+# How often a worker whose Ray has ended joins again.
+MOST_JOINS = 4
+
+
+class RayEndedError(WorkerError):
+    """Ray has ended on this node."""
 
 
 class Node:
@@ -80,19 +81,36 @@ class Node:
         return status
 
     def _run_worker(self) -> int:
-        self._wait_for_head()
-        self.say(f"joining {self.settings.address}")
-        self._start_ray(f"--address={self.settings.address}")
-        cluster = Cluster(self.settings.address)
-        try:
-            return self._wait_for_end(cluster)
-        except processes.Signalled as stopped:
-            self.say(
-                f"{stopped}: waiting up to {WORKER_GRACE:.0f} s for the head to end the job (a second one leaves now)"
-            )
-            with contextlib.suppress(WorkerError):
-                self._wait_for_end(cluster, WORKER_GRACE)
-            raise
+        for joins in range(1, MOST_JOINS + 1):
+            self._wait_for_head()
+            self.say(f"joining {self.settings.address}")
+            self._start_ray(f"--address={self.settings.address}")
+            cluster = Cluster(self.settings.address)
+            try:
+                return self._wait_for_end(cluster)
+            except RayEndedError as error:
+                # It crashed, or the head took the node for lost while the network was cut.
+                if joins == MOST_JOINS or not answers(self.settings.head, self.settings.port):
+                    raise
+                first = str(error).partition("\n")[0].rstrip(":")
+                self.say(f"{first}; joining again ({joins} of at most {MOST_JOINS - 1} times)")
+                processes.end_descendants()
+                self.ray, self.log = None, processes.Log()
+            except processes.Signalled as stopped:
+                self._leave_after_the_head(cluster, stopped)
+                raise
+        raise AssertionError("the last one returns or raises")
+
+    def _leave_after_the_head(self, cluster: Cluster, stopped: processes.Signalled) -> None:
+        """Wait for the head to end the job, but no longer than it may take.
+
+        A scheduler signals all nodes at once. If a worker left at once, the job that is saving its checkpoint would
+        lose ranks.
+        """
+        most = self.settings.job_grace + LEAVE_SECONDS
+        self.say(f"{stopped}: waiting up to {most:.0f} s for the head to end the job (a second one leaves now)")
+        with contextlib.suppress(WorkerError):
+            self._wait_for_end(cluster, most)
 
     def _wait_for_end(self, cluster: Cluster, seconds: float = math.inf) -> int:
         """Wait for the job to end, and return its exit status.
@@ -130,7 +148,7 @@ class Node:
         """Raise if this node's Ray has ended."""
         if self.ray is None or self.ray.poll() is None:
             return
-        raise WorkerError(f"Ray has ended on this node (exit status {self.ray.returncode}):\n{self.log.tail()}")
+        raise RayEndedError(f"Ray has ended on this node (exit status {self.ray.returncode}):\n{self.log.tail()}")
 
     def _wait_for_head(self) -> None:
         for waited in self._ticks():
@@ -172,10 +190,10 @@ class Node:
         except processes.Signalled as stopped:
             self.say(f"{stopped}: stopping the job")
             with processes.signals_ignored():
-                processes.stop(job, stopped.number, JOB_GRACE)
+                processes.stop(job, stopped.number, self.settings.job_grace)
             raise
         except WorkerError:
-            processes.stop(job, signal.SIGTERM, JOB_GRACE)
+            processes.stop(job, signal.SIGTERM, self.settings.job_grace)
             raise
         return status if status >= 0 else 128 - status
 

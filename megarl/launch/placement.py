@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Place actors with Ray: list the nodes, reserve a plan's bundles, make an actor's options."""
+"""Start Ray, and place a run on its nodes."""
 
 import os
 import secrets
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, WorkerError
-from megarl.launch.plan import Node, Plan, plan_placement
+from megarl.launch.places import Places, reserve
+from megarl.launch.plan import plan_placement
 from megarl.launch.processes import handlers_kept
+from megarl.launch.ray_nodes import cluster_nodes, free_resources
 from megarl.network import LOOPBACK
 
 PLACEMENT_SECONDS = 120
@@ -69,7 +68,7 @@ def make_private(scratch: Path) -> None:
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
 
 
-def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, PlacementGroup]:
+def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> Places:
     """Plan the run on the nodes of the cluster, and reserve its bundles there.
 
     Waits for resources that other jobs (or the end of this run's previous session) hold.
@@ -86,55 +85,11 @@ def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> tuple[Plan, 
     deadline = time.monotonic() + seconds
     while True:
         try:
-            plan = plan_placement(decided, cluster_nodes(ray._private.state.available_resources_per_node()))
+            plan = plan_placement(decided, cluster_nodes(free_resources()))
             if whole.with_controller and not plan.with_controller:
                 raise WorkerError("the controller's node has too few free GPUs for trainer rank 0")
-            return plan, reserve(plan, deadline - time.monotonic())
+            return Places(plan, reserve(plan, deadline - time.monotonic()), config.train.node_seconds)
         except (ConfigError, WorkerError) as error:
             if time.monotonic() > deadline:
                 raise WorkerError(f"other jobs hold what this run needs, for {seconds:.0f} s now: {error}") from error
         time.sleep(POLL_SECONDS)
-
-
-def cluster_nodes(free: Mapping[str, Mapping[str, float]] | None = None) -> list[Node]:
-    """Return the cluster's living nodes, this process's node first.
-
-    Args:
-        free: node id -> Ray resources that may be used; default: all of each node.
-    """
-    own_id = ray.get_runtime_context().get_node_id()
-    nodes = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            usable = node["Resources"] if free is None else free.get(node["NodeID"], {})
-            cpus = int(usable.get("CPU", 0))
-            cores = min(cpus, os.cpu_count() or 1) if node["NodeID"] == own_id else cpus
-            name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-            nodes.append(Node(node["NodeID"], name, int(usable.get("GPU", 0)), cpus, cores))
-    return sorted(nodes, key=lambda node: (node.id != own_id, node.id))
-
-
-def reserve(plan: Plan, seconds: float = PLACEMENT_SECONDS) -> PlacementGroup:
-    """Reserve each bundle on its node. Ray itself would choose the nodes, in any order.
-
-    Raises:
-        WorkerError: a node does not have the resources of the plan.
-    """
-    selectors = [{"ray.io/node-id": node.id} for node in plan.nodes]
-    group = placement_group(plan.bundles, strategy="PACK", bundle_label_selector=selectors)
-    try:
-        ray.get(group.ready(), timeout=max(seconds, POLL_SECONDS))
-    except ray.exceptions.GetTimeoutError:
-        ray.util.remove_placement_group(group)
-        raise WorkerError(f"Ray did not reserve this within {seconds:.0f} s:\n{plan.describe()}") from None
-    return group
-
-
-def options(group: PlacementGroup, bundle: int, gpus: float) -> dict[str, Any]:
-    """Return actor options that place it into a bundle. It is never restarted, because its state would be lost."""
-    return {
-        "num_cpus": 1,
-        "num_gpus": gpus,
-        "max_restarts": 0,
-        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-    }

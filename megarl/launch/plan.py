@@ -3,8 +3,8 @@
 
 Ranks that communicate most are adjacent (mcore's order), so blocks of consecutive ranks are kept inside one node:
 tensor parallel groups always, context and expert parallel groups if they fit. Rank 0 writes the checkpoints and the
-controller deletes old ones, so rank 0's block is placed on the controller's node if that has the GPUs. All ranks of an
-engine belong to one vLLM on one node.
+controller deletes old ones, so rank 0's block is placed on the controller's node if that has the GPUs (without GPUs:
+the CPUs). All ranks of an engine belong to one vLLM on one node.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,11 @@ class Plan:
     def ranks_alone(self) -> bool:
         """True if all trainer ranks are on one node."""
         return len({self.nodes[bundle].id for bundle in self.trainer}) == 1
+
+    @property
+    def engines_apart(self) -> bool:
+        """True if an engine is on another node than trainer rank 0."""
+        return any(self.nodes[bundle].id != self.nodes[self.trainer[0]].id for bundle in self.engine)
 
     def describe(self) -> str:
         """Return one line per node with its ranks and engines, and lines about shared and idle GPUs."""
@@ -155,8 +160,9 @@ def _on_cpus(config: RunConfig, nodes: Sequence[Node]) -> Plan:
             f"{ranks} trainer ranks and {engines} engines need {ranks + engines} CPUs, Ray sees {total} free ones; "
             "make the layout smaller or add nodes"
         )
-    nodes = [nodes[0], *sorted(nodes[1:], key=lambda node: -node.cpus)]
-    for_ranks, for_engines = _assign(config.parallel, [node.cpus for node in nodes], 1, engines, True)
+    first = nodes[0] if nodes[0].cpus >= block_sizes(config.parallel)[-1] else None
+    nodes = sorted(nodes, key=lambda node: (node is not first, -node.cpus))
+    for_ranks, for_engines = _assign(config.parallel, [node.cpus for node in nodes], 1, engines, first is not None)
     return Plan(
         bundles=[{"CPU": 1.0}] * (ranks + engines),
         nodes=_expand(nodes, for_ranks) + _expand(nodes, for_engines),
@@ -167,7 +173,7 @@ def _on_cpus(config: RunConfig, nodes: Sequence[Node]) -> Plan:
         trainer_threads=_threads(nodes, for_ranks),
         engine_threads=_threads(nodes, for_engines),
         idle_gpus=0,
-        with_controller=True,
+        with_controller=first is not None,
     )
 
 

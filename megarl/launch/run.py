@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import RunConfig, check_run
@@ -20,6 +21,7 @@ from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recording.resumption import Resumption, find_resumption
 from megarl.controller.recording.screen import Screen
 from megarl.controller.recording.start_times import StartTimes
+from megarl.controller.rollouts.buffer import check_memory
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
 from megarl.controller.rollouts.judges import dry_response, dry_run, start_judge
@@ -55,8 +57,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
         MegarlError: the run failed; every process that it started has been ended.
     """
     config = find_run(with_absolute_paths(config, recipe_dir))
-    check_run(config)
-    check_names(config)
+    check(config)
     task, tokenizer = prepare_task(config, recipe_dir)
     sets = build_sets(config, recipe_dir, tokenizer, lambda: task)
     training = training_part(task, config.task.held_out, [prompt for one in sets for prompt in one.prompts])
@@ -116,6 +117,13 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             recorder.close()
     screen.summary(summary)
     return folder
+
+
+def check(config: RunConfig) -> None:
+    """Refuse what cannot be run, before anything is started."""
+    check_run(config)
+    check_names(config)
+    check_memory(config, psutil.virtual_memory().available)
 
 
 def run_loop(state: RunState, resumed: Resumption | None) -> dict[str, Any]:

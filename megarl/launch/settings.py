@@ -14,6 +14,7 @@ from megarl.network import is_loopback, own_address
 
 DEFAULT_PORT = 6379
 DEFAULT_JOIN_TIMEOUT = 300
+DEFAULT_JOB_GRACE = 40
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class NodeSettings:
         host_ip: the IPv4 address that ``head`` resolves to.
         port: HEAD_PORT, the port of Ray's head.
         join_timeout: JOIN_TIMEOUT, the seconds to wait for the head and for all nodes.
+        job_grace: JOB_GRACE, the seconds that the job may take to end after a signal: it saves a checkpoint.
         cpus: NODE_CPUS, the number of CPUs that Ray uses on this node; None for all that Ray finds.
         gpus: NODE_GPUS, likewise for GPUs.
         command: command that the head runs when all nodes are there.
@@ -38,6 +40,7 @@ class NodeSettings:
     host_ip: str
     port: int
     join_timeout: float
+    job_grace: float
     cpus: int | None
     gpus: int | None
     command: tuple[str, ...]
@@ -80,7 +83,8 @@ def read_settings(environment: Mapping[str, str], arguments: Sequence[str]) -> N
         host_ip=host_ip,
         port=port,
         join_timeout=_integer(environment, "JOIN_TIMEOUT", 1, default=DEFAULT_JOIN_TIMEOUT),
-        cpus=_integer(environment, "NODE_CPUS", 1) if environment.get("NODE_CPUS") else None,
+        job_grace=_integer(environment, "JOB_GRACE", 1, default=DEFAULT_JOB_GRACE),
+        cpus=_integer(environment, "NODE_CPUS", 0) if environment.get("NODE_CPUS") else None,
         gpus=_integer(environment, "NODE_GPUS", 0) if environment.get("NODE_GPUS") else None,
         command=_command(arguments),
     )

@@ -2,7 +2,6 @@
 """Switch a LoRA adapter on a model on and off, list its tensors by name, save, load and export it."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,10 +157,6 @@ class LoraAdapter:
         """Place of each matrix in the file. Computed once, since a mixture of experts has tens of thousands."""
         return locate_matrices(resolve_targets(self.config, self.names), self.names)
 
-    @functools.cached_property
-    def _file_config(self) -> dict[str, Any]:
-        return peft_folder.config_dict(self.config, self.names)
-
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
         """Return base tensors that add this adapter's update when read: in fp32, rounded once, out of place.
 
@@ -182,8 +177,12 @@ class LoraAdapter:
         return unties(self.names.hf_config, resolve_targets(self.config, self.names))
 
     def adapter_config(self) -> dict[str, Any]:
-        """Return the contents of ``adapter_config.json``."""
-        return copy.deepcopy(self._file_config)
+        """Return the contents of ``adapter_config.json``; not to be changed, every sync asks for them."""
+        return self._file_config
+
+    @functools.cached_property
+    def _file_config(self) -> dict[str, Any]:
+        return peft_folder.config_dict(self.config, self.names)
 
     def save(self, path: str | Path, experts: str = AS_TRAINED) -> None:
         """Write a PEFT directory. Collective. Rank 0 writes it atomically.

@@ -54,7 +54,7 @@ class WeightExport(CheckpointEngineMixin):
         if max(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor) > 1:
             return None  # every rank must take part
         parameters = [parameter for _, parameter in self.adapter.parameters()]
-        key = (self.adapter.name, tuple((parameter.data_ptr(), parameter.dtype) for parameter in parameters))
+        key = (self.adapter.name, tuple(map(torch.Tensor.data_ptr, parameters)))
         if self._viewed is None or self._viewed[0] != key:
             exported = tuple(self.adapter.export())
             places = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -63,7 +63,7 @@ class WeightExport(CheckpointEngineMixin):
         return self._viewed[1]
 
     def export_adapter_config(self) -> dict[str, Any]:
-        """The active adapter's ``adapter_config.json``."""
+        """The active adapter's ``adapter_config.json``; not to be changed."""
         return self.adapter.adapter_config()
 
     def policy_version(self) -> int:

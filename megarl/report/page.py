@@ -8,14 +8,12 @@ nothing.
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megarl.report import charts
 from megarl.report.charts import Line, line_chart, stacked_bars
-from megarl.report.panels import LINES, SHARES, cells, metric_names, names_with
-from megarl.report.runs import RunRecord, is_number, read_completions
+from megarl.report.completions import LEGEND, completions
+from megarl.report.panels import AGES, LINES, SHARES, STALENESS, cells, metric_names, names_with
+from megarl.report.runs import RunRecord
 from megarl.report.text import escaped
 
-# Most completions of a step, characters of a text, and tokens of a strip that are shown.
-COMPLETIONS, CHARACTERS, TOKENS = 6, 4000, 400
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1500px; padding: 0 1rem; color: #1b1b1b;
@@ -30,7 +28,7 @@ table { border-collapse: collapse } td, th { border: 1px solid #ddd; padding: .2
   vertical-align: top; overflow-wrap: anywhere }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: .5rem; margin: .3rem 0 }
 details { margin: .5rem 0 } summary { cursor: pointer }
-.note { color: #8a4b00 } .empty { color: #777 } .strip { fill: #0072b2 }
+.note { color: #8a4b00 } .empty { color: #777 } .strip { fill: #0072b2 } .given { color: #888 }
 """
 
 
@@ -42,7 +40,7 @@ def page(runs: Sequence[RunRecord], steps: Sequence[int] = ()) -> str:
         steps: steps whose completions are shown; none for the first, a middle and the last one of each run.
     """
     title = "megarl: " + ", ".join(run.label for run in runs)
-    completions = [_completions(run, steps) for run in runs]  # adds to the notes
+    samples = [completions(run, steps) for run in runs]  # adds to the notes
     body = [
         f"<h1>{escaped(title)}</h1>",
         _notes(runs),
@@ -50,12 +48,14 @@ def page(runs: Sequence[RunRecord], steps: Sequence[int] = ()) -> str:
         f'<div class="charts">{"".join(_curves(runs))}</div>',
         "<h2>Time per phase</h2>",
         f'<div class="charts">{"".join(_times(run) for run in runs)}</div>',
+        *_staleness(runs),
         "<h2>Summary</h2>",
         _summary(runs),
         "<h2>Settings that differ</h2>" if len(runs) > 1 else "<h2>Settings</h2>",
         _settings(runs),
         "<h2>Completions</h2>",
-        *completions,
+        LEGEND,
+        *samples,
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -117,6 +117,22 @@ def _times(run: RunRecord) -> str:
     return stacked_bars(run.label, "seconds", [row["step"] for row in run.rows], parts)
 
 
+def _staleness(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """Return the section of asynchronous runs, if there are any: age of tokens, groups, fill of the buffer."""
+    stale = [run for run in runs if names_with(run.rows, "staleness_")]
+    if not stale:
+        return
+    yield '<h2>Staleness</h2><div class="charts">'
+    for title, (names, unit) in STALENESS.items():
+        yield line_chart(title, unit, _lines(runs, names))
+    for run in stale:
+        ages = sorted(names_with(run.rows, AGES), key=lambda name: (len(name), name))
+        parts = {f"{name.removeprefix(AGES)} versions": [row.get(name, 0.0) for row in run.rows] for name in ages}
+        steps = [row["step"] for row in run.rows]
+        yield stacked_bars(f"{run.label}: age of tokens", "share of the step's tokens", steps, parts)
+    yield "</div>"
+
+
 def _summary(runs: Sequence[RunRecord]) -> str:
     columns = [cells(run.summary) for run in runs]
     titles = list(dict.fromkeys(title for column in columns for title in column))
@@ -141,50 +157,3 @@ def _table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
         return f"<tr>{''.join(f'<{cell}>{escaped(value)}</{cell}>' for value in values)}</tr>"
 
     return f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>"
-
-
-def chosen_steps(held: Sequence[int], wanted: Sequence[int]) -> list[int]:
-    """Return the steps to show: those wanted that are held, or else the first, a middle and the last one."""
-    if wanted:
-        return [step for step in wanted if step in held]
-    return sorted({held[0], held[len(held) // 2], held[-1]}) if held else []
-
-
-def _completions(run: RunRecord, wanted: Sequence[int]) -> str:
-    steps = chosen_steps(list(run.rollouts), wanted)
-    if missing := [str(step) for step in wanted if step not in steps]:
-        run.notes.append(f"there are no completions of step {', '.join(missing)}")
-    parts = []
-    for step in steps:
-        rows, problem = read_completions(run.rollouts[step], COMPLETIONS)
-        if problem:
-            run.notes.append(problem)
-        body = "".join(map(_completion, rows)) or '<p class="empty">no completions</p>'
-        parts.append(f"<details open><summary>{escaped(run.label)}, step {step}</summary>{body}</details>")
-    return "".join(parts) or f'<p class="empty">{escaped(run.label)}: no completions</p>'
-
-
-def _completion(row: dict[str, Any]) -> str:
-    """Show one completion: prompt, text, reward with its metrics, and each token's logprob."""
-    messages = row.get("messages")
-    asked = [m.get("content", "") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    facts = {name: row.get(name) for name in ("reward", "advantage", "finish_reason", "version")}
-    facts |= row["metrics"] if isinstance(row.get("metrics"), dict) else {}
-    shown = ", ".join(f"{name} {_short(value)}" for name, value in facts.items() if value is not None)
-    given = row.get("logprobs")
-    logprobs = [value for value in given if is_number(value)][:TOKENS] if isinstance(given, list) else []
-    strip = charts.strip(logprobs, "logprob of each token under the sampler") if logprobs else ""
-    texts = "".join(f"<pre>{escaped(_cut(text))}</pre>" for text in ("\n".join(map(str, asked)), row["text"]))
-    title = f"<b>{escaped(row.get('prompt', '?'))}</b>: {escaped(shown)}"
-    return f"<details open><summary>{title}</summary>{texts}{strip}</details>"
-
-
-def _short(value: Any) -> str:
-    if is_number(value):
-        return f"{value:.4g}"
-    return f"{len(value)} values" if isinstance(value, list) else str(value)[:80]
-
-
-def _cut(text: str) -> str:
-    left = len(text) - CHARACTERS
-    return text if left <= 0 else f"{text[:CHARACTERS]} ... ({left} more characters)"

@@ -12,6 +12,21 @@ LINES = {
     "length": ({"response_tokens": "mean of completions"}, "tokens"),
     "mismatch": ({"mismatch_mean": "mean", "mismatch_max": "max"}, "|sampler - trainer| logprob (nats)"),
 }
+# The same for asynchronous runs; the first one tells these apart.
+STALENESS = {
+    "staleness of tokens": ({"staleness_mean": "mean", "staleness_max": "max"}, "versions"),
+    "groups": (
+        {
+            "repeated_groups": "too old, sampled again",
+            "stale_groups": "too old, trained on",
+            "left_out_groups": "without signal, replaced",
+        },
+        "groups of the step",
+    ),
+    "buffer": ({"buffered_groups": "scored, waiting", "running_groups": "sampled or scored"}, "groups"),
+}
+# Metrics of the share of tokens of an age begin so.
+AGES = "staleness/"
 SHARES = {"groups_without_signal": "all rewards alike", "truncated": "truncated"}
 
 # Metrics of an evaluation that say how long completions are, and ends of the names of an interval's limits.

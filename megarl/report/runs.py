@@ -12,7 +12,7 @@ import yaml
 from megarl.errors import ConfigError
 from megarl.files import user_path
 from megarl.report.panels import evaluation_numbers, numbers
-from megarl.run_folder import CONFIG, METRICS, ROLLOUTS, SUMMARY, evaluations
+from megarl.run_folder import CONFIG, METRICS, ROLLOUTS, SUMMARY, evaluations, shown
 
 LARGEST = 1e100
 
@@ -84,8 +84,7 @@ def read_completions(file: Path, most: int) -> tuple[list[dict[str, Any]], str |
 
     Args:
         file: ``rollouts/step-NNNNNN.jsonl``.
-        most: number of completions: the first one, the ones of the least and the greatest reward, then those that
-            follow the first.
+        most: most completions; ``run_folder.shown`` chooses them.
     """
     rows: list[dict[str, Any]] = []
     bad = 0
@@ -99,13 +98,10 @@ def read_completions(file: Path, most: int) -> tuple[list[dict[str, Any]], str |
                     bad += 1
     except OSError as error:
         return [], f"{file.name} cannot be read: {error.strerror}"
-    scored = [row for row in rows if is_number(row.get("reward"))]
-    extremes = [pick(scored, key=lambda row: row["reward"]) for pick in (max, min)] if scored else []
-    chosen: list[dict[str, Any]] = []
-    for row in [*rows[:1], *extremes, *rows[1:most]]:
-        if not any(row is other for other in chosen) and len(chosen) < most:
-            chosen.append(row)
-    return chosen, f"{file.name}: {_count(bad)} no completion and left out" if bad else None
+    rewards = [row["reward"] if is_number(row.get("reward")) else None for row in rows]
+    return [
+        rows[place] for place in shown(rewards, most)
+    ], f"{file.name}: {_count(bad)} no completion and left out" if bad else None
 
 
 def is_number(value: Any) -> bool:

@@ -8,6 +8,7 @@ still decodes.
 
 import itertools
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -209,9 +210,11 @@ class SamplerProcess:
         """Give answers to those who wait, until the child or this process closes the pipe."""
         with suppress(EOFError, OSError):
             # The pipe alone would not do: a process that vLLM forks holds the child's end too.
-            child = os.pidfd_open(self._process.pid)
+            child, poll = os.pidfd_open(self._process.pid), select.poll()
+            poll.register(self._connection, select.POLLIN)
+            poll.register(child, select.POLLIN)
             try:
-                while self._connection in connection.wait([self._connection, child]):
+                while self._connection.fileno() in dict(poll.poll()):
                     self._settle(*self._connection.recv())
             finally:
                 os.close(child)

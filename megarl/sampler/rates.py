@@ -2,10 +2,12 @@
 """Measure tokens per second of several ways to sample, in turn, on fresh random prompts. No vLLM."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from megarl.types import Completion
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class Load:
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return self.prompt_tokens + self.response_tokens
+
+
+def count_tokens(groups: Sequence[Sequence[Completion]]) -> int:
+    """Return the tokens that were sampled for several prompts."""
+    return sum(len(one.response_ids) for group in groups for one in group)
 
 
 def rates(load: Load, ways: Mapping[str, Callable[[list[np.ndarray]], int]]) -> dict[str, list[float]]:

@@ -32,18 +32,26 @@ class _Server:
     async def run(self) -> None:
         """Answer calls until the parent says stop or its end of the pipe is closed."""
         loop = asyncio.get_running_loop()
-        try:
-            while True:
-                number, method, arguments = await loop.run_in_executor(None, self._connection.recv)
-                if method == STOP:
-                    break
-                task = loop.create_task(self._answer(number, method, arguments))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-        except (EOFError, OSError):
-            pass  # the parent is gone
+        ended = loop.create_future()
+        # In the loop's own thread: a thread that waits would cost a sync two switches more.
+        loop.add_reader(self._connection.fileno(), self._take, ended)
+        await ended
         if self._sampler is not None:
             await self._sampler.close()
+
+    def _take(self, ended: asyncio.Future) -> None:
+        """Start the call that has come."""
+        try:
+            number, method, arguments = self._connection.recv()
+        except (EOFError, OSError):  # the parent is gone
+            method = STOP
+        if method == STOP:
+            asyncio.get_running_loop().remove_reader(self._connection.fileno())
+            ended.set_result(None)
+            return
+        task = asyncio.ensure_future(self._answer(number, method, arguments))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, method: str, arguments: tuple) -> None:
         reply: tuple[int, bool, Any]

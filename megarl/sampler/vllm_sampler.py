@@ -17,10 +17,10 @@ from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import MegarlError, WorkerError
+from megarl.errors import MegarlError
 from megarl.families import add_family
 from megarl.sampler.arrivals import Arrivals
-from megarl.sampler.build import build_engine
+from megarl.sampler.build import build_engine, start_error
 from megarl.sampler.engine_link import EngineLink
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.fetched_logprobs import Source
@@ -94,6 +94,7 @@ class VllmSampler:
 
         Raises:
             ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
+            LostError: a signal killed its process.
             WorkerError: vLLM did not start.
         """
         try:
@@ -105,7 +106,7 @@ class VllmSampler:
         except MegarlError:
             raise
         except Exception as error:
-            raise WorkerError(f"sampler {self._index} did not start: {error}") from error
+            raise start_error(self._index, error) from error
 
     async def take_logprobs_from(self, source: Source) -> None:
         """Change the logprobs' source, to compare their speed. No request may run."""

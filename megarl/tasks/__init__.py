@@ -23,6 +23,7 @@ TASKS: dict[str, Callable[[TaskContext], Task]] = {
 ENVIRONMENTS = {
     "calculator": "megarl.environments.calculator:build",
     "guessing": "megarl.environments.guessing:build",
+    "verifiers": "megarl.environments.verifiers.environment:build",
 }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parse task options and find the files that a task names, for all tasks."""
 
+import os
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from megarl.hub import is_hub_id
 from megarl.plugins import absolute
 from megarl.tasks.base import TaskContext
 
+# Options of registered tasks that name files or folders.
+PATHS = {"verifiers": ("python", "folder")}
 Options = TypeVar("Options", bound=Section)
 
 
@@ -84,7 +87,21 @@ def absolute_files(context: TaskContext) -> TaskConfig:
         updates["path"] = _absolute_path(context, "task.path", config.path) or config.path
     if config.reward is not None:
         updates["reward"] = absolute(config.reward, "task.reward", context.recipe_dir)
-    return config.model_copy(update=updates)
+    paths = {name: config.options[name] for name in PATHS.get(config.name, ()) if config.options.get(name)}
+    for name, value in paths.items():
+        paths[name] = str(absolute_path(f"task.options.{name}", str(value), context.recipe_dir))
+    return config.model_copy(update={**updates, "options": {**config.options, **paths}})
+
+
+def absolute_path(field: str, value: str, folder: Path) -> Path:
+    """Return the absolute path of a file or folder that an option names; a link stays a link.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    find_file(field, value, folder, or_folder=True)
+    given = Path(value).expanduser()
+    return Path(os.path.abspath(folder / given if (folder / given).exists() else given))
 
 
 def _absolute_path(context: TaskContext, field: str, value: str) -> str | None:

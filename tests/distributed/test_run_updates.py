@@ -16,8 +16,9 @@ import torch
 
 from megarl.config import RunConfig, parse_config
 from megarl.controller.actors.adapters import REFERENCE, attach_adapters, check_start, load_start
-from megarl.controller.actors.updates import plan, run_updates
-from megarl.errors import CheckpointError
+from megarl.controller.actors.updates import RankTrainer, plan, tokens_of
+from megarl.controller.updates import run_updates
+from megarl.errors import CheckpointError, MegarlError
 from megarl.loss import build_loss
 from megarl.types import Sample
 from megarl.verify.inputs.adapters import make_adapter
@@ -63,7 +64,7 @@ def rollout(model: Any, config: RunConfig, seed: int, signal: float = 1.0) -> li
 
 
 def update(model: Any, config: RunConfig, samples: list[Sample], updates: int = 1) -> dict[str, float]:
-    return run_updates(model, build_loss(config.loss), config, samples, [1e-3] * updates)
+    return run_updates(RankTrainer(model, build_loss(config.loss), config), config, samples, [1e-3] * updates)
 
 
 def with_dropout(folder: str) -> list[dict[str, float]]:
@@ -182,6 +183,38 @@ def mixed_signal(folder: str) -> None:
             assert worst <= 1e-6 * scale, (loss, worst, scale)
 
 
+def added(model: Any, trainer: RankTrainer, parts: list[list[Sample]]) -> tuple[dict, dict[str, float]]:
+    """Do one optimizer step in several calls with a learning rate of 0: return the gradient and the metrics."""
+    for part in parts:
+        others = [sample for other in parts if other is not part for sample in other]
+        trainer.forward_backward(part, tokens_of(others), part is parts[-1])
+    return model.gradients(), trainer.optim_step(0.0)
+
+
+def in_parts(folder: str) -> None:
+    """Check that several calls add up to one, for every aggregation, and that a failed one is not forgotten."""
+    from megarl.parallel.groups import leave_layout
+
+    for aggregation in ("token_mean", "sequence_mean", "constant"):
+        leave_layout()
+        model, config, _ = build(Path(folder), train=OVERLAP, aggregation=aggregation)
+        trainer = RankTrainer(model, build_loss(config.loss), config)
+        samples = rollout(model, config, 4)
+        whole, expected = added(model, trainer, [samples])
+        sums, metrics = added(model, trainer, [samples[:GROUP], samples[GROUP:]])
+        largest = max(float(gradient.abs().max()) for gradient in whole.values())
+        assert max(float((sums[name] - whole[name]).abs().max()) for name in whole) <= 1e-6 * largest
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7), name
+    long = config.train.micro_batch_tokens + 2
+    with pytest.raises(MegarlError, match=r"more than train\.micro_batch_tokens"):
+        trainer.forward_backward([Sample(np.zeros(long, dtype=np.int64), np.arange(long) > 0)])
+    for call in (lambda: trainer.optim_step(1e-3), lambda: trainer.forward_backward(samples)):
+        with pytest.raises(MegarlError, match="forward_backward failed"):
+            call()
+
+
 def against_the_start(folder: str) -> dict[str, Any]:
     from megarl.parallel.groups import leave_layout
 
@@ -227,6 +260,10 @@ def test_a_step_without_signal_is_exact_without_a_backward_pass(folder):
 
 def test_samples_without_signal_skip_the_backward_pass_or_are_dropped(folder):
     run_ranks(mixed_signal, 2, str(folder))
+
+
+def test_calls_for_parts_of_a_step_add_up_to_one_for_the_whole(folder):
+    run_ranks(in_parts, 2, str(folder))
 
 
 def test_the_kl_penalty_is_against_the_start_or_the_base(folder):

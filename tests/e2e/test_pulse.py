@@ -16,10 +16,11 @@ import psutil
 import pytest
 import ray
 
+from megarl import progress
 from megarl.controller.actors.calls import Limit, wait_all
 from megarl.controller.actors.logs import logs_exceptions
 from megarl.controller.actors.pulse import Participant, Watch
-from megarl.errors import DataError, WorkerError
+from megarl.errors import DataError, LostError, WorkerError
 
 HANG_SECONDS = 3.0
 
@@ -37,6 +38,11 @@ class Member:
 
     def wait(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def work(self, pieces: int, seconds: float) -> None:
+        for _ in range(pieces):
+            progress.made()
+            time.sleep(seconds / pieces)
 
     def fail(self, kind: str) -> None:
         print("what the process printed before")
@@ -123,6 +129,22 @@ def test_a_participant_that_goes_on_in_time_or_is_not_asked_for_ends_nothing(sta
     sampler.resume()
     time.sleep(2.5)
     wait_all(run.call("wait", HANG_SECONDS + 1), run.watch)
+
+
+def test_ranks_of_which_none_gets_on_are_lost_together_though_they_give_signs_of_life(
+    start: Callable[[], Run],
+) -> None:
+    run = start()
+    # One gets on, so the other one waits for it.
+    calls = {
+        name: run.actors[name].work.remote(pieces, 5) for name, pieces in (("trainer rank 0", 5), ("sampler 0", 1))
+    }
+    wait_all(calls, run.watch, moving=True)
+    began = time.monotonic()
+    with pytest.raises(LostError, match=r"has got on with the update for \d+ s \(train\.hang_seconds is 3\)") as caught:
+        wait_all({name: actor.work.remote(1, 60) for name, actor in run.actors.items()}, run.watch, moving=True)
+    assert caught.value.names == ("trainer rank 0", "sampler 0")
+    assert HANG_SECONDS < time.monotonic() - began < HANG_SECONDS + 25
 
 
 def test_a_call_that_takes_longer_than_its_limit_is_named_with_the_setting(start: Callable[[], Run]) -> None:

@@ -120,9 +120,18 @@ def test_sampler_trainer_and_peft_agree_after_every_sync(finished, recipe):
         sampled = np.concatenate([row["logprobs"] for row in rows])
         now = peft_logprobs(recipe, finished / "checkpoints" / f"step-{step:06d}" / "adapter", rows)
         assert np.abs(now - sampled).max() <= 1e-4
+        compared = [(row, part) for row, part in zip(rows, by_row(now, rows), strict=True) if "pieces" in row]
+        assert len(compared) == 4
+        for row, part in compared:  # what the report shows of the trainer
+            assert np.abs(part - row["trainer_logprobs"]).max() <= 1e-4 and "".join(row["pieces"]) == row["text"]
         if step > 1:
             before = peft_logprobs(recipe, finished / "checkpoints" / f"step-{step - 1:06d}" / "adapter", rows)
             assert np.abs(before - sampled).max() > 1e-3, "the sampler may as well have used the previous version"
+
+
+def by_row(values, rows):
+    """Return the values of the drawn tokens of each row."""
+    return np.split(values, np.cumsum([len(row["logprobs"]) for row in rows])[:-1])
 
 
 def test_an_adapter_made_by_peft_trains_on(finished, recipe):

@@ -8,7 +8,7 @@ from itertools import product
 PHASES = {
     "building": "TrainerRank.build",
     "sampling": "ray::TrainerRank ",
-    "training": "TrainerRank.update",
+    "training": "TrainerRank.forward_backward",
     "syncing": "TrainerRank.send_weights",
     "saving": "TrainerRank.save_checkpoint",
 }
@@ -28,7 +28,7 @@ class Case:
     Attributes:
         who: ``engine`` (vLLM's process), ``front end`` (the actor before it), ``rank``, ``controller``; or what is
             spoiled: ``disk``, ``shm``, ``reward``, ``loss``.
-        how: ``killed`` or ``stopped`` for processes.
+        how: ``killed``, ``stopped`` or ``told to end`` (SIGTERM) for processes.
         phase: key of ``PHASES``; the victim is hit while the ranks do that.
         settings: further settings of the run.
         ends: text of the error that the run must end with; empty if it must go on by itself.
@@ -50,7 +50,7 @@ class Case:
     @property
     def result(self) -> str:
         """The requirement on the run: bit for bit that of the reference, or of every prompt once; or over."""
-        if self.phase == "building":
+        if self.phase == "building" and self.ends:
             return "ended"
         return "every prompt once" if self.kind == "asynchronous" else "bit for bit"
 
@@ -62,7 +62,13 @@ def all_cases() -> list[Case]:
     cases += [Case("front end", how) for how in ("killed", "stopped")]
     cases += [Case("engine", "killed", "sampling", ("sampler.engines=2",), kind="two engines")]
     cases += [Case("engine", "killed", "syncing", ("sampler.engines=2",), kind="two engines")]
-    cases += [Case("rank", "killed", "training", ("train.save_every=99",), kind="no checkpoint yet")]
+    unsaved = ("train.save_every=99",)
+    cases += [Case("rank", "killed", "training", unsaved, kind="no checkpoint yet")]
+    cases += [
+        Case("controller", "told to end", phase, unsaved, "interrupted by signal SIGTERM", "no checkpoint yet")
+        for phase in ("sampling", "training")
+    ]
+    cases += [Case(who, "killed", "building") for who in ("rank", "engine")]
     cases += [
         Case(who, how, "sampling", ASYNCHRONOUS, kind="asynchronous")
         for who, how in (("engine", "killed"), ("rank", "killed"), ("rank", "stopped"), ("controller", "killed"))
@@ -73,6 +79,7 @@ def all_cases() -> list[Case]:
     ]
     cases += [
         Case("reward", "raises", ends="raised ArithmeticError"),
+        Case("loss", "never ends", "training"),
         Case("loss", "gives NaN", "training", ends="the gradient norm is nan"),
         Case("disk", "full", "saving", ends="No space left on device"),
         Case("shm", "full", "syncing", ("checkpoint_engine.transport=shm",), ends="/dev/shm cannot hold a bucket"),

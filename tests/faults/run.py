@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Break one run, let it go on, and compare it with one that nothing happened to."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +19,11 @@ from megarl.errors import CheckpointError
 from megarl.model.checkpoint.digests import verify
 from megarl.run_folder import checkpoints
 from tests.faults.cases import HANG_SECONDS, PHASES, Case
+from tests.faults.spoil import FILL, LOSS, REWARD, SMALL_SHM, mount, unmount
 from tests.helpers.processes import describe, find_engine
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "told to end": signal.SIGTERM}
 STEPS, PROMPTS, HIT_AFTER = 8, 2, 2
 SETTINGS = (
     f"train.steps={STEPS}",
@@ -37,35 +38,6 @@ SETTINGS = (
 # Longest time from a fault to the next step or the end of the run, beyond the configured time without a sign of life:
 # starting vLLM or the ranks again takes 20 to 40 s on two busy cores.
 LIMIT = 60.0
-# Leaves 8 KiB of a file system.
-FILL = (
-    sys.executable,
-    "-c",
-    "import os, shutil, sys\n"
-    "file = open(sys.argv[1] + '/filler', 'wb')\n"
-    "os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(sys.argv[1]).free - 8192)",
-)
-# Gives a process and its children a /dev/shm of their own.
-SMALL_SHM = ("unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=256m tmpfs {ROOT} && exec "$@"', "sh")
-# Rewards and losses that a file beside the recipe spoils.
-REWARD = """
-from pathlib import Path
-
-def reward(prompt, response):
-    if (Path(__file__).parent / "spoil-reward").exists():
-        raise ArithmeticError("spoiled")
-    return sum(character.islower() for character in response) / 8
-"""
-LOSS = """
-from pathlib import Path
-from megarl.loss.grpo import GrpoLoss
-
-class OwnLoss(GrpoLoss):
-    def __call__(self, *arguments, **options):
-        output = super().__call__(*arguments, **options)
-        spoiled = (Path(__file__).parent / "spoil-loss").exists()
-        return output._replace(loss=output.loss * float("nan")) if spoiled else output
-"""
 
 
 class Row(NamedTuple):
@@ -114,7 +86,8 @@ class Bench:
         """Break a run, and judge what it became."""
         reference = self.reference()
         place = Path(tempfile.mkdtemp(dir=self.folder))
-        before, seconds, counts, problem = leftovers(), 0.0, [0.0, 0.0], ""
+        seconds, counts, problem = 0.0, [0.0, 0.0], ""
+        self._before: set[psutil.Process] = set()
         run = self._start(place, *case.settings, spoiled=case.who)
         try:
             if case.phase != "building":
@@ -127,17 +100,19 @@ class Bench:
                 assert run.finish(60) == 0, run.output()
                 [folder] = place.glob("arithmetic-*")
                 counts = [sum(row[f"{who}_restarts"] for row in read_rows(folder)) for who in ("engine", "trainer")]
-                problem = self._compare(case, folder, reference) or self._count(case, *counts)
-            if seconds > LIMIT + (HANG_SECONDS if case.how == "stopped" else 0):
+                exact = case.result == "bit for bit"
+                problem = compare(folder, reference, exact=exact) or self._count(case, *counts)
+            limit = LIMIT * (1 + (case.phase == "building"))  # the rest of the start too
+            if seconds > limit + (HANG_SECONDS if case.how in ("stopped", "never ends") else 0):
                 problem = problem or f"nothing for {seconds:.0f} s"
         except Exception as error:
             problem = f"{type(error).__name__}: {str(error)[-1500:]}"
         finally:
             run.kill()
             self._mend()
-        if not problem and (left := leftovers() - before):
+        if not problem and (left := leftovers(self._before | run.family)):
             problem = f"left: {', '.join(sorted(left))}"
-        said = next((line for line in self._said if (case.ends or "is lost and") in line), "")
+        said = next((line for line in self._said if (case.ends or "is lost ") in line), "")
         unmount(place)
         shutil.rmtree(place, ignore_errors=True)
         restarts = ", ".join(f"{count:.0f}" for count in counts)
@@ -153,7 +128,9 @@ class Bench:
 
     def _hit(self, case: Case, run: TrainRun, place: Path) -> float:
         """Do what the case says; return when."""
-        if case.who in ("reward", "loss"):
+        if case.how == "never ends":
+            (self.folder / "spoil-loss-endless").touch()
+        elif case.who in ("reward", "loss"):
             (self.folder / f"spoil-{case.who}").touch()
         elif case.who == "disk":
             subprocess.run([*FILL, str(place)], check=True)
@@ -163,10 +140,11 @@ class Bench:
             victim = psutil.Process(run.process.pid)
             if case.who in ("engine", "front end"):
                 victim = run.find("ray::SamplerEngine")
-                victim = find_engine(victim) if case.who == "engine" else victim
-            rank = run.find_rank(PHASES[case.phase])
-            victim = rank if case.who == "rank" else victim
-            victim.send_signal(signal.SIGKILL if case.how == "killed" else signal.SIGSTOP)
+                victim = await_engine(victim) if case.who == "engine" else victim
+            if not (case.who == "engine" and case.phase == "building"):  # it starts side by side with the ranks
+                rank = run.find_rank(PHASES[case.phase])
+                victim = rank if case.who == "rank" else victim
+            victim.send_signal(SIGNALS[case.how])
             if case.who == "controller" and case.how == "stopped":
                 time.sleep(HANG_SECONDS + 4)
                 victim.resume()
@@ -174,7 +152,6 @@ class Bench:
 
     def _await(self, case: Case, run: TrainRun, place: Path, hit: float) -> float:
         """Wait until the run ends, or has done the step after the fault; return the seconds since ``hit``."""
-        [folder] = place.glob("arithmetic-*")
         done = steps_said(run)
         while time.monotonic() - hit < 2 * LIMIT:
             if case.ends or (case.who == "controller" and case.how == "killed"):
@@ -183,8 +160,9 @@ class Bench:
                     self._said = run.output().splitlines()
                     text = " ".join(self._said[-12:])
                     assert case.ends in text, f"not said: {case.ends!r}: {text}"
-                    assert status == (1 if case.ends else -signal.SIGKILL), status
-                    check_checkpoints(folder)
+                    wanted = {"killed": -signal.SIGKILL, "told to end": 130}.get(case.how, 1)
+                    assert status == wanted, status
+                    check_checkpoints(next(place.glob("arithmetic-*")))
                     return time.monotonic() - hit
             elif len(steps_said(run)) > len(done) + 1:
                 self._said = run.output().splitlines()
@@ -198,6 +176,7 @@ class Bench:
         self._mend()
         (place / "filler").unlink(missing_ok=True)
         run.kill()
+        self._before = run.family
         [folder] = place.glob("arithmetic-*")
         return TrainRun(folder, command="resume")
 
@@ -206,30 +185,38 @@ class Bench:
         for file in self.folder.glob("spoil-*"):
             file.unlink()
 
-    def _compare(self, case: Case, folder: Path, reference: Path) -> str:
-        """Return what is wrong with a complete run, or nothing."""
-        check_checkpoints(folder)
-        rows = read_rows(folder)
-        if [row["step"] for row in rows] != list(range(1, STEPS + 1)):
-            return f"rows of steps {[row['step'] for row in rows]}"
-        if (drawn := prompts(folder)) != (wanted := prompts(reference)):
-            return f"prompts {drawn}, not {wanted}"
-        if case.result != "bit for bit":
-            return ""
-        for step in range(1, STEPS + 1):
-            for a, b in zip(read_rollout(reference, step), read_rollout(folder, step), strict=True):
-                if any(a[key] != b[key] for key in ("prompt_ids", "response_ids", "reward", "advantage")):
-                    return f"other completions at step {step}"
-        last = f"checkpoints/step-{STEPS:06d}"
-        for name in ("optimizer.safetensors", "rng.safetensors", "adapter/adapter_model.safetensors"):
-            a, b = load_file(reference / last / name), load_file(folder / last / name)
-            if a.keys() != b.keys() or any(not torch.equal(a[key], b[key]) for key in a):
-                return f"another {name}"
-        return ""
-
     def _count(self, case: Case, engines: float, trainers: float) -> str:
-        wanted = {"engine": (1, 0), "front end": (1, 0), "rank": (0, 1)}.get("" if case.ends else case.who, (0, 0))
+        wanted = {"engine": (1, 0), "front end": (1, 0), "rank": (0, 1), "loss": (0, 1)}
+        wanted = wanted.get("" if case.ends else case.who, (0, 0))
         return "" if (engines, trainers) == wanted else f"{engines:.0f} engine and {trainers:.0f} trainer restarts"
+
+
+def compare(folder: Path, reference: Path, *, exact: bool) -> str:
+    """Return what is wrong with a complete run, or nothing.
+
+    Args:
+        folder: of the run.
+        reference: of one that nothing happened to.
+        exact: True if both must be the same bit for bit; else every prompt must have been trained on once.
+    """
+    check_checkpoints(folder)
+    rows = read_rows(folder)
+    if [row["step"] for row in rows] != list(range(1, STEPS + 1)):
+        return f"rows of steps {[row['step'] for row in rows]}"
+    if (drawn := prompts(folder)) != (wanted := prompts(reference)):
+        return f"prompts {drawn}, not {wanted}"
+    if not exact:
+        return ""
+    for step in range(1, STEPS + 1):
+        for a, b in zip(read_rollout(reference, step), read_rollout(folder, step), strict=True):
+            if any(a[key] != b[key] for key in ("prompt_ids", "response_ids", "reward", "advantage")):
+                return f"other completions at step {step}"
+    last = f"checkpoints/step-{STEPS:06d}"
+    for name in ("optimizer.safetensors", "rng.safetensors", "adapter/adapter_model.safetensors"):
+        tensors, others = load_file(reference / last / name), load_file(folder / last / name)
+        if tensors.keys() != others.keys() or any(not torch.equal(tensors[key], others[key]) for key in tensors):
+            return f"another {name}"
+    return ""
 
 
 def prompts(folder: Path) -> list[str]:
@@ -251,31 +238,23 @@ def check_checkpoints(folder: Path) -> None:
             raise AssertionError(f"torn: {error}") from error
 
 
-def leftovers() -> set[str]:
-    """Return the shared-memory folders whose owners are gone, scratch folders of runs, and orphans of Ray and vLLM."""
-    shared = {str(path) for path in ROOT.glob("*megarl*") if not owner_lives(path)}
-    here = str(os.getpid())
-    orphans = {
-        line.split(" ", 2)[2][:60]
-        for process in psutil.process_iter()
-        if "ray::" in (line := describe(process)) or "EngineCore" in line
-        if process.ppid() == 1 and here not in line
-    }
-    return shared | orphans
+def leftovers(family: set[psutil.Process]) -> set[str]:
+    """Return what is left of a run: shared-memory folders and processes. Other runs may go on beside it.
+
+    Args:
+        family: all processes of the run.
+    """
+    numbers = {str(process.pid) for process in family}
+    shared = {str(path) for path in ROOT.glob("*megarl*") if numbers & set(path.name.split("-"))}
+    living = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    return shared | {describe(process)[:60] for process in living}
 
 
-def owner_lives(path: Path) -> bool:
-    """Return True if the process that made a folder of shared memory lives."""
-    number = path.name.split("-")[2] if path.name.count("-") > 1 else ""
-    return number.isdecimal() and psutil.pid_exists(int(number))
-
-
-def mount(place: Path) -> None:
-    """Put a small file system of its own under a folder."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(place)], check=True)
-
-
-def unmount(place: Path) -> None:
-    """Undo ``mount``, if it was done."""
-    if os.path.ismount(place):
-        subprocess.run(["umount", "-l", str(place)], check=True)
+def await_engine(front_end: psutil.Process) -> psutil.Process:
+    """Return the engine process of a sampler's process, once it is there."""
+    deadline = time.monotonic() + 60
+    while True:
+        with suppress(ValueError):
+            return find_engine(front_end)
+        assert time.monotonic() < deadline, "no engine process"
+        time.sleep(0.1)

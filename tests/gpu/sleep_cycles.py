@@ -4,8 +4,12 @@
 Between the two the trainer overwrites the memory that the engine gave back. After each wake the engine must answer as
 before, to the bit: greedy tokens, and logprobs of a sequence. Every fifth cycle brings another version, whose logprobs
 must move. The worker's own comparison of every tensor runs too. Prints a table of milliseconds and GiB.
+
+vLLM's kernels for LoRA add up in any order unless it is batch invariant, so this engine is. Each cycle asks twice
+before the sleep, to show that two answers are equal without one.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -14,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.random_weights import base_filler, model_folder
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
@@ -27,7 +32,7 @@ SAMPLER = {
     "samples_per_prompt": 2, "max_prompt_tokens": 64, "max_response_tokens": 64, "max_num_seqs": 16,
     "kv_cache_gib": 16.0, "share_gpus": True, "sleep": True,
 }  # fmt: skip
-LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+LORA, STD = lora_section(16), 0.02
 GREEDY = Sampling(samples=1, temperature=0.0, top_p=1.0, max_tokens=32)
 CHANGE_EVERY = 5
 # Of the free memory, and at most: something else may use the GPU.
@@ -36,12 +41,13 @@ SHARE, MOST_BYTES = 0.9, 60 * 2**30
 
 def main(cycles: int = 20, shape: str = "qwen3-0.6b") -> None:
     """Run the cycles."""
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as scratch:
         folder = model_folder(shape, Path(scratch))
         section = {"path": str(folder), "dtype": "bfloat16"}
         train = TrainConfig(device="cuda", micro_batch_tokens=1024)
         model = build_model(section, lora=LORA, train=train, fill_base=base_filler(shape, 0))
-        change(model, 0)
+        change_adapter(model, 0, STD)
         with SamplerProcess(section, lora=LORA, sampler=SAMPLER, log=Path(scratch) / "log", device="cuda") as engine:
             try:
                 run(model, engine, cycles)
@@ -57,15 +63,16 @@ def run(model: MegatronModel, engine: SamplerProcess, cycles: int) -> None:
     weights.sync("base")
     weights.sync()
     tokens = np.random.default_rng(0).integers(0, 1000, 48)
-    print("cycle  freed GiB  sleep ms  wake ms  version  greedy tokens and logprobs as before")
+    print("cycle  freed GiB  sleep ms  wake ms  version  asked twice  asked after the wake")
     for cycle in range(cycles):
         if cycle % CHANGE_EVERY == CHANGE_EVERY - 1:
             before = engine.score(tokens, model.version)
-            change(model, cycle)
+            change_adapter(model, cycle, STD)
             model.version += 1
             weights.sync()
             assert np.abs(engine.score(tokens, model.version) - before).max() > 1e-3, "the version did not change"
         expected = answers(engine, tokens, model.version)
+        repeats = same(expected, answers(engine, tokens, model.version))
         began = time.perf_counter()
         freed = engine.sleep().result(120)
         slept = time.perf_counter()
@@ -73,13 +80,14 @@ def run(model: MegatronModel, engine: SamplerProcess, cycles: int) -> None:
         woken = time.perf_counter()
         engine.wake().result(120)
         awake = time.perf_counter()
-        same = all(map(np.array_equal, expected, answers(engine, tokens, model.version)))
+        returned = same(expected, answers(engine, tokens, model.version))
         print(
             f"{cycle:5d}  {freed / 2**30:9.2f}  {1e3 * (slept - began):8.0f}  {1e3 * (awake - woken):7.0f}  "
-            f"{model.version:7d}  {same}",
+            f"{model.version:7d}  {equality(repeats):11s}  {equality(returned)}",
             flush=True,
         )
-        assert same, "the engine does not answer as before its sleep"
+        assert repeats, "the engine answers twice in different ways, without any sleep"
+        assert returned, "the engine does not answer as before its sleep"
     weights.close()
 
 
@@ -89,20 +97,26 @@ def answers(engine: SamplerProcess, tokens: np.ndarray, version: int) -> list[np
     return [engine.score(tokens, version), drawn.response_ids, drawn.logprobs]
 
 
+def same(expected: list[np.ndarray], found: list[np.ndarray]) -> bool:
+    """Return True if two answers are equal to the bit; print how far they are apart if not."""
+    if equal := all(map(np.array_equal, expected, found)):
+        return equal
+    apart = [np.abs(a - b).max() if a.shape == b.shape else "length" for a, b in zip(expected, found, strict=True)]
+    print(f"apart by (logprobs, tokens, logprobs of the tokens): {apart}", flush=True)
+    return False
+
+
+def equality(equal: bool) -> str:
+    """Return a word for the table."""
+    return "equal" if equal else "differs"
+
+
 def overwrite() -> None:
     """Use the free memory of the GPU, and leave other bytes in it."""
     free = torch.cuda.mem_get_info()[0]
     torch.empty(min(int(free * SHARE), MOST_BYTES), dtype=torch.uint8, device="cuda").fill_(255)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-def change(model: MegatronModel, seed: int) -> None:
-    """Give the adapter other values."""
-    with torch.no_grad():
-        for number, (_, parameter) in enumerate(model.adapter.parameters()):
-            generator = torch.Generator(parameter.device).manual_seed(seed * 100_003 + number)
-            parameter.normal_(std=0.02, generator=generator)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.helpers.train_run import TrainRun, make_recipe, read_rows
 
 SETTINGS = [
-    "train.device=cuda", "sampler.share_gpus=true", "sampler.gpu_memory_utilization=0.1", "train.steps=4",
+    "train.device=cuda", "sampler.share_gpus=true", "sampler.kv_cache_gib=4", "train.steps=4",
     "sampler.enforce_eager=true", "parallel.data=1", "model.dtype=bfloat16",
 ]  # fmt: skip
 SHOWN = ("reward_mean", "mismatch_mean", "mismatch_max", "canary", "sync_bytes")

@@ -10,6 +10,13 @@ TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# Shows tools, and writes calls like Qwen's templates.
+CALLING = (
+    "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
+    "<|{{ message['role'] }}|>{{ message['content'] }}{% for call in message.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
 
 

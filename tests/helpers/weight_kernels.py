@@ -58,22 +58,26 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
     generator = torch.Generator().manual_seed(1)
     payload = torch.zeros(1 << 16, dtype=torch.uint8)
     payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))
-    # (offset, shape, strides, scaling) in elements; shape of the buffer.
+    # (offset, shape, strides, scaling) in elements; shape of the buffer, and how much wider its rows are.
     cases = [
-        ((0, (3, 5), (5, 1), 1.0), (8, 16)),
-        ((640, (64, 30), (30, 1), 2.0), (64, 30)),
-        ((4096, (7, 33), (66, 2), 0.5), (16, 40)),
-        ((2048, (40, 8), (1, 40), 4.0), (40, 8)),
-        (None, (24, 100)),
+        ((0, (3, 5), (5, 1), 1.0), (8, 16), 3),
+        ((640, (64, 30), (30, 1), 2.0), (64, 30), 3),
+        ((4096, (7, 33), (66, 2), 0.5), (16, 40), 3),
+        ((2048, (40, 8), (1, 40), 4.0), (40, 8), 3),
+        (None, (24, 100), 3),
+        # Flat: whole, with zeros below, and zeros only.
+        ((2048, (40, 8), (8, 1), 0.3), (40, 8), 0),
+        ((1024, (3, 1000), (1000, 1), 1.0), (8, 1000), 0),
+        (None, (24, 100), 0),
     ]
     jobs, buffers = [], []
-    for number, (given, shape) in enumerate(cases):
+    for number, (given, shape, gap) in enumerate(cases):
         source = None if given is None else Source(0, dtype, *given[:3])
         jobs.append(Job(f"job{number}", number, source, 1.0 if given is None else given[3]))
         # Buffers are slices of larger tensors, as vLLM's are.
-        buffers.append(torch.full((2, shape[0], shape[1] + 3), 7.0, dtype=dtype)[1, :, : shape[1]])
+        buffers.append(torch.full((2, shape[0], shape[1] + gap), 7.0, dtype=dtype)[1, :, : shape[1]])
     plan = SlotPlan(tuple(jobs), ())
-    theirs = [buffer.to(device) for buffer in buffers]
+    theirs = [like(buffer, device) for buffer in buffers]
     HostWriter(buffers).write(plan, 0, payload, lambda: None)
     filler = writer(theirs)
     filler.write(plan, 0, payload.to(device), lambda: None)
@@ -81,13 +85,23 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
         if exact:
             assert torch.equal(mine, other.cpu())
         torch.testing.assert_close(mine, other.cpu())
-    payload[640 * dtype.itemsize :].view(dtype)[31] = float("inf")
-    try:
-        filler.write(plan, 0, payload.to(device), lambda: None)
-    except WeightSyncError as error:
-        assert "not finite in 'job1'" in str(error)
-    else:
-        raise AssertionError("a value that is not finite was taken")
+    for place, name in ((640 + 31, "job1"), (1024 + 2900, "job6")):
+        bad = payload.clone()
+        bad.view(dtype)[place] = float("inf")
+        try:
+            filler.write(plan, 0, bad.to(device), lambda: None)
+        except WeightSyncError as error:
+            assert f"'{name}'" in str(error) and "not finite" in str(error), error
+        else:
+            raise AssertionError("a value that is not finite was taken")
+
+
+def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor with the same values and strides, inside a larger one."""
+    whole = torch.zeros(2, buffer.shape[0], buffer.stride(0), dtype=buffer.dtype, device=device)
+    part = whole[1, :, : buffer.shape[1]]
+    part.copy_(buffer)
+    return part
 
 
 def main() -> None:

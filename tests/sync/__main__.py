@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.tables import print_rows
 from tests.sync import faults, matrix, soak
 
 # Each part has ``rows(words)`` and ``table(rows)``; a row has ``problem``, empty if it is good.
@@ -29,16 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=list(PARTS))
     parser.add_argument("words", nargs="*")
     given = parser.parse_args(arguments)
-    part, rows, text = PARTS[given.what], list[Any](), ""
-    for row in part.rows(given.words):
-        rows.append(row)
-        text = part.table(rows)
-        print(text.splitlines()[-1], flush=True)
-        if given.out:
-            given.out.write_text(text + "\n")
-    bad = sum(bool(row.problem) for row in rows)
-    print(f"{text}\n{len(rows)} rows, {bad} of them bad")
-    return 1 if bad or not rows else 0
+    part = PARTS[given.what]
+    return print_rows(part.rows(given.words), part.table, given.out)
 
 
 if __name__ == "__main__":

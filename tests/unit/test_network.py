@@ -18,6 +18,13 @@ def test_the_address_outwards_is_one_of_this_hosts_own_whatever_its_name_maps_to
     assert own_address() in mine
 
 
+def test_the_address_by_which_the_cluster_knows_this_host_goes_before_a_route_outwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGARL_NODE_ADDRESS", "10.0.0.9")
+    assert own_address() == "10.0.0.9" and own_address("127.0.0.1") == "127.0.0.1"
+
+
 def test_gloo_listens_where_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert gloo_devices("127.0.0.1") == gloo_devices("localhost") == [{"hostname": "127.0.0.1"}]

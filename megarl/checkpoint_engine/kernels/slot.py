@@ -4,6 +4,9 @@
 A job fills one buffer ``[R, C]`` from a matrix ``[r, c]``, r <= R, c <= C: it multiplies by the job's scaling in
 float32, rounds once to the buffer's dtype, and writes zeros around it. What is read back is compared, bit by bit, with
 the same computed once more.
+
+A job is flat if the matrix lies in the first elements of its buffer in the same order, as it does unless it is cut
+for tensor parallelism or has a smaller rank than the buffer. Then whole vectors move.
 """
 
 from typing import NamedTuple
@@ -12,33 +15,38 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 2048, 4
+# Elements of a program, of either kind; elements of a vector.
+BLOCK, FLAT_BLOCK, WARPS, VECTOR = 2048, 4096, 4, 8
 KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 class Jobs(NamedTuple):
-    """Jobs of one bucket with one source dtype, on the GPU: one entry per job, then one per program.
+    """Jobs of one bucket with one source dtype, all flat or none, on the GPU.
 
     Attributes:
-        source, row, column: element offset of the matrix in the bucket; its strides in elements. int64.
-        rows, columns: r and c; int64. 0 for a buffer that gets zeros only.
-        scaling: float32.
-        target, stride, height, width: address of the buffer, its row stride, R and C; int64.
-        jobs, blocks: each program's job, and its block of ``BLOCK`` elements in the buffer; int64.
+        columns: int64 ``[9, jobs]``: element offset of the matrix in the bucket, its two strides in elements, r, c
+            (0 for a buffer that gets zeros only); address of the buffer, its row stride, R, C.
+        scaling: float32 ``[jobs]``.
+        programs: int64 ``[2, programs]``: each program's job, and its block of the buffer.
+        flat: True if all jobs are flat.
     """
 
-    source: torch.Tensor
-    row: torch.Tensor
-    column: torch.Tensor
-    rows: torch.Tensor
     columns: torch.Tensor
     scaling: torch.Tensor
-    target: torch.Tensor
-    stride: torch.Tensor
-    height: torch.Tensor
-    width: torch.Tensor
-    jobs: torch.Tensor
-    blocks: torch.Tensor
+    programs: torch.Tensor
+    flat: bool
+
+
+def is_flat(column: tuple[int, ...], itemsize: int) -> bool:
+    """Return True if a job, given as its entries of ``Jobs.columns``, can be run as a flat one.
+
+    Args:
+        column: the entries.
+        itemsize: bytes of an element of the buffer.
+    """
+    source, row, step, rows, columns, target, stride, _, width = column
+    same = not rows or (step == 1 and row == columns == width)
+    return same and stride == width and not (source | rows * columns | target // itemsize) % VECTOR
 
 
 def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.dtype) -> torch.Tensor:
@@ -52,11 +60,12 @@ def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.
     Returns:
         int64 ``[2, jobs]``: number of values that the buffers do not hold, number of values that are not finite.
     """
-    outcome = torch.zeros(2, len(jobs.source), dtype=torch.int64, device=payload.device)
-    grid = (len(jobs.jobs),)
-    fixed = {"TARGET": KINDS[target], "BITS": _bits(target), "BLOCK": BLOCK, "num_warps": WARPS}
-    _run[grid](payload.view(source), *jobs, outcome[1], READ=False, **fixed)
-    _run[grid](payload.view(source), *jobs, outcome[0], READ=True, **fixed)
+    count, programs = len(jobs.scaling), jobs.programs.shape[1]
+    outcome = torch.zeros(2, count, dtype=torch.int64, device=payload.device)
+    given = payload.view(source), *jobs[:3], outcome, count, programs
+    fixed = {"FLAT": jobs.flat, "TARGET": KINDS[target], "BITS": _bits(target), "num_warps": WARPS}
+    for read in (False, True):
+        _run[(programs,)](*given, READ=read, BLOCK=FLAT_BLOCK if jobs.flat else BLOCK, VECTOR=VECTOR, **fixed)
     return outcome
 
 
@@ -66,33 +75,47 @@ def _bits(dtype: torch.dtype) -> tl.dtype:
 
 @triton.jit
 def _run(
-    payload, source, row, column, rows, columns, scaling, target, stride, height, width, jobs, blocks, wrong,
-    READ: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    payload, columns, scaling, programs, outcome, count, launched,
+    READ: tl.constexpr, FLAT: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Write a block of a buffer and count what is not finite; or read it and count what differs."""
     program = tl.program_id(0)
-    job = tl.load(jobs + program)
-    first, size = tl.load(blocks + program) * BLOCK, tl.load(width + job)
-    top = first // size
-    # The row of each value among the block's. Division by a float is exact here: the numbers are below 2^22, and half
-    # a column is added, which is more than the rounding.
-    inner = (first - top * size).to(tl.int32) + tl.arange(0, BLOCK)
-    below = ((inner.to(tl.float32) + 0.5) / size.to(tl.float32)).to(tl.int32)
-    i, j = top + below, inner - below * size.to(tl.int32)
-    inside = i < tl.load(height + job)
-    real = inside & (i < tl.load(rows + job)) & (j < tl.load(columns + job))
-    place = tl.load(source + job) + i * tl.load(row + job) + j * tl.load(column + job)
+    job = tl.load(programs + program)
+    first = tl.load(programs + launched + program) * BLOCK
+    entry = columns + job
+    source, rows, width = tl.load(entry), tl.load(entry + 3 * count), tl.load(entry + 4 * count)
+    address, height, size = tl.load(entry + 5 * count), tl.load(entry + 7 * count), tl.load(entry + 8 * count)
+    target = address.to(tl.pointer_type(TARGET))
+    if FLAT:
+        place = first + tl.arange(0, BLOCK)
+        inside = place < tl.multiple_of(height * size, VECTOR)
+        real = place < tl.multiple_of(rows * width, VECTOR)
+        out = tl.multiple_of(target, 16) + place
+        place += tl.multiple_of(source, VECTOR)
+    else:
+        top = first // size
+        # The row of each value among the block's. Division by a float is exact here: the numbers are below 2^22, and
+        # half a column is added, which is more than the rounding.
+        inner = (first - top * size).to(tl.int32) + tl.arange(0, BLOCK)
+        below = ((inner.to(tl.float32) + 0.5) / size.to(tl.float32)).to(tl.int32)
+        i, j = top + below, inner - below * size.to(tl.int32)
+        inside = i < height
+        real = inside & (i < rows) & (j < width)
+        place = source + i * tl.load(entry + count) + j * tl.load(entry + 2 * count)
+        out = target + i * tl.load(entry + 6 * count) + j
     value = tl.load(payload + place, mask=real, other=0).to(tl.float32) * tl.load(scaling + job)
     rounded = value.to(TARGET)
-    out = tl.load(target + job).to(tl.pointer_type(TARGET)) + i * tl.load(stride + job) + j
     if READ:
         held = tl.load(out, mask=inside, other=0).to(BITS, bitcast=True)
         bad = inside & (held != rounded.to(BITS, bitcast=True))
+        wrong = outcome + job
     else:
         tl.store(out, rounded, mask=inside)
         # NaN and infinity are the values whose difference from themselves is not 0.
         again = rounded.to(tl.float32)
         bad = real & ((again - again) != 0)
-    count = tl.sum(bad.to(tl.int64))
-    if count > 0:
-        tl.atomic_add(wrong + job, count)
+        wrong = outcome + count + job
+    found = tl.sum(bad.to(tl.int32))
+    if found > 0:
+        tl.atomic_add(wrong, found.to(tl.int64))

@@ -170,7 +170,14 @@ class ReceiverExtension:
         """
         connection = self._megarl_connect(json.loads(endpoint), first + self.rank)
         take = self._megarl_stage(kept)
-        self._megarl_thread = threading.Thread(target=connection.wait_and_run, args=(take,), daemon=True)
+
+        def run() -> None:
+            if current_platform.is_cuda():
+                # A thread gets ready for CUDA at its first use: now, not when the adapter has come.
+                torch.zeros(1, device=self.device).cpu()
+            connection.wait_and_run(take)
+
+        self._megarl_thread = threading.Thread(target=run, daemon=True)
         self._megarl_thread.start()
 
     def megarl_reset(self) -> None:

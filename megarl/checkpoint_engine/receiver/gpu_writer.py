@@ -2,12 +2,13 @@
 """Write an adapter into one slot's buffers on a GPU: per bucket one kernel that writes, and one that reads back."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megarl.checkpoint_engine.kernels.mix import program_table
-from megarl.checkpoint_engine.kernels.slot import BLOCK, Jobs, write
+from megarl.checkpoint_engine.kernels.slot import BLOCK, FLAT_BLOCK, Jobs, is_flat, write
 from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
 from megarl.checkpoint_engine.receiver.write_jobs import jobs_of, refuse
 
@@ -15,7 +16,7 @@ NOWHERE = Source(0, torch.bfloat16, 0, (0, 0), (0, 0))
 
 
 class _Launch(NamedTuple):
-    """One launch: jobs whose matrices have one dtype, in order, and the same on the GPU."""
+    """One launch: jobs whose matrices have one dtype, all flat or none, in order, and the same on the GPU."""
 
     source: torch.dtype
     jobs: list[Job]
@@ -45,39 +46,34 @@ class GpuWriter:
         verify()
         not_finite, different = [], []
         for launch, result in zip(self._launches[bucket], results, strict=True):
-            unlike, wrong = result.cpu()
+            counted = result.cpu()
+            if not counted.any():
+                continue
+            unlike, wrong = counted
             not_finite += [launch.jobs[i].name for i in wrong.nonzero()[:, 0].tolist()]
             different += [launch.jobs[i].name for i in unlike.nonzero()[:, 0].tolist()]
         refuse(not_finite, different)
 
     def _prepare(self, jobs: list[Job]) -> list[_Launch]:
-        """Group jobs by the dtype of their matrices."""
-        groups: dict[torch.dtype, list[Job]] = {}
+        """Group jobs by the dtype of their matrices, and by whether they are flat."""
+        groups: dict[tuple[torch.dtype, bool], list[Job]] = {}
         for job in jobs:
-            groups.setdefault((job.source or NOWHERE).dtype, []).append(job)
-        return [_Launch(dtype, group, self._table(group)) for dtype, group in groups.items()]
+            flat = is_flat(self._column(job), self._dtype.itemsize)
+            groups.setdefault(((job.source or NOWHERE).dtype, flat), []).append(job)
+        return [_Launch(dtype, group, self._table(group, flat)) for (dtype, flat), group in groups.items()]
 
-    def _table(self, jobs: list[Job]) -> Jobs:
-        """Return the columns of ``kernels.slot.Jobs``."""
-        sources = [job.source or NOWHERE for job in jobs]
-        buffers = [self._buffers[job.buffer] for job in jobs]
-        for job, buffer in zip(jobs, buffers, strict=True):
-            # The kernel's address arithmetic relies on it.
-            assert buffer.stride(1) == 1 and buffer.dtype == self._dtype, job.name
-        items, blocks = program_table([buffer.numel() for buffer in buffers], BLOCK)
-        columns: dict[str, Any] = {
-            "source": [source.offset for source in sources],
-            "row": [source.strides[0] for source in sources],
-            "column": [source.strides[1] for source in sources],
-            "rows": [source.shape[0] for source in sources],
-            "columns": [source.shape[1] for source in sources],
-            "target": [buffer.data_ptr() for buffer in buffers],
-            "stride": [buffer.stride(0) for buffer in buffers],
-            "height": [buffer.shape[0] for buffer in buffers],
-            "width": [buffer.shape[1] for buffer in buffers],
-            "jobs": items,
-            "blocks": blocks,
-        }
-        whole = {name: torch.as_tensor(values, dtype=torch.int64) for name, values in columns.items()}
+    def _column(self, job: Job) -> tuple[int, ...]:
+        """Return a job's entries of ``kernels.slot.Jobs.columns``."""
+        source, buffer = job.source or NOWHERE, self._buffers[job.buffer]
+        # The kernel's address arithmetic relies on it.
+        assert buffer.stride(1) == 1 and buffer.dtype == self._dtype, job.name
+        return source.offset, *source.strides, *source.shape, buffer.data_ptr(), buffer.stride(0), *buffer.shape
+
+    def _table(self, jobs: list[Job], flat: bool) -> Jobs:
+        """Bring a group of jobs to the GPU."""
+        sizes = [self._buffers[job.buffer].numel() for job in jobs]
+        columns = np.asarray([self._column(job) for job in jobs], dtype=np.int64).T.copy()
+        programs = np.stack(program_table(sizes, FLAT_BLOCK if flat else BLOCK))
         scaling = torch.tensor([job.scaling for job in jobs], dtype=torch.float32)
-        return Jobs(**{name: tensor.to(self._device) for name, tensor in (whole | {"scaling": scaling}).items()})
+        columns, programs = (torch.from_numpy(table).to(self._device) for table in (columns, programs))
+        return Jobs(columns, scaling.to(self._device), programs, flat)

@@ -68,10 +68,8 @@ def held_tensors(runner: Any) -> dict[str, torch.Tensor]:
     cache = {tensor.untyped_storage().data_ptr() for tensor in _tensors(getattr(runner, "kv_caches", ()))}
     held: dict[str, torch.Tensor] = {}
     for prefix, module in runner.get_model().named_modules():
-        attributes = module._parameters | module._buffers | vars(module)
-        for name, value in attributes.items():
-            if name.startswith("_") and name not in module._parameters and name not in module._buffers:
-                continue
+        public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        for name, value in (module._parameters | module._buffers | public).items():
             for number, tensor in enumerate(_tensors((value,))):
                 if tensor.numel() and tensor.untyped_storage().data_ptr() not in cache:
                     held[f"{prefix}.{name}[{number}]"] = tensor

@@ -9,10 +9,11 @@ process, which the other end notices at once.
 import contextlib
 import hmac
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from megarl.errors import WeightSyncError
@@ -126,30 +127,22 @@ class Hub:
             WeightSyncError: a receiver failed, is gone, or did not answer in time.
         """
         answers: dict[int, bytes] = {}
-        with selectors.DefaultSelector() as selector:
-            for index, line in self._lines.items():
-                selector.register(line.socket, selectors.EVENT_READ, index)
-            while len(answers) < len(self._lines):
-                ready = selector.select(max(deadline - time.monotonic(), 0.0))
-                if not ready:
-                    late = ", ".join(str(index) for index in sorted(self._lines.keys() - answers.keys()))
-                    raise WeightSyncError(f"receivers {late} did not answer in time")
-                for key, _ in ready:
-                    answers[key.data] = self._message(key.data, tag, deadline)
-                    selector.unregister(key.fileobj)
+        while waiting := self._lines.keys() - answers.keys():
+            ready = self._readable(waiting, max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                late = ", ".join(str(index) for index in sorted(waiting))
+                raise WeightSyncError(f"receivers {late} did not answer in time")
+            answers |= {index: self._message(index, tag, deadline) for index in ready}
         return [answers[index] for index in sorted(answers)]
 
     def check(self) -> None:
         """Raise ``WeightSyncError`` if a receiver has failed or is gone."""
-        with selectors.DefaultSelector() as selector:
-            for index, line in self._lines.items():
-                selector.register(line.socket, selectors.EVENT_READ, index)
-            for key, _ in selector.select(0) if self._lines else ():
-                line = self._lines[key.data]
-                line.socket.settimeout(1.0)
-                head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
-                if head[:1] in (b"", FAILED):
-                    self._message(key.data, b"", time.monotonic() + 1.0)
+        for index in self._readable(self._lines.keys(), 0.0):
+            line = self._lines[index]
+            line.socket.settimeout(1.0)
+            head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
+            if head[:1] in (b"", FAILED):
+                self._message(index, b"", time.monotonic() + 1.0)
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
@@ -158,6 +151,16 @@ class Hub:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+
+    def _readable(self, indices: Iterable[int], seconds: float) -> list[int]:
+        """Wait so long until a message has come, or until a connection is closed; return their indices."""
+        waiting = {self._lines[index].socket.fileno(): index for index in indices}
+        if -1 in waiting:
+            raise WeightSyncError("the sender is closed")
+        poll = select.poll()  # unlike epoll, it needs no system call before the wait
+        for number in waiting:
+            poll.register(number, select.POLLIN)
+        return [waiting[number] for number, _ in poll.poll(seconds * 1e3)]
 
     def _message(self, index: int, wanted: bytes, deadline: float) -> bytes:
         tag, data = self._lines[index].receive(deadline)

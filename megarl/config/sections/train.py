@@ -83,17 +83,24 @@ class TrainConfig(Section):
     keep_rollouts: int | None = Field(None, ge=1)
     """Keep the completions of only this many last steps, and of as many evaluations. Default: all, about 34 KB per
     1,000 tokens."""
+    compare_completions: int = Field(4, ge=0, le=1024)
+    """Completions of each step for which the trainer's logprob of each token is recorded beside the sampler's, for
+    ``megarl report``: one forward pass of so many sequences. 0: none."""
     hang_seconds: float = Field(120.0, ge=5.0)
     """A trainer rank or engine is lost if its process gives no sign of life for this many seconds, because it is
-    stopped, frozen or cut off."""
+    stopped, frozen or cut off. All ranks are lost if none of them gets on with an update for this long: each layer's
+    forward and backward pass counts."""
     max_restarts: int = Field(3, ge=0)
     """How many times all trainer ranks are started again from the last checkpoint before the run ends, after one of
     them died, hangs (``hang_seconds``) or exceeded a limit (``*_seconds``). Lost engines have their own number:
     ``sampler.max_restarts``."""
+    node_seconds: float = Field(600.0, gt=0.0)
+    """Limit of waiting for a lost node, or another one with as much room, seconds. Then the run ends. What the node
+    held starts again there, and counts as a restart."""
     build_seconds: float = Field(1800.0, gt=0.0)
     """Limit of building the model in all trainer ranks, and of starting all engines, seconds."""
     update_seconds: float = Field(3600.0, gt=0.0)
-    """Limit of all updates of one step, seconds."""
+    """Limit of each call of the trainer: a forward pass, forward and backward passes, an optimizer step. Seconds."""
     save_seconds: float = Field(1800.0, gt=0.0)
     """Limit of saving or loading a checkpoint or the adapter, seconds."""
     trackers: list[str] = Field(default_factory=lambda: ["tensorboard"])

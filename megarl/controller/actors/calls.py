@@ -2,17 +2,17 @@
 """Wait for the results of actors, and report which one failed and why."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from megarl.checkpoint_engine.futures import in_thread
 from megarl.controller.actors.logs import root_of
 from megarl.controller.actors.pulse import Watch
 from megarl.errors import LostError, MegarlError, WorkerError
+from megarl.futures import in_thread
 
 # Seconds between two checks that all participants are alive.
 LOOK_SECONDS = 0.5
@@ -36,6 +36,8 @@ def wait_all(
     limit: Limit | None = None,
     *,
     watched: Sequence[str] | None = None,
+    look: Callable[[], None] = lambda: None,
+    moving: bool = False,
 ) -> list[Any]:
     """Return the results of remote calls, in order. Raises as soon as one call fails, without waiting for the others.
 
@@ -44,6 +46,8 @@ def wait_all(
         watch: tells which participants are alive and where their logs are.
         limit: limit on all calls together, or None.
         watched: participants that must give signs of life meanwhile; default: those that are waited for.
+        look: called now and then; what it raises ends the wait.
+        moving: True if those that are watched must also get on with their work; see ``Watch.check_progress``.
 
     Raises:
         MegarlError: the error that the participant raised, with the path of its log.
@@ -52,13 +56,19 @@ def wait_all(
     """
     names = {reference: name for name, reference in calls.items()}
     pending = list(names)
-    deadline = time.monotonic() + limit.seconds if limit else float("inf")
+    began = time.monotonic()
+    deadline = began + limit.seconds if limit else float("inf")
     while pending:
         ready, pending = ray.wait(pending, timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
         for reference in ready:
             result_of(reference, names[reference], watch)
         if pending and watch:
-            watch.check([names[reference] for reference in pending] if watched is None else watched)
+            chosen = [names[reference] for reference in pending] if watched is None else watched
+            watch.check(chosen)
+            if moving:
+                watch.check_progress(chosen, began)
+        if pending:
+            look()
         if pending and limit and time.monotonic() >= deadline:
             late = [names[reference] for reference in pending]
             log_note = watch.log_note(late[0]) if watch else ""

@@ -22,8 +22,10 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from megarl import progress
 from megarl.controller.actors.logs import log_file, redirect_output
 from megarl.errors import LostError, WorkerError
+from megarl.network import ADDRESS
 
 NAMESPACE = b"megarl-pulse"
 BEAT_SECONDS = 1.0
@@ -57,6 +59,7 @@ class Participant:
             The size of the log before.
         """
         size = redirect_output(self.log)
+        os.environ.setdefault(ADDRESS, ray.util.get_node_ip_address())
         node = ray.get_runtime_context().get_node_id()
         threading.Thread(target=_beat, args=(self.key, node), daemon=True).start()
         return size
@@ -70,6 +73,7 @@ def _beat(key: str, node: str) -> None:
             children = process.children(recursive=True)
         sign = {
             "count": count,
+            "progress": progress.count(),
             "host": socket.gethostname(),
             "node": node,
             "process": [process.pid, process.create_time()],
@@ -97,9 +101,16 @@ def _described(process: psutil.Process) -> str:
 
 @dataclass
 class _Seen:
-    """The newest sign of one participant, and the time at which it arrived (monotonic seconds)."""
+    """The newest sign of one participant.
+
+    Attributes:
+        at: when it arrived, monotonic seconds.
+        moved: when the first one with its progress arrived.
+        sign: as ``_beat`` gave it.
+    """
 
     at: float
+    moved: float
     sign: dict[str, Any]
 
 
@@ -131,11 +142,11 @@ class Watch:
         """Return the participant ``name``, for its actor."""
         return Participant(self._keys[name], name, index, log_file(self.logs, name))
 
-    def end(self, name: str) -> None:
-        """Kill the processes of a participant with SIGKILL. What has its name next is another one."""
-        self._keys[name] = f"{self.run}/{time.time_ns()}/{name}"
-        if seen := self._seen.pop(name, None):
-            self._kill([seen])
+    def end(self, *names: str) -> None:
+        """Kill the processes of participants with SIGKILL. What has their names next are others."""
+        for name in names:
+            self._keys[name] = f"{self.run}/{time.time_ns()}/{name}"
+        self._kill([seen for name in names if (seen := self._seen.pop(name, None))])
 
     def check(self, names: Sequence[str] | None = None) -> None:
         """Raise ``LostError`` if a participant has given no sign of life for ``train.hang_seconds``.
@@ -154,6 +165,23 @@ class Watch:
                     f"{name} has given no sign of life for {self.silence(name):.0f} s (train.hang_seconds is "
                     f"{self._limit:g}): {self._why(self._seen[name].sign)}{self.log_note(name)}",
                 )
+
+    def check_progress(self, names: Sequence[str], since: float) -> None:
+        """Raise ``LostError`` if none of some participants has got on for ``train.hang_seconds``.
+
+        One that waits for another gets nothing done either, so all of them are lost together.
+
+        Args:
+            names: participants that work together.
+            since: when their work began, monotonic seconds.
+        """
+        moved = max([since, *(seen.moved for name in names if (seen := self._seen.get(name)))])
+        if (idle := self._looked - moved) > self._limit:
+            raise LostError.of(
+                names,
+                f"no trainer rank has got on with the update for {idle:.0f} s (train.hang_seconds is {self._limit:g}): "
+                f"one of them computes endlessly, or they wait for each other{self.log_note(names[0])}",
+            )
 
     def silence(self, name: str) -> float:
         """Return the seconds since a participant's last sign of life; 0 before the first one."""
@@ -218,6 +246,7 @@ class Watch:
             if now - before > self._limit / 2:  # this process was stopped, not the others
                 for seen in list(self._seen.values()):
                     seen.at += now - before
+                    seen.moved += now - before
             before = now
             with contextlib.suppress(Exception):
                 for name in self._names:
@@ -231,10 +260,12 @@ class Watch:
             return
         sign, seen = json.loads(value), self._seen.get(name)
         if seen is None:
-            self._seen[name] = _Seen(now, sign)
+            self._seen[name] = _Seen(now, now, sign)
         elif sign["count"] != seen.sign["count"]:
             # While a child is stopped, the participant's time of life is not renewed.
-            self._seen[name] = _Seen(seen.at if sign["stopped"] else now, sign)
+            at = seen.at if sign["stopped"] else now
+            moved = seen.moved if sign["progress"] == seen.sign["progress"] else now
+            self._seen[name] = _Seen(at, moved, sign)
 
 
 def kill(processes: Sequence[Sequence[float]]) -> None:

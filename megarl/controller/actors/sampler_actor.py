@@ -13,7 +13,7 @@ from megarl.config import RunConfig
 from megarl.config.sections.eval import Sampling
 from megarl.controller.actors.logs import logs_exceptions, parts_of_start, root_exception, with_cause
 from megarl.controller.actors.pulse import Participant
-from megarl.errors import WorkerError
+from megarl.errors import LostError, WorkerError
 from megarl.types import Completion
 
 
@@ -22,7 +22,7 @@ class SamplerEngine:
     """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time."""
 
     def __init__(self, config: RunConfig, threads: int, participant: Participant) -> None:
-        self._log, self._log_begins = participant.log, participant.join()
+        self._name, self._log, self._log_begins = participant.name, participant.log, participant.join()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # only the log gets this output
         from megarl.sampler import prepare_environment
         from megarl.sampler.vllm_sampler import VllmSampler
@@ -109,5 +109,12 @@ class SamplerEngine:
         """Add the cause to an error, from the log: only vLLM's engine process prints it, not the front end."""
         try:
             yield
+        except LostError:
+            raise
         except WorkerError as error:
-            raise WorkerError(with_cause(str(error), root_exception(self._log, self._log_begins))) from error
+            from megarl.sampler.build import GONE
+
+            cause = root_exception(self._log, self._log_begins)
+            if cause is None and GONE.search(str(error)):
+                raise LostError.of([self._name], f"{self._name} was killed while it started: {error}") from error
+            raise WorkerError(with_cause(str(error), cause)) from error

@@ -2,7 +2,7 @@
 """Call all engines together as one sampler."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from megarl.controller.actors.dispatch import Dispatcher, Home
 from megarl.controller.actors.engine_handle import EngineHandle
 from megarl.controller.actors.pulse import Watch
 from megarl.errors import WorkerError
+from megarl.futures import finished, results
 from megarl.types import Completion
 
 LOOK_SECONDS = 0.5
@@ -61,17 +62,11 @@ class SamplerGroup:
             self.dispatcher.submit("sample", ids, seed, version, sampling, weight=weight)
             for ids, seed in zip(prompts, seeds, strict=True)
         ]
-        pending = set(futures)
         try:
-            while pending:
-                done, pending = wait(pending, LOOK_SECONDS, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                self.look()
+            return results(futures, LOOK_SECONDS, self.look)
         except BaseException:
             self.dispatcher.cancel(futures)
             raise
-        return [future.result() for future in futures]
 
     def start(self, prompt: Any, seed: int) -> "Future[list[Completion]]":
         """Start to sample one prompt under whichever version is current.
@@ -96,8 +91,7 @@ class SamplerGroup:
         Raises:
             MegarlError: what the engine raised.
         """
-        done = wait(futures, seconds, FIRST_COMPLETED).done if futures else ()
-        return [(future, future.result()) for future in futures if future in done]
+        return finished(futures, seconds)
 
     def cancel(self, futures: "Sequence[Future[Any]]") -> None:
         """Cancel requests that nobody waits for any more."""
@@ -130,13 +124,13 @@ class SamplerGroup:
 
     def _each(self, calls: dict[EngineHandle, Any]) -> dict[str, Any]:
         """Wait for one call of each engine; return name -> result. An engine that died is lost, and left out."""
-        results = {}
+        answers = {}
         for engine, reference in calls.items():
             try:
-                [results[engine.name]] = wait_all({engine.name: reference}, self.watch, self._limit)
+                [answers[engine.name]] = wait_all({engine.name: reference}, self.watch, self._limit)
             except WorkerError as error:
                 self.dispatcher.lose(engine, error)
-        return results
+        return answers
 
     def close(self, seconds: float) -> None:
         """Stop all engines. Raises ``WorkerError`` if that takes longer than ``seconds``."""

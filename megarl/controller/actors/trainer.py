@@ -75,6 +75,7 @@ class TrainerRank:
         os.environ.update(rank_environment(self.rank, self.config.parallel.world_size, address, port))
         import torch
 
+        from megarl.controller.actors.updates import RankTrainer
         from megarl.loss import build_loss
         from megarl.model.megatron_model import MegatronModel
         from megarl.parallel.device import pick_device
@@ -89,23 +90,21 @@ class TrainerRank:
         ready = time.perf_counter()
         self.model = MegatronModel(self.config.trainer, groups, partial(attach_adapters, self.config))
         self._start = load_start(self.model, self.config)
-        self.loss = build_loss(self.config.loss)
+        self.trainer = RankTrainer(self.model, build_loss(self.config.loss), self.config)
         built = time.perf_counter()
         return {"imports": self._import_seconds, "groups": ready - began, "model": built - ready}
 
-    def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
-        """Train on one rollout.
+    def forward(self, samples: list[Sample], adapter: bool | str = True) -> list[np.ndarray]:
+        """See ``RankTrainer``."""
+        return self.trainer.forward(samples, adapter)
 
-        Args:
-            samples: samples of the whole step; the completions of a prompt stay together.
-            rates: learning rate of each optimizer step; its length is the number of steps.
+    def forward_backward(self, samples: list[Sample], others: list[int], last: bool) -> None:
+        """See ``RankTrainer``."""
+        self.trainer.forward_backward(samples, others, last)
 
-        Returns:
-            Metrics, averaged over the steps (for names ending in ``_max``: the maximum).
-        """
-        from megarl.controller.actors.updates import run_updates
-
-        return run_updates(self.model, self.loss, self.config, samples, rates)
+    def optim_step(self, rate: float) -> dict[str, float]:
+        """See ``RankTrainer``."""
+        return self.trainer.optim_step(rate)
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
         """Call ``MegatronModel.save_checkpoint``, which returns once the state is copied."""
@@ -124,10 +123,6 @@ class TrainerRank:
     def save_adapter(self, path: str) -> None:
         """Write the adapter as a PEFT directory."""
         self.model.save_adapter(path, self.config.lora.save_experts)
-
-    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Return the logprobs of the samples' response tokens under the current policy."""
-        return self.model.forward(self.model.pack(samples))
 
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """Return the logprobs of all tokens but the first under the current policy, float32, at temperature 1."""

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import ray
 
-from megarl.checkpoint_engine.futures import in_thread
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, TrainConfig
 from megarl.controller.actors.calls import Limit, as_future, wait_all
 from megarl.controller.actors.pulse import Watch
+from megarl.futures import in_thread
 from megarl.types import Sample
 
 
@@ -28,6 +28,7 @@ class TrainerGroup:
 
     def __init__(self, ranks: Sequence[Any], watch: Watch, train: TrainConfig) -> None:
         self.ranks, self.watch, self._train = list(ranks), watch, train
+        self._adding: list[dict[str, Any]] = []
 
     @property
     def names(self) -> list[str]:
@@ -38,14 +39,14 @@ class TrainerGroup:
         """Raise ``LostError`` if a rank gives no sign of life."""
         self.watch.check(self.names)
 
-    def wait(self, calls: dict[str, Any], limit: Limit | None = None) -> list[Any]:
+    def wait(self, calls: dict[str, Any], limit: Limit | None = None, *, moving: bool = False) -> list[Any]:
         """Wait for calls of ranks; see ``wait_all``. All ranks must give signs of life."""
-        return wait_all(calls, self.watch, limit, watched=self.names)
+        return wait_all(calls, self.watch, limit, watched=self.names, moving=moving)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a method on every rank and wait for all, at most ``train.save_seconds``.
 
-        That limit is for calls that save or load; ``update`` has its own.
+        That limit is for calls that save or load; those that compute have their own.
         """
         return self.wait(self.start(method, *args), Limit("train.save_seconds", self._train.save_seconds))
 
@@ -58,10 +59,21 @@ class TrainerGroup:
         """Call a method on rank 0 only; return a future, which raises what ``wait_all`` raises."""
         return as_future({"trainer rank 0": getattr(self.ranks[0], method).remote()}, self.watch)
 
-    def update(self, samples: list[Sample], rates: list[float]) -> dict[str, float]:
-        """Train on one rollout; return the metrics, which are the same on every rank."""
-        limit = Limit("train.update_seconds", self._train.update_seconds)
-        return self.wait(self.start("update", samples, rates), limit)[0]
+    def forward(self, samples: Sequence[Sample], adapter: bool | str = True) -> list[np.ndarray]:
+        """Return the logprobs of the samples' response tokens; see ``RankTrainer``."""
+        return self._trained(self.start("forward", list(samples), adapter))[0]
+
+    def forward_backward(self, samples: Sequence[Sample], others: Sequence[int] = (), last: bool = True) -> None:
+        """Start to add the gradient of samples to that of the optimizer step; see ``RankTrainer``.
+
+        ``optim_step`` waits for it, so that the ranks do not wait in between.
+        """
+        self._adding.append(self.start("forward_backward", list(samples), list(others), last))
+
+    def optim_step(self, rate: float) -> dict[str, float]:
+        """Update the adapter once; return the metrics, which are the same on every rank. See ``RankTrainer``."""
+        calls, self._adding = [*self._adding, self.start("optim_step", rate)], []
+        return [self._trained(call)[0] for call in calls][-1]
 
     def release_memory(self) -> None:
         """Give memory that no tensor uses back to the GPUs, for engines that share them."""
@@ -83,6 +95,10 @@ class TrainerGroup:
     def finish(self) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
         return in_thread(partial(self._first, self.start("finish_sync")))
+
+    def _trained(self, calls: dict[str, Any]) -> list[Any]:
+        """Wait for calls that compute, at most ``train.update_seconds``."""
+        return self.wait(calls, Limit("train.update_seconds", self._train.update_seconds), moving=True)
 
     def _first(self, calls: dict[str, Any]) -> Any:
         return self.wait(calls)[0]

@@ -4,7 +4,7 @@
 import json
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,15 +137,15 @@ class Recorder:
             style="bold yellow",
         )
 
-    def write_rollout(self, step: int, rollout: Rollout) -> None:
-        """Start to write a step's completions, in a thread."""
+    def write_rollout(self, step: int, rollout: Rollout, decode: Callable[[Any], str] | None = None) -> None:
+        """Start to write a step's completions, in a thread; see ``Rollout.write``."""
         self._example = rollout.example()
         self.check_folder()
         file = self.folder / ROLLOUTS / f"{STEP.format(step)}.jsonl"
 
         def write() -> None:
             with writing(file):
-                rollout.write(file)
+                rollout.write(file, decode)
 
         self._rollouts.start(write)
 

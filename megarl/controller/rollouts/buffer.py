@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megarl.config import RunConfig
 from megarl.controller.rollouts.data import Place
 from megarl.controller.rollouts.rollout import Rollout
+from megarl.errors import ConfigError
 
 # The version of a group without tokens, which never gets too old.
 NEVER_OLD = np.iinfo(np.int64).max
+# Bytes of a token that was drawn: its id and version, its logprob, and a letter of text.
+TOKEN_BYTES = 8 + 8 + 4 + 1
 # Seconds between two checks that the participants live, while the trainer waits.
 LOOK_SECONDS = 0.5
 
@@ -33,6 +37,28 @@ class ScoredGroup:
         """The oldest policy version that made a token of the group."""
         versions = np.concatenate([one.versions for one in self.rollout.trajectories[0]])
         return int(versions.min(initial=NEVER_OLD))
+
+
+def check_memory(config: RunConfig, free: int) -> None:
+    """Refuse a buffer that may not fit into memory: it is full when every completion is as long as it may be.
+
+    Args:
+        config: the run's config; a synchronous run holds the groups of one step.
+        free: memory of the controller's host that is free, bytes.
+
+    Raises:
+        ConfigError: the groups that the run may hold take more.
+    """
+    train, sampler = config.train, config.sampler
+    groups = (train.max_staleness // train.updates_per_step + 1) * train.prompts_per_step
+    needed = groups * sampler.samples_per_prompt * sampler.max_response_tokens * TOKEN_BYTES
+    if needed > free:
+        raise ConfigError(
+            f"the run may hold {groups} groups (train.prompts_per_step {train.prompts_per_step}, train.max_staleness "
+            f"{train.max_staleness}) of {sampler.samples_per_prompt} completions (sampler.samples_per_prompt) of "
+            f"{sampler.max_response_tokens} tokens (sampler.max_response_tokens): {needed / 2**30:.1f} GiB, and this "
+            f"host has {free / 2**30:.1f} GiB of memory free; lower one of them"
+        )
 
 
 class GroupBuffer:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from megarl.controller.rollouts.data import EncodedPrompt
 from megarl.environments.client import Limits
 from megarl.environments.episode import Played
 from megarl.errors import EpisodeError, MegarlError, first_few
+from megarl.futures import results
 from megarl.sampler.seeds import seed_from
 from megarl.tasks import TaskContext
 from megarl.tasks.base import Reward
@@ -118,18 +119,16 @@ class EpisodeProcess(Child):
             look: called every ``POLL_SECONDS``; what it raises ends the wait.
         """
         futures = [self.start(*each, sampling) for each in zip(prompts, asks, seeds, strict=True)]
-        pending = set(futures)
+
+        def check() -> None:
+            self.check_time()
+            look()
+
         try:
-            while pending:
-                done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                self.check_time()
-                look()
+            return results(futures, POLL_SECONDS, check)
         except BaseException:
             self.cancel(futures)
             raise
-        return [future.result() for future in futures]
 
     def dry_run(self, prompt: EncodedPrompt, ids: Sequence[int]) -> Reward:
         """Play one episode against a policy that says the same at each turn, and return its reward.

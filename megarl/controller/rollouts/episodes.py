@@ -2,7 +2,7 @@
 """Play the episodes of a run on its engines, for both loops."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.episode_process import Ask, EpisodeProcess
 from megarl.environments.episode import Played
+from megarl.futures import finished
 from megarl.types import Completion
 
 
@@ -77,8 +78,7 @@ class Episodes:
     ) -> "list[tuple[Future[list[Played]], list[Played]]]":
         """Return the groups that are done; see ``SamplerGroup.finished``."""
         self.process.check_time()
-        done = wait(futures, seconds, FIRST_COMPLETED).done if futures else ()
-        return [(future, future.result()) for future in futures if future in done]
+        return finished(futures, seconds)
 
     def cancel(self, references: "Sequence[Future[list[Played]]]") -> None:
         """Cancel episodes that nobody waits for any more."""

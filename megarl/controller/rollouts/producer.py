@@ -68,7 +68,7 @@ class Producer:
         self._running: dict[Any, Running] = {}
         self._unscored: list[tuple[Running, Answers]] = []
         self._scoring: tuple[list[Place], Future[list[Rollout]]] | None = None
-        self._left_out = self._repeated = 0  # in the present step
+        self._left_out = self._repeated = self._stale = 0  # in the present step
         self._lock = threading.RLock()  # of all that a checkpoint describes
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="scores")
         self._end = threading.Event()
@@ -99,18 +99,33 @@ class Producer:
                     self._repeat_stale()
                 if len(self._buffer) >= count:
                     self._taken = self._buffer.places()[:count]  # first: Ctrl-C may come in between
-                    return self._buffer.pop(count)
+                    groups = self._buffer.pop(count)
+                    self._stale = sum(group.oldest < self._oldest() for group in groups)
+                    return groups
+
+    def fill(self) -> dict[str, float]:
+        """Return how many groups wait for the trainer, and how many are sampled or scored."""
+        with self._lock:
+            return {
+                "buffered_groups": float(len(self._buffer)),
+                "running_groups": float(len(self._sampled_places())),
+            }
 
     def advance(self, step: int, version: int) -> dict[str, float]:
         """Tell the producer that a step is done, and the version that engines now sample from.
 
         Returns:
-            Metrics of the step: ``left_out_groups`` had no signal and were replaced, ``repeated_groups`` got too old.
+            Metrics of the step: ``left_out_groups`` had no signal and were replaced, ``repeated_groups`` got too old
+            and are sampled again, ``stale_groups`` got too old and were trained on.
         """
         with self._lock:
-            counted = {"left_out_groups": float(self._left_out), "repeated_groups": float(self._repeated)}
+            counted = {
+                "left_out_groups": float(self._left_out),
+                "repeated_groups": float(self._repeated),
+                "stale_groups": float(self._stale),
+            }
             self._step, self._version, self._taken = step, version, []
-            self._left_out = self._repeated = 0
+            self._left_out = self._repeated = self._stale = 0
             return counted
 
     def stream_state(self) -> dict[str, Any]:
@@ -121,10 +136,13 @@ class Producer:
             again = sorted({Place(*place) for place in [*state["again"], *open_places]})
             return state | {"again": [list(place) for place in again]}
 
+    def _oldest(self) -> int:
+        """Return the oldest version that is young enough."""
+        return self._version - self._config.train.max_staleness
+
     def _repeat_stale(self) -> None:
         """Send the prompts of groups that are too old to the engines again."""
-        oldest = self._version - self._config.train.max_staleness
-        stale = self._buffer.older(oldest)
+        stale = self._buffer.older(self._oldest())
         self._stream.repeat(stale)  # first: Ctrl-C may come in between
         self._buffer.remove(stale)
         self._repeated += len(stale)

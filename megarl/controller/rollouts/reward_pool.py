@@ -2,11 +2,12 @@
 """Spread rewards over several processes, for verifiers that compute much."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megarl.controller.rollouts.rewards import POLL_SECONDS, RewardProcess
 from megarl.controller.rollouts.scoring import Group
+from megarl.futures import results
 from megarl.tasks import TaskContext
 from megarl.tasks.base import Reward
 from megarl.types import Prompt
@@ -32,17 +33,12 @@ class RewardPool:
                 pool.submit(process.score, [groups[index] for index in share])
                 for process, share in zip(self._processes, shares, strict=True)
             ]
-            pending = set(futures)
-            while pending:
-                done, pending = wait(pending, POLL_SECONDS, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                look()
+            parts = results(futures, POLL_SECONDS, look)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
         rewards: dict[int, list[Reward]] = {}
-        for share, future in zip(shares, futures, strict=True):
-            flat = iter(future.result())
+        for share, part in zip(shares, parts, strict=True):
+            flat = iter(part)
             rewards |= {index: [next(flat) for _ in groups[index][1]] for index in share}
         return [reward for index in range(len(groups)) for reward in rewards[index]]
 

@@ -2,14 +2,15 @@
 """Hold the scored trajectories of a step, turn them into training samples, and write the record of them."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megarl.controller.rollouts.data import EncodedPrompt
+from megarl.controller.rollouts.pieces import pieces_of
 from megarl.files import replacing
 from megarl.tasks.base import Reward
 from megarl.types import ERROR, LIMITS, Completion, Sample, Trajectory
@@ -30,6 +31,7 @@ class Rollout:
         scores: ``[G]`` rewards that the advantages are made of; more if sequences have rewards of their own.
         mask_truncated: True if no token of a truncated trajectory is trained on (``loss.truncated: mask``).
         trained: indices of the prompts to train on, ascending; None for all.
+        trainer_logprobs: the trainer's logprobs of some sequences, each ``[R]``, by prompt, trajectory and sequence.
     """
 
     prompts: list[EncodedPrompt]
@@ -40,6 +42,7 @@ class Rollout:
     scores: list[np.ndarray]
     mask_truncated: bool = False
     trained: list[int] | None = None
+    trainer_logprobs: Mapping[tuple[int, int, int], np.ndarray] = field(default_factory=dict)
 
     @property
     def signals(self) -> list[bool]:
@@ -125,15 +128,20 @@ class Rollout:
         text = next(iter(self.texts[0][0]), "")
         return str(self.prompts[0].prompt.messages[-1]["content"]), text, self.rewards[0][0].score
 
-    def write(self, file: Path) -> None:
-        """Write one JSON line per sequence, with everything needed to inspect or repeat the training step."""
+    def write(self, file: Path, decode: Callable[[np.ndarray], str] | None = None) -> None:
+        """Write one JSON line per sequence, with everything needed to inspect or repeat the training step.
+
+        Args:
+            file: is replaced.
+            decode: function: ids -> text. Sequences with the trainer's logprobs then have the text of each token.
+        """
         with replacing(file) as handle:
-            for row in self._rows():
+            for row in self._rows(decode):
                 handle.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
-    def _rows(self) -> Iterator[dict[str, Any]]:
-        for prompt, *group in zip(
-            self.prompts, self.trajectories, self.texts, self.rewards, self.advantages, strict=True
+    def _rows(self, decode: Callable[[np.ndarray], str] | None) -> Iterator[dict[str, Any]]:
+        for place, (prompt, *group) in enumerate(
+            zip(self.prompts, self.trajectories, self.texts, self.rewards, self.advantages, strict=True)
         ):
             for index, (trajectory, texts, reward, advantages) in enumerate(zip(*group, strict=True)):
                 about = {
@@ -146,7 +154,13 @@ class Rollout:
                     "finish_reason": trajectory.finish_reason,
                 }
                 for number, parts in enumerate(zip(trajectory.sequences, texts, advantages, strict=True)):
-                    yield about | {"sequence": number} | sequence_row(*parts)
+                    row = about | {"sequence": number} | sequence_row(*parts)
+                    compared = self.trainer_logprobs.get((place, index, number))
+                    if compared is not None:
+                        row["trainer_logprobs"] = [float(value) for value in compared]
+                        if decode is not None:
+                            row["pieces"] = pieces_of(parts[0].response_ids, decode)
+                    yield row
                 if not trajectory.sequences:
                     yield about | {"text": "", "prompt_ids": prompt.ids.tolist(), "response_ids": [], "logprobs": []}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megarl import progress
 from megarl.families.base import Fusion
 from megarl.model.weights.fusion import HeadLayout, part_views
 
@@ -100,6 +101,7 @@ class _AddWide(torch.autograd.Function):
         ctx: Any, out: torch.Tensor, low: torch.Tensor, layout: Layout, *matrices: torch.Tensor
     ) -> torch.Tensor:
         """Add the update of ``low [..., R]`` to ``out [..., O]``, in its memory."""
+        progress.made()
         wide = _assemble(matrices, out.shape[-1], layout)
         ctx.save_for_backward(low, wide)
         ctx.layout = layout
@@ -111,6 +113,7 @@ class _AddWide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        progress.made()
         low, wide = ctx.saved_tensors
         rows, scale = gradient.reshape(-1, gradient.shape[-1]), _factor(ctx.layout)
         by_low = _product(rows, wide, scale).view(low.shape) if ctx.needs_input_grad[1] else None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megarl import progress
 from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.loss.logprobs import token_logprobs
@@ -223,5 +224,6 @@ def _forward_step(
     loss_function: Callable,
 ) -> tuple:
     """mcore's forward step: returns the chunk's output and the function that computes its loss."""
+    progress.made()
     item = next(iterator)
     return run(model, item), partial(loss_function, model=inner_model(model), item=item)

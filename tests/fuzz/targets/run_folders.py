@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class RunFolders:
             stream=stream,
             decode=nothing,
             recorder=recorder,
-            staff=nothing,
+            staff=SimpleNamespace(restarts={}),  # type: ignore[arg-type]
             origin=origin,
         )
 

@@ -58,9 +58,10 @@ class Trainer:
 
     def __init__(self) -> None:
         self.ranks = [Rank(0), Rank(1)]
+        self.calls = ThreadPoolExecutor(1)  # one after the other, as an actor's
 
     def _all(self, method: str, *arguments: Any) -> Future:
-        return POOL.submit(lambda: [getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][-1])
+        return self.calls.submit(lambda: [getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][-1])
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
         return self._all("prepare_sync", config, receivers)

@@ -83,7 +83,7 @@ class Run:
         self.trained, self.rows, self.saved = [], [], []
         self.engines = Engines(slow)
 
-        def update(samples, rates):
+        def optim_step(rate):
             time.sleep(train_seconds)
             return {}
 
@@ -96,7 +96,9 @@ class Run:
 
         self.state = RunState(
             config=config,
-            trainers=SimpleNamespace(check=None, update=update),
+            trainers=SimpleNamespace(
+                check=None, forward=self.forward, forward_backward=lambda samples: None, optim_step=optim_step
+            ),
             samplers=self.engines,
             manager=SimpleNamespace(sync=sync, present=["sampler 0"], stale={}),
             judge=SimpleNamespace(score=score),
@@ -105,13 +107,17 @@ class Run:
             recorder=SimpleNamespace(
                 phase=lambda name: None,
                 note=lambda report: None,
-                write_rollout=lambda step, rollout: self.trained.append([p.place for p in rollout.prompts]),
+                write_rollout=lambda step, rollout, decode: self.trained.append([p.place for p in rollout.prompts]),
                 rollout_written=lambda: 0.0,
                 step=self.rows.append,
                 checkpoint=lambda trainers, step, kept: self.saved.append(json.loads(json.dumps(kept))),
             ),
-            staff=None,
+            staff=SimpleNamespace(restarts={"engine": 0, "trainer": 0}),
         )
+
+    def forward(self, samples):
+        """Return what the trainer would."""
+        return [np.full(int(sample.response_mask.sum()), -1.0) for sample in samples]
 
     def go(self):
         async_loop.run(self.state)

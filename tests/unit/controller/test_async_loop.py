@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the asynchronous loop with engines that answer in any order: bounds, resume, errors. Real ones: tests/e2e."""
 
+import signal
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from megarl.config import parse_config
-from megarl.controller.rollouts.buffer import GroupBuffer
+from megarl.controller.rollouts.buffer import GroupBuffer, check_memory
 from megarl.controller.rollouts.data import seed_of
 from megarl.errors import ConfigError, RewardError, WorkerError
+from megarl.launch import run as launch
+from megarl.types import Completion
 from tests.unit.controller.async_rig import BATCH, STEPS, Run, first_places
 
 
@@ -36,6 +41,13 @@ def test_groups_that_got_too_old_are_repeated_or_trained():
     assert max(row["staleness_max"] for row in repeated.rows) <= 1
     assert max(row["staleness_max"] for row in trained.rows) > 1
     assert sum(row["repeated_groups"] for row in trained.rows) == 0
+    assert sum(row["stale_groups"] for row in trained.rows) > 0 == sum(row["stale_groups"] for row in repeated.rows)
+    for row in (*repeated.rows, *trained.rows):
+        ages = [row.get(f"staleness/{age}", 0.0) for age in range(int(row["staleness_max"]) + 1)]
+        assert sum(ages) == pytest.approx(1.0) and ages[-1] > 0
+        assert np.dot(ages, range(len(ages))) == pytest.approx(row["staleness_mean"])
+        assert row["buffered_groups"] >= 0 and row["running_groups"] >= 0
+    assert max(row["buffered_groups"] + row["running_groups"] for row in repeated.rows) > 0
     for run in (repeated, trained):
         assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
 
@@ -125,6 +137,38 @@ def test_ctrl_c_in_the_middle_of_taking_groups_loses_no_prompt(where):
     assert again | {tuple(place) for place in run.flat} == {tuple(p) for p in first_places(len(again) + len(run.flat))}
 
 
+def test_sigterm_while_the_trainers_work_ends_the_run_after_the_step_with_a_checkpoint():
+    """A second one, of Slurm or the launcher, changes nothing; a step that fails meanwhile is not started again."""
+    run, said = Run(1, train_seconds=0), []
+    run.state.recorder.screen = SimpleNamespace(say=lambda text, style=None: said.append(text))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
+
+    def optim_step(rate):
+        if run.state.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        return {}
+
+    run.state.trainers.optim_step = optim_step
+    try:
+        with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"):
+            run.go()
+        assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5] and run.saved[-1]["step"] == 5
+        assert said == ["signal SIGTERM: the run ends after this step, which is saved first (Ctrl-C: now)"]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGINT) == handlers[signal.SIGINT]
+
+        def fail(rate):
+            raise WorkerError("a rank died")
+
+        run.state.trainers.optim_step = fail
+        with pytest.raises(KeyboardInterrupt, match="signal SIGTERM"):
+            run.go()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def test_errors_of_rewards_and_engines_end_the_run():
     run = Run(1)
 
@@ -167,3 +211,31 @@ def test_requests_that_still_run_are_cancelled():
 def test_settings_that_an_asynchronous_run_would_not_honour_are_refused(train, loss, message):
     with pytest.raises(ConfigError, match=message):
         parse_config({"model": {"path": "m"}, "task": {"name": "arithmetic"}, "train": train, "loss": loss})
+
+
+@pytest.mark.parametrize(("staleness", "updates", "batches"), [(0, 1, 1), (3, 1, 4), (4, 2, 3)])
+def test_a_buffer_that_may_not_fit_into_memory_is_refused_before_anything_starts(staleness, updates, batches):
+    config = Run(3).state.config
+    train = config.train.model_copy(
+        update={"max_staleness": staleness, "updates_per_step": updates, "prompts_per_step": 64}
+    )
+    sampler = config.sampler.model_copy(update={"samples_per_prompt": 16, "max_response_tokens": 2**20})
+    config = config.model_copy(update={"train": train, "sampler": sampler})
+    # Full of completions: what their arrays take, and a letter of text for each token.
+    one = Completion(*(np.zeros(2**10, kind) for kind in (np.int64, np.int64, np.float32, np.int64)), "stop")
+    each = one.response_ids.nbytes + one.logprobs.nbytes + one.versions.nbytes + 2**10
+    full = batches * 64 * 16 * 2**10 * each
+    check_memory(config, full)
+    with pytest.raises(ConfigError, match=rf"{batches * 64} groups .*max_staleness {staleness}.* GiB .*lower one"):
+        check_memory(config, full - 1)
+
+
+def test_the_memory_of_this_host_is_what_counts(monkeypatch, tmp_path):
+    config = Run(3).state.config
+    for name in ("check_run", "check_names", "prepare_task"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    for name in ("with_absolute_paths", "find_run"):
+        monkeypatch.setattr(launch, name, lambda config, *_: config)
+    monkeypatch.setattr(launch.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    with pytest.raises(ConfigError, match=r"this host has 0\.0 GiB of memory free"):
+        launch.train(config, tmp_path)

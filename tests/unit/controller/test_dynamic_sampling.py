@@ -51,7 +51,7 @@ def make_state(every, choice="resample", finish_reason="stop", truncated="keep")
         stream=number_stream(PROMPTS),
         decode=lambda ids: "",
         recorder=SimpleNamespace(phase=lambda name: None),
-        staff=None,
+        staff=SimpleNamespace(restarts={"engine": 0, "trainer": 0}),
     )
 
 

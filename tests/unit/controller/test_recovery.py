@@ -84,8 +84,9 @@ class Run:
         self.recorder = SimpleNamespace(screen=screen, phase=lambda name: None)
         self.canary = SimpleNamespace(tokens=TOKENS, check=lambda *given: self.checked.append(given[0]))
         self.config = parse_config({"model": {"path": "m"}, "task": {"name": "arithmetic"}} | settings)
-        self.updates = 0
+        self.updates, self.ending = 0, ""
         self.restarted: list[str] = []
+        self.restarts, self.transport = {"engine": 0, "trainer": 0}, config()
         self.recovery = Recovery(self, self)  # type: ignore[arg-type]
         self.recovery.begin()
 

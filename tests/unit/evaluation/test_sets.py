@@ -56,6 +56,7 @@ def test_prompts_that_are_too_long_are_named_or_left_out_and_counted(tokenizer, 
     [
         ("[{name: jsonl, path: none.jsonl, options: {answer: a}}]", ConfigError, "evaluation 'jsonl': task.path"),
         ("[{name: jsonl, path: empty.jsonl, options: {answer: a}}]", DataError, "evaluation 'jsonl': .*no rows"),
+        ("[{name: 'nobody.py:Nobody'}]", ConfigError, "evaluation 'Nobody': task .*nobody.py:Nobody' has no prompts"),
         ("[{name: arithmetic, options: {mini: 3}}]", ConfigError, "evaluation 'arithmetic': unknown key"),
         ("[{name: arithmetic, label: x, reward: 'no.py:f'}]", ConfigError, "evaluation 'x': .*no.py"),
         ("[{name: arithmetic, chat_template_kwargs: {thinking: true}}]", ConfigError, "has no variable 'thinking'"),
@@ -63,6 +64,7 @@ def test_prompts_that_are_too_long_are_named_or_left_out_and_counted(tokenizer, 
 )
 def test_a_set_that_cannot_be_built_is_named(tokenizer, tmp_path, tasks, error, message):
     (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "nobody.py").write_text("class Nobody(list):\n    def __init__(self, context): pass\n")
     with pytest.raises(error, match=message):
         build(tokenizer, tmp_path, tasks)
 

@@ -8,39 +8,54 @@ from typing import Any
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 from megarl.controller.actors.pulse import Watch
 from megarl.controller.actors.trainer_group import TrainerGroup
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError, LostError, NodeLostError, WorkerError
 from megarl.launch import placement
 from megarl.launch.actors import check_shared
-from megarl.launch.plan import Plan, plan_placement
+from megarl.launch.places import Places
+from megarl.launch.plan import plan_placement
 from tests.unit.launch.test_plan import run
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """Join the cluster through its head; return this process's node id."""
+def machines() -> Iterator[Cluster]:
+    """Start a cluster, and join it through its head."""
     started = Cluster()
     try:
         for index in range(4):
             # Otherwise Ray would start a Python process for each of a node's CPUs.
-            head = {"_system_config": {"prestart_worker_first_driver": False}, "include_dashboard": False}
+            noticed = {
+                "health_check_initial_delay_ms": 0,
+                "health_check_period_ms": 500,
+                "health_check_timeout_ms": 500,
+            }
+            head = {"_system_config": {"prestart_worker_first_driver": False, **noticed}, "include_dashboard": False}
             resources = {"num_cpus": 24, "num_gpus": 8, "object_store_memory": 80 * 2**20}
             started.add_node(**resources, **({} if index else head), wait=index == 3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", started.address)
             placement.start_ray(run(), Path("/nowhere"))
-        yield ray.get_runtime_context().get_node_id()
+        yield started
     finally:
         ray.shutdown()
         started.shutdown()
 
 
-def nodes_of(group: PlacementGroup) -> list[str]:
+@pytest.fixture
+def cluster(machines: Cluster) -> str:
+    """Return this process's node id."""
+    return ray.get_runtime_context().get_node_id()
+
+
+def nodes_of(places: Places) -> list[str]:
     """Return the nodes on which Ray has put the bundles."""
-    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+    node_of_bundle = {}
+    for held in places._held:
+        nodes = placement_group_table(held.group)["bundles_to_node_id"]
+        node_of_bundle |= {bundle: nodes[index] for index, bundle in enumerate(held.bundles)}
     return [node_of_bundle[index] for index in range(len(node_of_bundle))]
 
 
@@ -56,22 +71,23 @@ def nodes_of(group: PlacementGroup) -> list[str]:
     ],
 )
 def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, int], block: int) -> None:
-    plan, group = placement.place(run(**settings), seconds=20)
+    places = placement.place(run(**settings), seconds=20)
     try:
-        nodes = nodes_of(group)
+        nodes, plan = nodes_of(places), places.plan
         assert nodes == [node.id for node in plan.nodes]
         ranks = [nodes[bundle] for bundle in plan.trainer]
         assert ranks[0] == cluster
         assert all(len(set(ranks[first : first + block])) == 1 for first in range(0, len(ranks), block))
-        assert actor_node(plan, group, rank=len(ranks) - 1) == ranks[-1]
+        assert actor_node(places, rank=len(ranks) - 1) == ranks[-1]
     finally:
-        remove_placement_group(group)
+        places.release()
 
 
-def actor_node(plan: Plan, group: PlacementGroup, rank: int) -> str:
+def actor_node(places: Places, rank: int) -> str:
     """Return the node on which an actor of a rank's bundle really runs."""
     task = ray.remote(lambda: ray.get_runtime_context().get_node_id())
-    options = placement.options(group, plan.trainer[rank], plan.trainer_gpus) | {"max_restarts": None}
+    plan = places.plan
+    options = places.options(plan.trainer[rank], plan.trainer_gpus) | {"max_restarts": None}
     return ray.get(task.options(**{k: v for k, v in options.items() if v is not None}).remote())
 
 
@@ -81,9 +97,9 @@ def test_what_another_job_holds_is_waited_for_and_then_named(cluster: str) -> No
     with pytest.raises(WorkerError, match=r"other jobs hold what this run needs, for 2 s now: .*controller's node"):
         placement.place(run(parallel__tensor=8), seconds=2)
     remove_placement_group(other)
-    plan, group = placement.place(run(parallel__tensor=8), seconds=20)
-    assert plan.with_controller and nodes_of(group)[0] == cluster
-    remove_placement_group(group)
+    places = placement.place(run(parallel__tensor=8), seconds=20)
+    assert places.plan.with_controller and nodes_of(places)[0] == cluster
+    places.release()
 
 
 class Rank:
@@ -117,3 +133,36 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(cluster: str, tmp_path
     with pytest.raises(ConfigError, match=r"rank 1 on .* does not see .*step-000001'.*or copy the checkpoint there"):
         check_shared(checkpoint, ranks(sees, blind), plan)
     watch.close()
+
+
+def test_what_a_lost_node_held_is_moved_to_one_that_has_room_and_the_rest_is_left_alone(
+    machines: Cluster, cluster: str
+) -> None:
+    places, said = placement.place(run(parallel__tensor=8, sampler__engines=8), seconds=20), list[str]()
+    try:
+        plan, before = places.plan, list(places._held)
+        lost = plan.nodes[plan.engine[0]]
+        assert lost.id != cluster and not plan.shares_gpus
+        # Two other nodes are idle. One is busy for a while, and the other one too small.
+        spare = [one.id for one in placement.cluster_nodes() if one.id not in (cluster, lost.id)]
+        busy = placement_group([{"GPU": 1}] * 2, bundle_label_selector=[{"ray.io/node-id": one} for one in spare])
+        ray.get(busy.ready(), timeout=20)
+        machines.remove_node(next(one for one in machines.list_all_nodes() if one.node_id == lost.id), False)
+        places._seconds = 1.0
+        with pytest.raises(
+            NodeLostError, match=r"no node with 8 CPUs and 8 GPUs free came .* 1 s \(train\.node_seconds"
+        ):
+            places.restore(plan.engine, said.append)
+        with pytest.raises(LostError, match=r"sampler 0: the node .* is lost"):
+            places.check({"trainer rank 0": plan.trainer[0], "sampler 0": plan.engine[0]})
+        remove_placement_group(busy)
+        places._seconds = 60.0
+        places.restore([*plan.trainer, *plan.engine], said.append)
+        moved = nodes_of(places)
+        assert [moved[bundle] for bundle in plan.trainer] == [cluster] * 8 and places._held[0] is before[0]
+        assert {moved[bundle] for bundle in plan.engine} <= set(spare)
+        assert [one.id for one in places.plan.nodes] == moved
+        assert "is lost: waiting for it, or another node with 8 CPUs and 8 GPUs free, 0 s of at most 1" in said[0]
+        assert said[-1].endswith(f"takes the place of {lost.name}")
+    finally:
+        places.release()

@@ -4,8 +4,6 @@
 import json
 import re
 import shutil
-import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -13,74 +11,16 @@ import pytest
 from megarl.cli.main import main
 from megarl.errors import ConfigError
 from megarl.report.charts import MOST_POINTS, Line, line_chart, thinned, ticks
+from megarl.report.completions import NO_TEXT
 from megarl.report.page import page
 from megarl.report.runs import read_completions, read_runs
+from tests.unit.report.support import COMPARED, EVIL, Elements, figure, make_run
 
-EVIL = "</pre><script>document.documentElement.setAttribute('data-ran', '1'); console.error('ran')</script>\ud800\x00"
 TAGS = {
     *("html", "head", "meta", "title", "link", "style", "body", "h1", "h2", "div", "span", "p", "b", "pre", "ul", "li"),
     *("figure", "figcaption", "svg", "g", "line", "text", "polyline", "circle", "rect", "details", "summary"),
     *("table", "tr", "th", "td"),
 }
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-def make_run(folder: Path, steps: int = 5, rank: int = 8) -> Path:
-    """Write the files that a run leaves."""
-    (folder / "rollouts").mkdir(parents=True)
-    (folder / "config.yaml").write_text(
-        f"train: {{steps: {steps}}}\nlora: {{r: {rank}}}\ntask: {{name: '{EVIL[:40]}'}}\n"
-    )
-    rows = [
-        {"step": step, "reward": step / 10, "task/correct": 0.5, "loss": -0.1, "grad_norm": 0.3, "entropy": 1.0,
-         "response_tokens": 7.0, "mismatch_mean": 1e-4, "mismatch_max": 1e-2 * step, "groups_without_signal": 0.25,
-         "truncated": 0.0, "seconds/sample": 3.0, "seconds/train": 2.0, f"task/{EVIL}": 1.0}
-        for step in range(1, steps + 1)
-    ]  # fmt: skip
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for step, value in ((0, 0.1), (steps, 0.6)):
-        results = folder / "evaluations" / f"step-{step:06d}" / "results.json"
-        results.parent.mkdir(parents=True)
-        metrics = {"reward": {"value": value, "low": 0.05, "high": None}, EVIL: {"value": 0.5}}
-        results.write_text(json.dumps({"step": step, "sets": {"held_out": {"prompts": 2, "metrics": metrics}}}))
-    summary = {"reward_first": 0.1, "reward_last": 0.5, "grad_tensors": 28.0}
-    after = {"held_out/reward": 0.6, "held_out/reward_low": 0.5, "held_out/reward_high": 0.7}
-    summary |= {"eval_before": {"held_out/reward": 0.1}, "eval_after": after}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    for step in range(1, steps + 1):
-        completions = [
-            {"prompt": EVIL, "messages": [{"role": "user", "content": EVIL}], "text": f"{EVIL} {index} of {step}",
-             "reward": index / 10, "metrics": {EVIL: 1.0}, "advantage": [0.5, 1.0], "finish_reason": "stop",
-             "version": step - 1, "logprobs": [-0.5, -1.25]}
-            for index in range(8)
-        ]  # fmt: skip
-        file = folder / "rollouts" / f"step-{step:06d}.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in completions))
-    return folder
-
-
-class Elements(HTMLParser):
-    """Collects a page's elements, attributes and text."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: dict[str, set[str]] = {}
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        for name, value in attrs:
-            self.attributes.setdefault(name, set()).add(value or "")
-
-    def handle_data(self, data):
-        self.text += data
-
-
-def figure(text: str, title: str) -> str:
-    figures = re.findall("<figure>.*?</figure>", text, re.DOTALL)
-    return next(figure for figure in figures if f"<figcaption>{title}</figcaption>" in figure)
 
 
 def test_the_page_shows_curves_times_summary_settings_and_completions(tmp_path, capsys):
@@ -100,6 +40,57 @@ def test_the_page_shows_curves_times_summary_settings_and_completions(tmp_path, 
     assert "7 of 2" in shown and "0 of 4" in shown and "0 of 3" not in shown
     assert "reward 0.7, advantage 2 values, finish_reason stop" in shown
     assert "token 2: -1.250" in text
+
+
+def test_tokens_that_the_trainer_computed_too_show_both_logprobs_and_a_colour(tmp_path):
+    text = page(read_runs([str(make_run(tmp_path / "run", steps=1))]))
+    tokens = re.findall(r'<pre class="tokens">(.*?)</pre>', text, re.DOTALL)
+    assert len(tokens) == 2 and "largest |sampler - trainer| 1" in Elements(text).text
+    found = re.findall(r'<span ([^>]*)title="([^"]*)">([^<]*)</span>', tokens[0])
+    assert [title for _, title, _ in found] == [
+        "token 1: sampler -0.5000, trainer -0.5002, difference +2.00e-04",
+        "token 2: not drawn",
+        "token 3: sampler -1.2500, trainer -0.2500, difference -1.00e+00",
+    ]
+    # A difference below a thousandth of a nat has no colour, one of 1 nat all of it.
+    assert [style for style, *_ in found] == [
+        'style="background:rgba(213,94,0,0.00)" ', 'class="given" ', 'style="background:rgba(0,114,178,1.00)" ',
+    ]  # fmt: skip
+    assert found[2][2] == NO_TEXT
+    assert text.count("not drawn") == 2 and "&lt;script&gt;" in found[0][2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pieces": ["a", "b"]},
+        {"pieces": [1, 2, 3]},
+        {"drawn": [[0, 10**12], [2, 3]]},
+        {"drawn": [[2, 3], [0, 1]]},
+        {"drawn": [[0, float("inf")]]},
+        {"drawn": 3},
+        {"trainer_logprobs": [-0.5]},
+        {"trainer_logprobs": [None, 1.0]},
+        {"logprobs": []},
+    ],
+)
+def test_a_completion_whose_parts_do_not_fit_is_plain_text(tmp_path, change):
+    run = make_run(tmp_path / "run", steps=1)
+    row = {"text": "all of it", "logprobs": [-0.5, -1.25], **COMPARED, **change}
+    (run / "rollouts" / "step-000001.jsonl").write_text(json.dumps(row) + "\n")
+    text = page(read_runs([str(run)]))
+    assert "<pre>all of it</pre>" in text and 'class="tokens"' not in text
+
+
+def test_asynchronous_runs_have_panels_of_staleness_and_others_have_none(tmp_path):
+    runs = [str(make_run(tmp_path / name, stale=name == "async")) for name in ("async", "sync")]
+    text = page(read_runs(runs))
+    assert figure(text, "staleness of tokens").count("<circle") == 10
+    assert "async: too old, sampled again, step 2: 1<" in figure(text, "groups")
+    assert "async: scored, waiting, step 1: 3<" in figure(text, "buffer")
+    assert "step 3, 1 versions: 0.75 share of the step" in figure(text, "async: age of tokens")
+    assert "sync: too old" not in text.replace("async: too old", "")
+    assert "Staleness" not in page(read_runs(runs[1:]))
 
 
 def test_settings_that_differ_between_runs_are_shown_and_no_others(tmp_path):
@@ -123,58 +114,6 @@ def test_no_text_of_a_run_becomes_an_element_or_a_handler(tmp_path):
     assert found.attributes.get("href") == {"data:,"} and "src" not in found.attributes
     assert text.encode() and "\x00" not in text and EVIL[:-2] in found.text
     assert "default-src 'none'" in text
-
-
-def browser() -> str:
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        pytest.skip(f"no browser is installed ({', '.join(BROWSERS)})")
-    return found
-
-
-def opened(file: Path, profile: Path) -> tuple[str, list[str]]:
-    """Open a page in a headless browser; return its elements after loading and the messages of its console."""
-    command = [browser(), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=2000", "--window-size=1400,2000", "--dump-dom"]
-    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, re.findall(r"CONSOLE[^\]]*\] (.*)", done.stderr)
-
-
-def root_of(elements: str) -> str:
-    """Return the opening tag of <html>."""
-    return re.search("<html[^>]*>", elements)[0]
-
-
-PROBE = """<script>
-const root = document.documentElement;
-const seen = [...document.querySelectorAll('circle')].map((dot) => dot.getBoundingClientRect());
-root.dataset.drawn = seen.filter((box) => box.width > 1 && box.left > 0 && box.right < innerWidth).length;
-root.dataset.places = new Set(seen.map((box) => `${box.x} ${box.y}`)).size;
-console.warn('probed');
-</script>"""
-
-
-def test_a_browser_shows_the_curves_and_runs_nothing(tmp_path):
-    text = page(read_runs([str(make_run(tmp_path / "run"))]))
-    (tmp_path / "page.html").write_text(text)
-    elements, console = opened(tmp_path / "page.html", tmp_path / "profile")
-    assert console == [] and "data-ran" not in root_of(elements)
-    # Without its policy, and with a script of ours that measures what is drawn: escaping alone stops theirs.
-    open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-    assert open_page != text
-    (tmp_path / "probed.html").write_text(open_page.replace("</body>", f"{PROBE}</body>"))
-    elements, console = opened(tmp_path / "probed.html", tmp_path / "profile")
-    assert len(console) == 1 and "probed" in console[0]
-    root = root_of(elements)
-    assert "data-ran" not in root
-    dots = text.count("<circle")
-    assert f'data-drawn="{dots}"' in root
-    assert int(re.search(r'data-places="(\d+)"', root)[1]) > dots / 2
-    # The console is read, and a script that is not escaped would run.
-    (tmp_path / "evil.html").write_text(f"<!DOCTYPE html><html><body>{EVIL[6:-2]}</body></html>")
-    elements, console = opened(tmp_path / "evil.html", tmp_path / "profile")
-    assert 'data-ran="1"' in root_of(elements) and "ran" in console[0]
 
 
 GONE: object = None

@@ -247,6 +247,32 @@ def test_a_job_that_is_queued_again_resumes(tmp_path: Path, traced: Traced, argu
         assert done.stdout.strip().endswith(f"launch_node {expected}")
 
 
+def test_sbatch_has_a_place_for_modules_variables_and_a_container(tmp_path: Path, traced: Traced) -> None:
+    programs = {
+        "scontrol": "echo one; echo two",
+        "srun": 'for each in "$@"; do echo "srun: $each"; done; while [[ $1 == -* ]]; do shift; done; '
+        'SLURM_NODEID=1 "$@"',
+        "apptainer": 'echo "in a container: $1 $2 $3, rank $NODE_RANK of $NNODES, grace $JOB_GRACE"; '
+        '[ ${#RAY_AUTH_TOKEN} = 64 ] || exit 9; shift 3; exec "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    # A site's file may use variables that are not set.
+    (tmp_path / "site.sh").write_text('module() { echo "module $*"; }\nmodule load cuda $NO_SUCH\nexport NODE_RANK=7\n')
+    environment = traced.environment | {"PATH": f"{tmp_path}:{traced.environment['PATH']}", "SLURM_JOB_ID": "7"}
+    environment |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "both", "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment |= {"MEGARL_CONTAINER": "apptainer exec --nv image.sif", "MEGARL_SETUP": str(tmp_path / "site.sh")}
+    environment |= {"MEGARL_SRUN": "--container-image=image --container-mounts=/data", "RAY_AUTH_TOKEN": ""}
+    done = subprocess.run(
+        ["bash", str(ROOT / "scripts/slurm.sbatch"), "r.yaml"], env=environment, capture_output=True, text=True
+    )
+    assert "srun: --container-image=image\nsrun: --container-mounts=/data\n" in done.stdout, done.stderr
+    assert "in a container: exec --nv image.sif, rank 1 of 2, grace 90\nmodule load cuda\n" in done.stdout
+    # The launcher has read the site's file: it refuses the rank that is set there.
+    assert done.returncode == 2 and "NODE_RANK is '7'; it must be an integer from 0 to 1" in done.stderr
+
+
 # What the sbatch file asks of Slurm, done on one machine: the command once for each node id, the highest exit status.
 STAND_INS = {
     "scontrol": """#!/bin/bash

@@ -40,7 +40,7 @@ def test_a_command_of_the_users_own_is_passed_on_word_by_word() -> None:
         ({"HEAD_ADDR": "no such host"}, "HEAD_ADDR is 'no such host', which does not resolve"),
         ({"HEAD_PORT": "80"}, "HEAD_PORT is '80'; it must be an integer from 1024 to 65535"),
         ({"JOIN_TIMEOUT": "0"}, "JOIN_TIMEOUT is '0'"),
-        ({"NODE_CPUS": "0"}, "NODE_CPUS is '0'"),
+        ({"NODE_CPUS": "-1"}, "NODE_CPUS is '-1'"),
         ({"NODE_GPUS": "all"}, "NODE_GPUS is 'all'"),
         ({"NODE_RANK": "0", "HEAD_ADDR": "192.0.2.77"}, "is not an address of this node, but NODE_RANK is 0"),
     ],

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose the transport of weights for where a run's actors are, or refuse the one that is set."""
+
+from megarl.checkpoint_engine.choice import choose_transport
+from megarl.config import CheckpointEngineConfig
+from megarl.controller.actors.sampler_group import SamplerGroup
+from megarl.controller.actors.trainer_group import TrainerGroup
+from megarl.controller.recording.screen import Screen
+from megarl.errors import ConfigError
+from megarl.launch.plan import Plan
+
+# Transports whose receivers share memory with the sender.
+ON_ONE_HOST = ("shm", "ipc")
+
+
+def check_transport(name: str, plan: Plan) -> None:
+    """Refuse a transport that does not leave its host, if an engine is on another node than trainer rank 0.
+
+    Raises:
+        ConfigError: so it is; the message names the nodes.
+    """
+    if name in ON_ONE_HOST and plan.engines_apart:
+        here = plan.nodes[plan.trainer[0]]
+        there = next(plan.nodes[bundle] for bundle in plan.engine if plan.nodes[bundle].id != here.id)
+        raise ConfigError(
+            f"checkpoint_engine.transport is '{name}', which stays on one host, but trainer rank 0 is on {here.name} "
+            f"and an engine on {there.name}; set it to gloo or auto"
+        )
+
+
+def resolve_transport(
+    section: CheckpointEngineConfig, trainers: TrainerGroup, samplers: SamplerGroup, screen: Screen
+) -> CheckpointEngineConfig:
+    """Return ``checkpoint_engine`` with ``auto`` replaced, and tell which transport brings the weights."""
+    name, why = section.transport, "as set"
+    if name == "auto":
+        sender = trainers.start_on_rank_zero("memory").result()
+        receivers = [memory for engine in samplers.engines for memory in engine.memories().result()]
+        name, why = choose_transport(sender, receivers)
+    screen.say(f"weights reach the engines by {name}: {why}")
+    return section.model_copy(update={"transport": name})

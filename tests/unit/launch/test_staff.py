@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test what starts again while a run is built, and the transport for where the actors are. No actors; arithmetic."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config import CheckpointEngineConfig
+from megarl.errors import ConfigError, LostError, WorkerError
+from megarl.launch.plan import Plan, plan_placement
+from megarl.launch.staff import Staff
+from megarl.launch.transport import check_transport
+from megarl.sampler.build import start_error
+from tests.unit.launch.test_plan import nodes, run
+
+NAMES = ["trainer rank 0", "trainer rank 1", "sampler 0", "sampler 1"]
+
+
+class Building(Staff):
+    """Two ranks and two engines whose building goes as it is told: what each wait raises, then it succeeds."""
+
+    def __init__(self, *outcomes: Exception, restarts: int = 3) -> None:
+        config = run(train__max_restarts=restarts, sampler__max_restarts=restarts)
+        self.outcomes, self.begun, self.said = list(outcomes), list[str](), list[str]()
+        self._train, self._most, self.restarts = config.train, restarts, {"engine": 0, "trainer": 0}
+        self.trainers: Any = SimpleNamespace(names=NAMES[:2], ranks=[0, 0])
+        engines = [SimpleNamespace(name=name, index=index, actor=None) for index, name in enumerate(NAMES[2:])]
+        self.samplers: Any = SimpleNamespace(engines=engines)
+        self._starting = {name: f"{name}'s start" for name in NAMES[2:]}
+        self._screen: Any = SimpleNamespace(say=lambda text, style: self.said.append(text))
+
+    def _new_ranks(self) -> None:
+        self.begun.append("ranks")
+
+    def _new_engine(self, index: int) -> Any:
+        self.begun.append(NAMES[2 + index])
+        return SimpleNamespace(start=SimpleNamespace(remote=lambda: f"sampler {index}'s second start"))
+
+    def _begin_build(self) -> dict[str, Any]:
+        self.begun.append("build")
+        return dict.fromkeys(NAMES[:2], "build")
+
+    def _wait(self, calls: dict[str, Any], *, told: bool = False) -> list[Any]:
+        if self.outcomes:
+            raise self.outcomes.pop(0)
+        return [{call: 1.0} for call in calls.values()]
+
+
+def lost(*names: str) -> LostError:
+    return LostError.of(names, f"{', '.join(names)} died")
+
+
+def test_what_is_lost_while_building_starts_again_beside_the_rest() -> None:
+    staff, checks = Building(lost("sampler 1"), lost("trainer rank 1", "sampler 0")), list[int]()
+    seconds = staff.build(lambda: checks.append(1))
+    assert staff.begun == ["build", "sampler 1", "ranks", "sampler 0", "build"] and len(checks) == 2
+    assert staff.restarts == {"engine": 2, "trainer": 1}
+    assert sorted(seconds) == sorted(NAMES) and seconds["sampler 1"] == {"sampler 1's second start": 1.0}
+    assert staff.samplers.engines[0].actor is not None
+    assert staff.said[0] == "sampler 1 is lost while building, and starts again: sampler 1 died"
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts", "message"),
+    [
+        (lost("sampler 0"), 0, r"^sampler 0 died$"),
+        (lost("trainer rank 0"), 0, r"^trainer rank 0 died$"),
+        (WorkerError("the model does not fit"), 3, "the model does not fit"),
+    ],
+)
+def test_a_build_ends_by_errors_and_when_no_restart_is_left(error: Exception, restarts: int, message: str) -> None:
+    staff = Building(error, restarts=restarts)
+    with pytest.raises(WorkerError, match=message):
+        staff.build(lambda: None)
+    assert staff.begun == ["build"]
+    staff = Building(lost("sampler 0"), lost("sampler 0"), restarts=1)
+    with pytest.raises(LostError, match=r"not started again: sampler\.max_restarts \(1\) is used up"):
+        staff.build(lambda: None)
+
+
+def test_a_limit_that_building_exceeded_is_not_waited_for_again() -> None:
+    staff = Building(lost("sampler 0"))
+    staff._train = staff._train.model_copy(update={"build_seconds": 0.0})
+    with pytest.raises(LostError, match=r"^sampler 0 died$"):
+        staff.build(lambda: None)
+
+
+def moved(plan: Plan) -> Plan:
+    """Return the plan with the engines on another node."""
+    [other] = nodes(0)
+    at = [replace(other, id="another") if index in plan.engine else node for index, node in enumerate(plan.nodes)]
+    return replace(plan, nodes=at)
+
+
+def test_a_transport_of_one_host_is_refused_between_nodes_and_auto_follows_the_actors() -> None:
+    plan = plan_placement(run(parallel__data=2), nodes(0, cpus=3))
+    for name in ("shm", "ipc", "gloo", "auto"):
+        check_transport(name, plan)
+    with pytest.raises(ConfigError, match=r"transport is 'shm', .* rank 0 is on host0 and an engine on host0; set it"):
+        check_transport("shm", moved(plan))
+    staff = Building()
+    for auto, names in ((True, ["ipc", "gloo"]), (False, ["ipc", "ipc"])):
+        staff._section, staff._auto = CheckpointEngineConfig(transport="ipc"), auto
+        used = []
+        for at in (plan, moved(plan)):
+            staff.places = SimpleNamespace(plan=at)  # type: ignore[assignment]
+            used.append(staff.transport.transport)
+        assert used == names
+
+
+def test_an_engine_process_that_a_signal_killed_is_told_from_one_that_raised() -> None:
+    text = "Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore_DP0': {}}}"
+    killed, raised = (start_error(1, RuntimeError(text.format(status))) for status in (-9, 1))
+    assert isinstance(killed, LostError) and killed.names == ("sampler 1",)
+    assert not isinstance(raised, LostError) and "sampler 1 did not start: Engine core" in str(raised)
