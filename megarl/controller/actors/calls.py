@@ -66,7 +66,8 @@ def wait_all(
             chosen = [names[reference] for reference in pending] if watched is None else watched
             watch.check(chosen)
             if moving:
-                watch.check_progress(chosen, began)
+                # One that has ended its call got on too.
+                watch.check_progress(list(calls) if watched is None else watched, began)
         if pending:
             look()
         if pending and limit and time.monotonic() >= deadline:

@@ -37,7 +37,8 @@ def make_repository(folder: Path) -> Path:
     for name in ("setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     lists = {"cpu.txt": "-r base.txt\n" + SMALL, "base.txt": "", "gpu.txt": "", "quickstart.txt": "", "docs.txt": ""}
-    for name, text in {**lists, "cpu-overrides.txt": "", "dev.txt": "pluggy==1.7.0\n"}.items():
+    lists |= {"verifiers.txt": "", "cpu-overrides.txt": "", "dev.txt": "pluggy==1.7.0\n"}
+    for name, text in lists.items():
         (folder / "requirements" / name).write_text(text)
     return folder
 

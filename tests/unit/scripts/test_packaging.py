@@ -19,6 +19,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cp
 NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
 NOT_DECLARED |= {"mlflow", "reasoning_gym", "swanlab", "trackio", "wandb"}
 NOT_DECLARED |= {"torch_npu"}  # of Ascend hosts
+NOT_DECLARED |= {"verifiers"}  # an extra of its own, for a Python of its own
 
 
 @pytest.fixture(scope="module")
