@@ -14,11 +14,11 @@ __version__ = "0.1.0"
 hide_cuda_addons()
 
 if TYPE_CHECKING:
+    from megarl.build import build_model
     from megarl.checkpoint_engine.weight_sync import WeightSync
     from megarl.config import RunConfig, check_run, load_config
     from megarl.launch.run import train
     from megarl.lora.apply import apply_lora
-    from megarl.lora.build import build_model
     from megarl.lora.files.peft_folder import load_peft_config
     from megarl.loss import NllLoss, build_loss, group_advantages, sequence_weights
     from megarl.model.megatron_model import MegatronModel
@@ -37,7 +37,7 @@ _HOMES = {
     "WeightSync": "megarl.checkpoint_engine.weight_sync",
     "apply_lora": "megarl.lora.apply",
     "build_loss": "megarl.loss",
-    "build_model": "megarl.lora.build",
+    "build_model": "megarl.build",
     "check_run": "megarl.config",
     "group_advantages": "megarl.loss",
     "load_config": "megarl.config",

@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import save_file
 
 from megarl.checkpoint_engine.folder_source import WEIGHTS
-from megarl.model.megatron_model import MegatronModel
+from megarl.model.trained_model import TrainedModel
 
 
 def lora_section(rank: int) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def peft_config(rank: int) -> peft.LoraConfig:
     return peft.LoraConfig(**lora_section(rank), task_type="CAUSAL_LM")
 
 
-def change_adapter(model: MegatronModel, seed: int, std: float = 0.01) -> None:
+def change_adapter(model: TrainedModel, seed: int, std: float = 0.01) -> None:
     """Give the active adapter other values, as an optimizer step does."""
     with torch.no_grad():
         for number, (_, parameter) in enumerate(model.adapter.parameters()):

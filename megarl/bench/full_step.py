@@ -23,7 +23,7 @@ from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 from megarl.model.optimizer.ddp import wrap_ddp
 from megarl.model.step.graphs import graphed
 from megarl.model.step.packing import MicroBatch, pack
-from megarl.model.step.schedule import Stepper, run_chunk, set_training
+from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
 from megarl.model.weights.base_tensors import load_base
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
@@ -57,7 +57,7 @@ class FullStep:
         steps = _fits(trained, self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
         self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
-        self._stepper = Stepper(
+        self._stepper = PipelineStepper(
             self._wrapped,
             groups,
             vocab_size=hf_config["vocab_size"],

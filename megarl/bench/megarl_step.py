@@ -13,8 +13,8 @@ from megarl.bench.batch import loss_weights, make_samples
 from megarl.bench.clock import Clock, MarkedLoss
 from megarl.bench.random_weights import base_filler, model_folder
 from megarl.bench.settings import BenchSettings
+from megarl.build import build_model
 from megarl.config import LossConfig, TrainConfig
-from megarl.lora import build_model
 from megarl.loss import build_loss
 from megarl.model.megatron_model import MegatronModel
 
@@ -73,4 +73,6 @@ def _build(settings: BenchSettings, backend: str) -> MegatronModel:
     with tempfile.TemporaryDirectory() as scratch:
         path = str(model_folder(settings.model, Path(scratch)))
         section = {"path": path, "dtype": settings.dtype, "backend": backend}
-        return build_model(section, **sections, fill_base=base_filler(settings.model, settings.seed))
+        built = build_model(section, **sections, fill_base=base_filler(settings.model, settings.seed))
+        assert isinstance(built, MegatronModel)
+        return built

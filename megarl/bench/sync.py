@@ -17,12 +17,12 @@ from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.choose import decode_rate, sampler_settings
 from megarl.bench.random_weights import TMPFS, base_filler, model_folder
 from megarl.bench.settings import SyncBenchSettings
+from megarl.build import build_model
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
-from megarl.lora import build_model
-from megarl.model.megatron_model import MegatronModel
+from megarl.model.trained_model import TrainedModel
 from megarl.parallel.groups import destroy_groups
 from megarl.sampler.plain_engine import time_plain_engine
 from megarl.sampler.process import SamplerProcess
@@ -69,7 +69,7 @@ def bench_sync(
         return result
 
 
-def _build(settings: SyncBenchSettings, folder: Path) -> MegatronModel:
+def _build(settings: SyncBenchSettings, folder: Path) -> TrainedModel:
     train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
     section = {"path": str(folder), "dtype": settings.dtype}
     fill = base_filler(settings.model, settings.seed)
@@ -78,7 +78,7 @@ def _build(settings: SyncBenchSettings, folder: Path) -> MegatronModel:
     return model
 
 
-def _transport(settings: SyncBenchSettings, model: MegatronModel) -> str:
+def _transport(settings: SyncBenchSettings, model: TrainedModel) -> str:
     if settings.transport != "auto":
         return settings.transport
     alone = model.groups.device.type == "cpu" or torch.cuda.device_count() <= settings.engines
@@ -127,7 +127,7 @@ def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
 
 def _measure(
     settings: SyncBenchSettings,
-    model: MegatronModel,
+    model: TrainedModel,
     engines: list[SamplerProcess],
     content: str,
     transport: str,
@@ -158,7 +158,7 @@ def _measure(
     return [*rows, row]
 
 
-def _timed(model: MegatronModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:
+def _timed(model: TrainedModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:
     """Return the seconds from the end of the device's work until the new version serves, and the report."""
     if model.groups.device.type == "cuda":
         torch.cuda.synchronize()
@@ -185,7 +185,7 @@ def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
     }
 
 
-def _differences(model: MegatronModel, engines: list[SamplerProcess]) -> dict[str, float]:
+def _differences(model: TrainedModel, engines: list[SamplerProcess]) -> dict[str, float]:
     """Compare the logprobs of trainer and engines on random tokens: the largest and the mean difference."""
     tokens = np.random.default_rng(0).integers(0, model.hf_config["vocab_size"], SCORED)
     expected = model.forward(model.pack([Sample(tokens, np.arange(SCORED) > 0)]), temperature=1.0)[0]
@@ -193,7 +193,7 @@ def _differences(model: MegatronModel, engines: list[SamplerProcess]) -> dict[st
     return {"logprob_difference": float(found.max()), "logprob_difference_mean": float(found.mean())}
 
 
-def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
+def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
     """Return by how many milliseconds a sync delays a request that runs: median over syncs of the longest delay.
 
     Requests of one token follow each other. One that a sync or its end falls into is compared with the usual one.
@@ -228,7 +228,7 @@ def _pause(model: MegatronModel, engine: SamplerProcess, weights: WeightSync, re
     return statistics.median(max(times) - usual for times in hit) * 1e3
 
 
-def _copy_rate(model: MegatronModel, nbytes: int) -> float:
+def _copy_rate(model: TrainedModel, nbytes: int) -> float:
     """Return GB/s of one copy inside the trainer's device: the ceiling of a sync that copies every byte once."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=model.groups.device).random_()
     target = torch.empty_like(source)
@@ -242,7 +242,7 @@ def _copy_rate(model: MegatronModel, nbytes: int) -> float:
     return nbytes / statistics.median(seconds) / 1e9
 
 
-def _disk(settings: SyncBenchSettings, model: MegatronModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:
+def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:
     """Time PEFT's file format through memory-backed files into a plain vLLM engine."""
     saved = []
     for number in range(3):

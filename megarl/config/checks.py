@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.config.back_ends import check_backend
 from megarl.config.run import RunConfig
 from megarl.config.sections.model import ModelConfig
 from megarl.config.sections.parallel import ParallelConfig
@@ -75,8 +76,8 @@ def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
         ConfigError: a size of the model is not a multiple of the axis that splits it.
         UnsupportedError: a layout is not proven for the model.
     """
+    check_backend(config, shape)
     check_layout_fits_model(config.parallel, shape)
-    check_backend(config.model, shape)
     check_graphs(config, shape)
 
 
@@ -116,25 +117,6 @@ def check_layout_fits_model(parallel: ParallelConfig, shape: Mapping[str, Any]) 
     layers = shape.get("num_hidden_layers")
     if layers and layers < stages:
         raise ConfigError(f"{axis} ({stages}) exceeds the model's num_hidden_layers ({layers}); a stage needs a layer")
-
-
-def check_backend(model: ModelConfig, shape: Mapping[str, Any]) -> None:
-    """Refuse models that the Transformer Engine back end has not been shown to compute exactly.
-
-    Raises:
-        UnsupportedError: multi-latent attention, or biases, with ``te``.
-    """
-    if model.backend != "te":
-        return
-    if shape.get("kv_lora_rank"):
-        raise UnsupportedError(
-            f"model.backend is 'te', but the model has multi-latent attention (kv_lora_rank = {shape['kv_lora_rank']} "
-            "in its config.json); supported is 'local'"
-        )
-    if shape.get("attention_bias") or shape.get("mlp_bias"):
-        raise UnsupportedError(
-            "model.backend is 'te', but config.json has attention_bias or mlp_bias true; supported is 'local'"
-        )
 
 
 def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from megarl.checkpoint_engine.base import load_transport
 from megarl.config import RunConfig
+from megarl.config.back_ends import TRANSFORMERS
 from megarl.controller.trackers import check_trackers
 from megarl.evaluation.sets import with_absolute_files
 from megarl.files import user_path
@@ -37,7 +38,12 @@ def check_names(config: RunConfig) -> None:
     check_trackers(config.train.trackers)
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
-    check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
+    if config.model.backend == TRANSFORMERS:
+        from megarl.hf.inspection import inspect_model  # takes seconds
+
+        inspect_model(config.trainer)
+    else:
+        check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config.engine)
     # If Ray joins an existing cluster, that cluster decides the device.
     if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):

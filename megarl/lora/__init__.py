@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megarl.lora.adapter import LoraAdapter
     from megarl.lora.apply import apply_lora
-    from megarl.lora.build import attach, build_model
+    from megarl.lora.build import attach
     from megarl.lora.files.peft_folder import load_peft_config
     from megarl.lora.layers.state import adapters_of
     from megarl.lora.optimizer import complete_adam_states, load_optimizer
@@ -25,7 +25,6 @@ _HOMES = {
     "adapters_of": "megarl.lora.layers.state",
     "apply_lora": "megarl.lora.apply",
     "attach": "megarl.lora.build",
-    "build_model": "megarl.lora.build",
     "complete_adam_states": "megarl.lora.optimizer",
     "load_optimizer": "megarl.lora.optimizer",
     "load_peft_config": "megarl.lora.files.peft_folder",
@@ -36,7 +35,6 @@ __all__ = [
     "adapters_of",
     "apply_lora",
     "attach",
-    "build_model",
     "complete_adam_states",
     "load_optimizer",
     "load_peft_config",

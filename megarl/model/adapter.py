@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define what ``MegatronModel`` needs of an adapter. ``megarl.lora`` implements it and imports this module."""
+"""Define what a trained model needs of an adapter and its optimizer; each back end implements both."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -53,6 +53,37 @@ class Adapter(Protocol):
     def snapshot(self, experts: str = ...) -> Callable[[Path], None]: ...
 
     def read(self, path: str | Path) -> None: ...
+
+
+class Optimizer(Protocol):
+    """AdamW on an adapter's fp32 main weights. ``AdapterOptimizer`` documents each member."""
+
+    reduced: bool
+    reducing: bool
+
+    def zero_grad(self) -> None: ...
+
+    def reduce_gradients(self) -> None: ...
+
+    def step(self, lr: float) -> dict[str, float]: ...
+
+    def without_gradient(self) -> list[str]: ...
+
+    def finish_param_gather(self) -> None: ...
+
+    def gradients(self) -> dict[str, torch.Tensor]: ...
+
+    def main_weights(self) -> dict[str, torch.Tensor]: ...
+
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]: ...
+
+    def steps(self) -> int: ...
+
+    def restore(
+        self, steps: int, main: dict[str, torch.Tensor], moments: dict[str, dict[str, torch.Tensor]]
+    ) -> None: ...
+
+    def start_anew(self) -> None: ...
 
 
 # A function that puts adapters on freshly built chunks. It takes (chunks, parsed config.json, groups) and returns one

@@ -1,52 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build, train, save and export one model on this rank. It works alike under torchrun and inside Ray actors.
-
-Unless a method says otherwise, it is a collective over all ranks: every rank calls it with the same arguments and gets
-the same result.
-"""
+"""Build a model on Megatron-Core on this rank. It works alike under torchrun and inside Ray actors."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from collections.abc import Callable, Sequence
 
 from megarl.config import TrainerConfig, checks
-from megarl.errors import MegarlError, UnsupportedError, pick
-from megarl.loss.base import Loss
 from megarl.model.adapter import Attach
-from megarl.model.checkpoint import training_state
 from megarl.model.checkpoint.identity import identify
-from megarl.model.checkpoint.writer import BackgroundWriter
 from megarl.model.layers.build import build_chunks
 from megarl.model.layers.rope import rope_of
-from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer, make_optimizers
+from megarl.model.optimizer.adapter_optimizer import make_optimizers
 from megarl.model.optimizer.ddp import without_reduction, wrap_ddp
 from megarl.model.step.graphs import graphed, token_unit
-from megarl.model.step.packing import PackedBatch, pack
-from megarl.model.step.schedule import Metrics, Stepper, run_chunk, set_training
+from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
 from megarl.model.step.sequence_work import sequence_work
-from megarl.model.weight_export import WeightExport
-from megarl.model.weights.base_tensors import load_base
+from megarl.model.trained_model import TrainedModel
+from megarl.model.weights.base_tensors import base_tensors, load_base
+from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
-from megarl.model.weights.streaming import stream_full
+from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
-from megarl.types import Sample
 
 
-class MegatronModel(WeightExport):
-    """A frozen base model with one or several adapters. Each adapter has its own optimizer and policy version.
-
-    Every method acts on the active adapter. That is the first one until ``set_active`` chooses another.
+class MegatronModel(TrainedModel):
+    """A model of Megatron-Core with one or several adapters, at any layout; see ``TrainedModel`` for its methods.
 
     Attributes:
         adapters: the adapters that ``attach`` returned, by name.
-        adapter: the active adapter.
-        optimizer: the active adapter's optimizer.
-        version: the active adapter's policy version: the number of optimizer steps behind its weights.
-        groups: this rank's process groups.
+        hf_config: the model's ``config.json``, completed.
+        chunks: this rank's chunks of the model.
     """
 
     def __init__(
@@ -68,233 +50,52 @@ class MegatronModel(WeightExport):
             UnsupportedError: the family or a setting is not supported; or several adapters are trained together with
                 ``train.distributed_optimizer`` or ``train.overlap_grad_reduce``.
         """
-        self.config, self.groups, self.rank = config, groups, groups.rank
         checks.add_own_family(config.model)
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
         self._rope = rope_of(self.hf_config)
         if config.longest is not None:
             self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
-        self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, config.train)
+        train = config.train
+        self.chunks = build_chunks(self.hf_config, config.model, config.parallel, groups, train)
         fill_base(self.chunks, config.model.path, self.hf_config, groups)
         attached = attach(self.chunks, self.hf_config, groups)
-        several = list(attached) if isinstance(attached, Sequence) else [attached]
-        self.adapters = {adapter.name: adapter for adapter in several}
-        self.adapter = several[0]
-        self._wrapped = wrap_ddp(self.chunks, config.train)
-        trained = {name: adapter.parameters() for name, adapter in self.adapters.items() if adapter.trainable}
-        self._optimizers = make_optimizers(self._wrapped, trained, config.train)
-        self._stepper = Stepper(
+        adapters = list(attached) if isinstance(attached, Sequence) else [attached]
+        self._wrapped = wrap_ddp(self.chunks, train)
+        trained = {adapter.name: adapter.parameters() for adapter in adapters if adapter.trainable}
+        stepper = PipelineStepper(
             self._wrapped,
             groups,
             vocab_size=self.hf_config["vocab_size"],
             temperature=config.temperature,
-            run=graphed(self._wrapped, groups.device) if config.train.cuda_graphs else run_chunk,
-            keep_logits_gib=config.train.keep_logits_gib,
+            run=graphed(self._wrapped, groups.device) if train.cuda_graphs else run_chunk,
+            keep_logits_gib=train.keep_logits_gib,
         )
-        self._work = sequence_work(self.hf_config)
-        self._writer = BackgroundWriter()
         # Identified now, because the folder may be gone when the first checkpoint is saved. Only rank 0 stores it.
-        self._has_checkpoints = fill_base is load_base
-        self._identity = identify(config.model.path) if groups.rank == 0 and self._has_checkpoints else {}
-        self._versions = dict.fromkeys(self.adapters, 0)
-        self._pending: str | None = None
-        for optimizer in self._optimizers.values():
-            optimizer.zero_grad()
-
-    @property
-    def optimizer(self) -> AdapterOptimizer:
-        """The active adapter's optimizer.
-
-        Raises:
-            MegarlError: the active adapter is frozen.
-        """
-        if not self.adapter.trainable:
-            raise MegarlError(f"adapter '{self.adapter.name}' is frozen; only trained ones have an optimizer")
-        return self._optimizers[self.adapter.name]
-
-    @property
-    def version(self) -> int:
-        """The active adapter's policy version."""
-        return self._versions[self.adapter.name]
-
-    @version.setter
-    def version(self, version: int) -> None:
-        self._versions[self.adapter.name] = version
-
-    def set_active(self, name: str) -> None:
-        """Choose the adapter to compute with, train, save and load. Not a collective; copies nothing.
-
-        Raises:
-            ConfigError: no adapter has this name.
-        """
-        self.adapter = pick(self.adapters, name, "adapter")
-        self.adapter.activate()
-
-    def _check_pending(self) -> None:
-        """Refuse to mix gradients of two adapters: the buffers are reduced and cleared for all adapters together."""
-        if self._pending not in (None, self.adapter.name):
-            raise MegarlError(
-                f"adapter '{self._pending}' has a gradient that no update has used; call optim_step for it before "
-                f"'{self.adapter.name}' is trained"
-            )
-
-    def pack(
-        self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
-    ) -> PackedBatch:
-        """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
-        parallel, train = self.config.parallel, self.config.train
-        self._rope.check_length(max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
-        return pack(
-            samples,
-            weights_S,
-            max_tokens=train.micro_batch_tokens,
-            data=parallel.data,
-            pipeline=parallel.pipeline,
-            virtual_pipeline=parallel.virtual_pipeline,
-            context=parallel.context,
-            multiple=token_unit(train.micro_batch_tokens, parallel.tensor) if train.cuda_graphs else parallel.tensor,
-            step_tokens=step_tokens,
-            work=self._work,
+        has_checkpoints = fill_base is load_base
+        identity = identify(config.model.path) if has_checkpoints and groups.rank == 0 else {}
+        super().__init__(
+            config,
+            groups,
+            adapters,
+            make_optimizers(self._wrapped, trained, train),
+            stepper,
+            work=sequence_work(self.hf_config),
+            identity=identity if has_checkpoints else None,
+            multiple=token_unit(train.micro_batch_tokens, config.parallel.tensor)
+            if train.cuda_graphs
+            else config.parallel.tensor,
         )
 
-    def forward_backward(self, batch: PackedBatch, loss: Loss, *, last: bool = True) -> Metrics:
-        """Add the gradient of the batch's loss. Call it again to accumulate, then call ``optim_step``.
+    def _check_length(self, length: int, subject: str) -> None:
+        self._rope.check_length(length, subject)
 
-        Args:
-            batch: the packed batch, from ``pack``, with the loss weights of the whole step.
-            loss: called once per micro-batch on the last pipeline stage.
-            last: False if more batches of this step follow. Only ``train.overlap_grad_reduce`` needs it: gradients are
-                then summed over ranks during the last backward pass.
+    def _set_training(self, training: bool) -> None:
+        set_training(self.chunks, training)
 
-        Returns:
-            The loss's metrics over all ranks. Reading the first of them waits for the device.
+    def _accumulating(self, last: bool) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if last else without_reduction(self._wrapped)
 
-        Raises:
-            MegarlError: the adapter is frozen; or another adapter's gradient waits for its ``optim_step``; or the
-                gradient of this step is already reduced (by ``gradients()``, or with ``train.overlap_grad_reduce`` by a
-                call with ``last=True``) and ``optim_step`` must come first.
-        """
-        self._check_pending()
-        if self.optimizer.reduced:
-            raise MegarlError("forward_backward after gradients(): the sum is already reduced; call optim_step first")
-        if self.optimizer.reducing:
-            raise MegarlError(
-                "forward_backward after the step's last one: with train.overlap_grad_reduce the sum is already "
-                "reduced; pass last=False while more batches follow, or call optim_step first"
-            )
-        self._pending = self.adapter.name
-        set_training(self.chunks, True)
-        self.optimizer.reducing = last and self.config.train.overlap_grad_reduce
-        with contextlib.nullcontext() if last else without_reduction(self._wrapped):
-            return self._stepper.forward_backward(batch, loss)
-
-    def evaluate(self, batch: PackedBatch, loss: Loss) -> Metrics:
-        """Return the metrics of ``forward_backward`` over all ranks, without gradient and without dropout."""
-        set_training(self.chunks, False)
-        return self._stepper.evaluate(batch, loss)
-
-    def optim_step(self, lr: float) -> dict[str, float]:
-        """Update the adapter once with AdamW; ``version`` goes up by one.
-
-        Without a ``forward_backward`` before it the gradient is zero; AdamW still applies its moments and the weight
-        decay.
-
-        Args:
-            lr: learning rate of this update.
-
-        Returns:
-            ``learning_rate``, and what ``AdapterOptimizer.step`` measured of the gradient: ``grad_norm``,
-            ``grad_tensors`` and ``adapter_tensors``.
-
-        Raises:
-            GradientError: the gradient norm is not finite. Nothing was updated.
-            MegarlError: the accumulated gradient belongs to another adapter.
-        """
-        self._check_pending()
-        measured = self.optimizer.step(lr)
-        self._pending = None
-        self.version += 1
-        return measured | {"learning_rate": lr}
-
-    def forward(
-        self, batch: PackedBatch, *, adapter: bool | str = True, temperature: float | None = None
-    ) -> list[np.ndarray]:
-        """Compute the logprobs of the response tokens, without gradient and without dropout.
-
-        Args:
-            batch: the packed batch, from ``pack``.
-            adapter: True uses the active adapter, False none (the base model), a name that one of ``adapters``.
-            temperature: divisor of the logits; default: the policy's.
-
-        Returns:
-            One float32 array ``[R]`` per sample, in the batch's order.
-
-        Raises:
-            ConfigError: no adapter has this name.
-        """
-        set_training(self.chunks, False)
-        if isinstance(adapter, str):
-            computing: contextlib.AbstractContextManager = pick(self.adapters, adapter, "adapter").activated()
-        else:
-            computing = contextlib.nullcontext() if adapter else self.adapter.disabled()
-        with computing:
-            return self._stepper.logprobs(batch, temperature)
-
-    def save_checkpoint(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Start writing all that a bitwise resume needs, except the base model; see ``training_state.save``.
-
-        Returns once the state is copied to rank 0's host memory; a thread writes it. The checkpoint appears under its
-        name when it is complete. A failure is raised by the next call of ``save_checkpoint``, ``load_checkpoint`` or
-        ``finish_checkpoint``.
-
-        Raises:
-            UnsupportedError: the base weights are not those of ``model.path``.
-        """
-        if not self._has_checkpoints:
-            raise UnsupportedError("a model built with fill_base has no checkpoints; save_adapter writes its adapter")
-        self._finish_param_gather()
-        training_state.save(
-            path,
-            self.adapter,
-            self.optimizer,
-            self.groups,
-            self._writer,
-            identity=self._identity,
-            version=self.version,
-            extra=extra or {},
-        )
-
-    def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written, if any. Not a collective: only rank 0 writes.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        self._writer.wait()
-
-    def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint made at any layout and return its ``extra``; see ``training_state.load``."""
-        self.version, extra = training_state.load(
-            path, self.adapter, self.optimizer, self.groups, self._writer, base=self.config.model.path
-        )
-        return extra
-
-    def load_adapter(self, path: str | Path) -> None:
-        """Load a PEFT adapter directory into the active adapter and reset its optimizer.
-
-        Raises:
-            AdapterError: the directory does not fit the adapter. Nothing was changed.
-        """
-        self.adapter.read(path)
-        if self.adapter.trainable:
-            self.optimizer.start_anew()
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the whole accumulated gradient: reduced, float32, on the CPU, under the names of PEFT's files.
-
-        ``optim_step`` may follow.
-        """
-        self.optimizer.reduce_gradients()
-        tensors = self.adapter.tensors(self.optimizer.gradients())
-        return {n: tensor.cpu().clone() for n, tensor in self.adapter.in_file(stream_full(tensors, self.groups))}
+    def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
+        names = names_of(self.hf_config)
+        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]

@@ -9,26 +9,20 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
-from megarl.model.adapter import Adapter
-from megarl.model.layers.gpt import PackedGPTModel
-from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
-from megarl.model.weights.base_tensors import base_tensors
-from megarl.model.weights.full_config import names_of
+from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups
 
 
 class WeightExport(CheckpointEngineMixin):
-    """The part of ``MegatronModel`` that gives its weights away. The exports are collectives."""
+    """The part of a trained model that gives its weights away. The exports are collectives."""
 
-    hf_config: dict[str, Any]
-    chunks: list[PackedGPTModel]
     groups: Groups
     adapter: Adapter
     adapters: dict[str, Adapter]
     version: int
-    _optimizers: dict[str, AdapterOptimizer]
+    _optimizers: dict[str, Optimizer]
     _viewed: tuple[Any, tuple[tuple[str, torch.Tensor], ...] | None] | None = None
 
     def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
@@ -105,8 +99,12 @@ class WeightExport(CheckpointEngineMixin):
             optimizer.finish_param_gather()
 
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
-        names = names_of(self.hf_config)
-        return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
+        """Return this rank's base tensors, without any adapter, under Hugging Face's names.
+
+        Args:
+            untied: True lists a tied output layer too, as a tensor of its own.
+        """
+        raise NotImplementedError
 
 
 def block_of(name: str) -> str:

@@ -257,7 +257,7 @@ def test_bad_adapters_are_refused_by_name_and_change_nothing(tmp_path):
 
 def refused_checkpoint(folder: str) -> str:
     """Return the error of saving a model whose base weights are not those of its folder."""
-    from megarl.lora import build_model
+    from megarl.build import build_model
 
     model = build_model(folder, fill_base=lambda chunks, path, hf_config, groups: None)
     with pytest.raises(UnsupportedError) as refused:

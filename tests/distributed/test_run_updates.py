@@ -6,7 +6,6 @@ refers to the adapter that the run started from.
 """
 
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from megarl.config import RunConfig, parse_config
-from megarl.controller.actors.adapters import REFERENCE, attach_adapters, check_start, load_start
+from megarl.controller.actors.adapters import REFERENCE, build_trainer, check_start, load_start
 from megarl.controller.actors.updates import RankTrainer, plan, tokens_of
 from megarl.controller.updates import run_updates
 from megarl.errors import CheckpointError, MegarlError
@@ -33,7 +32,6 @@ GROUP = 4
 
 def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | None = None, **loss: Any) -> Any:
     """Return this rank's model as a run builds it, its config, and the origin that a checkpoint stores."""
-    from megarl.model.megatron_model import MegatronModel
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 
@@ -49,7 +47,7 @@ def build(folder: Path, *, adapter: str = "adapter", train: dict[str, Any] | Non
         }
     )
     groups = init_groups(config.parallel, pick_device("auto"), seed=5)
-    model = MegatronModel(config.trainer, groups, partial(attach_adapters, config))
+    model = build_trainer(config, groups)
     return model, config, load_start(model, config)
 
 

@@ -3,10 +3,10 @@
 
 import pytest
 
-from megarl.config import checks
+from megarl.config import back_ends, checks
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_refused_as_unproven(monkeypatch):
-    monkeypatch.setattr(checks, "check_backend", lambda *given: None)
+    monkeypatch.setattr(back_ends, "check_te", lambda *given: None)
     monkeypatch.setattr(checks, "check_graphs", lambda *given: None)

@@ -20,10 +20,10 @@ import torch
 
 from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.random_weights import base_filler, model_folder
+from megarl.build import build_model
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
-from megarl.lora import build_model
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.groups import destroy_groups
 from megarl.sampler.process import SamplerProcess

@@ -52,6 +52,9 @@ INTERNAL: dict[str, set[str]] = {
     "model.step": COMMON | {"parallel", "loss", "model.layers", "model.weights"},
     "model.optimizer": COMMON | {"parallel"},
     "lora": COMMON | {"parallel", "model", "peft"},
+    "hf": COMMON | {"parallel", "loss", "model", "lora", "peft"},
+    "hf.inspection": COMMON | {"build", "hf", "model.weights", "peft"},
+    "build": COMMON | {"parallel", "model", "lora", "hf", "peft"},
     "tasks": COMMON,
     "environments": COMMON | {"tasks"},
     "tokenizer": {"errors"},
@@ -79,7 +82,8 @@ INTERNAL: dict[str, set[str]] = {
         "sampler",
         "controller",
     },
-    "controller.actors": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
+    "controller.actors": COMMON
+    | {"parallel", "loss", "model", "lora", "hf", "build", "peft", "checkpoint_engine", "sampler"},
     "controller.rollouts": COMMON
     | {"loss.advantages", "tasks", "environments", "evaluation", "sampler.seeds", "controller.actors", "tokenizer"},
     "controller.trackers": COMMON | {"report"},
@@ -92,6 +96,7 @@ INTERNAL: dict[str, set[str]] = {
         "loss",
         "model",
         "lora",
+        "hf.inspection",
         "tasks",
         "checkpoint_engine",
         "sampler",
@@ -99,8 +104,8 @@ INTERNAL: dict[str, set[str]] = {
         "evaluation",
         "tokenizer",
     },
-    "bench": COMMON | {"parallel", "loss", "model", "lora", "checkpoint_engine", "sampler"},
-    "verify": COMMON | {"parallel", "loss", "model", "lora", "peft"},
+    "bench": COMMON | {"parallel", "loss", "model", "lora", "build", "checkpoint_engine", "sampler"},
+    "verify": COMMON | {"parallel", "loss", "model", "lora", "hf", "build", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}
     | {"bench", "verify", "report", "evaluation", "tokenizer"},

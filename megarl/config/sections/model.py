@@ -18,5 +18,6 @@ class ModelConfig(Section):
     reads the model, so it can also register the type with transformers."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in trainer and sampler. The optimizer has fp32 copies of adapter weights."""
-    backend: Literal["local", "te"] = "local"
-    """``local``: mcore's own linears with megarl's packed attention; ``te``: Transformer Engine's layers (GPU)."""
+    backend: Literal["local", "te", "transformers"] = "local"
+    """``local``: mcore's own linears with megarl's packed attention; ``te``: Transformer Engine's layers (GPU);
+    ``transformers``: Hugging Face transformers with PEFT, for every causal language model, data parallel only."""

@@ -49,6 +49,9 @@ class TrainConfig(Section):
     distributed_optimizer: bool = False
     """Spread main weights and moments over data x context parallel ranks (mcore's DistributedOptimizer). This saves
     memory. It is off by default because an adapter's state is small."""
+    shard_base: bool = False
+    """With ``model.backend: transformers``: spread the frozen base over data-parallel ranks (FSDP2). Each layer is
+    gathered when it computes."""
     overlap_grad_reduce: bool = False
     """Sum gradients over data-parallel ranks while the backward pass still runs."""
     overlap_param_gather: bool = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach the adapters of a run: the trained one and, if the KL penalty needs it, a frozen copy of its start."""
+"""Build a run's model with its adapters: the trained one, and a frozen copy of its start if the KL penalty needs it."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,14 +11,14 @@ from megarl.config import RunConfig
 from megarl.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megarl.model.megatron_model import MegatronModel
+    from megarl.model.trained_model import TrainedModel
 
 # Name of the frozen copy within the model, and of its digest in a checkpoint.
 REFERENCE = "reference"
 
 
 def reference_of(config: RunConfig) -> str | bool:
-    """Return the adapter that computes reference logprobs, in the form that ``MegatronModel.forward`` takes.
+    """Return the adapter that computes reference logprobs, in the form that ``TrainedModel.forward`` takes.
 
     Without ``lora.init_from`` a new adapter starts as the base model, so both values of ``loss.reference`` mean the
     model without adapter.
@@ -26,36 +26,33 @@ def reference_of(config: RunConfig) -> str | bool:
     return REFERENCE if config.loss.reference == "start" and config.lora.init_from else False
 
 
-def attach_adapters(config: RunConfig, chunks: list, hf_config: Mapping[str, Any], groups: Any) -> list[Any]:
-    """Attach the run's adapters to a model; the first one is trained.
+def build_trainer(config: RunConfig, groups: Any) -> "TrainedModel":
+    """Build the run's model with its adapters, of which the first is trained; a collective.
 
     Args:
-        config: only ``lora``, ``loss`` and ``train.seed`` are used.
-        chunks, hf_config, groups: as for ``megarl.lora.apply_lora``.
+        config: the run's config.
+        groups: from ``init_groups``.
 
     Raises:
-        AdapterError, UnsupportedError: see ``apply_lora``.
+        AdapterError, ModelError, UnsupportedError: see ``megarl.build.build_model``.
     """
-    from peft import LoraConfig
+    from megarl.build import build_with, peft_config_of
+    from megarl.peft.spec import AdapterSpec
 
-    from megarl.lora import apply_lora, load_peft_config
-    from megarl.lora.files.arrangements import arrange_config
-    from megarl.model.weights.full_config import names_of
+    peft_config = peft_config_of(config.trainer)
+    if config.lora.save_experts != "as_trained":  # refuse now, not at the save hours later
+        from megarl.lora.files.arrangements import arrange_config
+        from megarl.model.weights.full_config import names_of
+        from megarl.model.weights.hf_folder import read_config
 
-    section = config.lora
-    if section.init_from:
-        peft_config = load_peft_config(section.init_from)
-    else:
-        base = config.model.path
-        peft_config = LoraConfig(task_type="CAUSAL_LM", base_model_name_or_path=base, **section.peft_settings())
-    arrange_config(peft_config, names_of(hf_config), section.save_experts)  # refuse now, not at the save hours later
-    made = [apply_lora(chunks, peft_config, hf_config, seed=config.train.seed, groups=groups)]
+        arrange_config(peft_config, names_of(read_config(config.model.path)), config.lora.save_experts)
+    specs = [AdapterSpec(peft_config)]
     if config.loss.kl_coef > 0 and reference_of(config):
-        made.append(apply_lora(chunks, peft_config, hf_config, name=REFERENCE, trainable=False, groups=groups))
-    return made
+        specs.append(AdapterSpec(peft_config, REFERENCE, trainable=False))
+    return build_with(config.trainer, groups, specs)
 
 
-def load_start(model: "MegatronModel", config: RunConfig) -> dict[str, str]:
+def load_start(model: "TrainedModel", config: RunConfig) -> dict[str, str]:
     """Load ``lora.init_from`` into every adapter of the model; a collective.
 
     Returns:

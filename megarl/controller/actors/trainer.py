@@ -3,14 +3,15 @@
 
 import os
 import time
-from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 import ray
 
 from megarl.config import RunConfig
-from megarl.controller.actors.adapters import attach_adapters, check_start, load_start
+from megarl.config.back_ends import TRANSFORMERS
+from megarl.controller.actors.adapters import build_trainer, check_start, load_start
 from megarl.controller.actors.logs import logs_exceptions
 from megarl.controller.actors.pulse import Participant
 from megarl.network import LOOPBACK
@@ -29,8 +30,8 @@ class TrainerRank:
         participant.join()
         began = time.perf_counter()
         # Takes seconds, which all ranks spend here at the same time.
-        import megarl.model.megatron_model  # noqa: F401
-
+        back_end = "hf.transformers_model" if config.model.backend == TRANSFORMERS else "model.megatron_model"
+        import_module(f"megarl.{back_end}")
         self._import_seconds = time.perf_counter() - began
         self.config, self.rank = config, participant.index
 
@@ -77,7 +78,6 @@ class TrainerRank:
 
         from megarl.controller.actors.updates import RankTrainer
         from megarl.loss import build_loss
-        from megarl.model.megatron_model import MegatronModel
         from megarl.parallel.device import pick_device
         from megarl.parallel.groups import init_groups
 
@@ -88,7 +88,7 @@ class TrainerRank:
             self.config.parallel, device, seed=self.config.train.seed, timeout_seconds=_longest_wait(self.config)
         )
         ready = time.perf_counter()
-        self.model = MegatronModel(self.config.trainer, groups, partial(attach_adapters, self.config))
+        self.model = build_trainer(self.config, groups)
         self._start = load_start(self.model, self.config)
         self.trainer = RankTrainer(self.model, build_loss(self.config.loss), self.config)
         built = time.perf_counter()
@@ -107,15 +107,15 @@ class TrainerRank:
         return self.trainer.optim_step(rate)
 
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
-        """Call ``MegatronModel.save_checkpoint``, which returns once the state is copied."""
+        """Call ``TrainedModel.save_checkpoint``, which returns once the state is copied."""
         self.model.save_checkpoint(path, extra | self._start)
 
     def finish_checkpoint(self) -> None:
-        """Call ``MegatronModel.finish_checkpoint``; not a collective."""
+        """Call ``TrainedModel.finish_checkpoint``; not a collective."""
         self.model.finish_checkpoint()
 
     def load_checkpoint(self, path: str) -> dict[str, Any]:
-        """Call ``MegatronModel.load_checkpoint`` and ``adapters.check_start``."""
+        """Call ``TrainedModel.load_checkpoint`` and ``adapters.check_start``."""
         extra = self.model.load_checkpoint(path)
         check_start(extra, self._start, self.config)
         return extra

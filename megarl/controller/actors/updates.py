@@ -15,8 +15,8 @@ from megarl.loss.base import Loss
 from megarl.types import Sample
 
 if TYPE_CHECKING:
-    from megarl.model.megatron_model import MegatronModel
     from megarl.model.step.packing import PackedBatch
+    from megarl.model.trained_model import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RankTrainer:
         config: the run's config.
     """
 
-    def __init__(self, model: "MegatronModel", loss: Loss, config: RunConfig) -> None:
+    def __init__(self, model: "TrainedModel", loss: Loss, config: RunConfig) -> None:
         self._model, self._loss, self._config = model, loss, config
         self._passes: list[Mapping[str, float]] = []
         self._trained = self._failed = False
@@ -74,7 +74,7 @@ class RankTrainer:
 
         Args:
             samples: each with its group; those of a prompt are next to each other.
-            adapter: as for ``MegatronModel.forward``.
+            adapter: as for ``TrainedModel.forward``.
         """
         update = plan_update(self._model, self._loss, self._config, samples)
         found = update.logprobs(lambda batch: self._model.forward(batch, adapter=adapter))
@@ -113,7 +113,7 @@ class RankTrainer:
 
         Raises:
             MegarlError: a ``forward_backward`` of this step failed. Nothing was updated.
-            GradientError: see ``MegatronModel.optim_step``.
+            GradientError: see ``TrainedModel.optim_step``.
         """
         if self._failed:
             raise MegarlError("forward_backward failed, so nothing is updated")
@@ -125,7 +125,7 @@ class RankTrainer:
 
 
 def plan_update(
-    model: "MegatronModel", loss: Loss, config: RunConfig, samples: Sequence[Sample], others: Sequence[int] = ()
+    model: "TrainedModel", loss: Loss, config: RunConfig, samples: Sequence[Sample], others: Sequence[int] = ()
 ) -> Update:
     """Plan a pass: choose the samples that need a backward pass, and pack both kinds. Micro-batches are planned once.
 
@@ -158,7 +158,7 @@ def divide(samples: Sequence[Sample], loss: Loss, config: RunConfig) -> tuple[li
 
 
 def plan(
-    model: "MegatronModel", config: RunConfig, samples: Sequence[Sample], others: Sequence[int] = ()
+    model: "TrainedModel", config: RunConfig, samples: Sequence[Sample], others: Sequence[int] = ()
 ) -> "PackedBatch":
     """Plan the micro-batches and token weights of samples; denominators count the step's ``others`` too."""
     counts = np.array([*tokens_of(samples), *others])

@@ -104,7 +104,15 @@ def _base_weights(names: Collection[str]) -> set[str]:
 def _check_names(stored: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
     """Refuse a file that lacks a matrix of the whole model's adapter, or holds anything else."""
     expected = {place.file for place in locate_matrices(targets, names).values()}
-    stored = stored - _base_weights(targets)
+    check_stored_names(stored - _base_weights(targets), expected, file)
+
+
+def check_stored_names(stored: set[str], expected: set[str], file: Path) -> None:
+    """Refuse a weights file whose tensors are not those of the adapter.
+
+    Raises:
+        AdapterError: a tensor is missing or unexpected; the message names the first.
+    """
     if missing := sorted(expected - stored):
         raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], stored)} ({len(missing)} tensors missing)")
     if extra := sorted(stored - expected):

@@ -27,7 +27,11 @@ STACKED = (".experts", ".experts.base_layer")
 
 def config_dict(config: LoraConfig, names: WeightMap) -> dict[str, Any]:
     """Return ``adapter_config.json`` for a config: ``all-linear`` as a list of names, patterns independent of order."""
-    config = order_independent(expand_all_linear(config, names), names)
+    return plain_config(order_independent(expand_all_linear(config, names), names))
+
+
+def plain_config(config: LoraConfig) -> dict[str, Any]:
+    """Return ``adapter_config.json`` for a config as it is."""
     plain = config.to_dict()
     plain.pop("runtime_config", None)
     plain["inference_mode"] = True

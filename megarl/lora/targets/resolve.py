@@ -101,13 +101,22 @@ def expand_all_linear(config: LoraConfig, weights: WeightMap) -> LoraConfig:
 
 
 def order_independent(config: LoraConfig, weights: WeightMap) -> LoraConfig:
+    """Return the config with patterns that mean the same in any order; see ``with_stable_patterns``."""
+    config = as_peft_reads(config, weights)
+    return with_stable_patterns(config, set(resolve_targets(config, weights).values()))
+
+
+def with_stable_patterns(config: LoraConfig, adapted: Iterable[str]) -> LoraConfig:
     """Return the config with patterns that mean the same in any order.
 
     The first matching key wins (``peft.utils.other.get_pattern_key``), but PEFT sorts the keys when it saves. If
     another key would win then, the keys are replaced by the full names of the adapted linears.
+
+    Args:
+        config: PEFT's config.
+        adapted: names that PEFT compares the patterns with.
     """
-    config, changed = as_peft_reads(config, weights), {}
-    keys = sorted(set(resolve_targets(config, weights).values()))
+    changed, keys = {}, sorted(adapted)
     for field in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, field)
         meant = {key: pattern.get(get_pattern_key(list(pattern), key)) for key in keys if len(pattern) > 1}

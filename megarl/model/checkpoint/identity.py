@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from megarl.families import family_of
+from megarl.families import FAMILIES, family_of
 from megarl.model.layers.rope import rope_of
-from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.model.weights.full_config import HARMLESS, HARMLESS_PREFIXES
+from megarl.model.weights.hf_folder import WeightFolder, parse_json, read_config
 
 ROPE = "rope_parameters"
 # The number of tensors sampled, spread over the model. One row of each is read, so the cost does not grow with the
@@ -35,7 +36,7 @@ def identify(folder: str | Path) -> dict[str, Any]:
     weights = WeightFolder(folder)
     names = sorted(weights.file_of)
     chosen = names[:: -(-len(names) // TENSORS)]
-    return {"config": _fields(read_config(folder)), "weights": {name: _sample(weights, name) for name in chosen}}
+    return {"config": _fields(folder), "weights": {name: _sample(weights, name) for name in chosen}}
 
 
 def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
@@ -43,7 +44,7 @@ def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
 
     A field that only one of the two has is not compared: transformers adds fields when it saves a model again.
     """
-    config = _fields(read_config(folder))
+    config = _fields(folder)
     # Scalars first: a number names the cause better than the list of layers derived from it.
     for name, value in sorted(saved["config"].items(), key=lambda field: isinstance(field[1], list | dict)):
         if name in config and config[name] != value:
@@ -57,7 +58,12 @@ def difference(saved: Mapping[str, Any], folder: str | Path) -> str | None:
     return None
 
 
-def _fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(folder: str | Path) -> dict[str, Any]:
+    raw = parse_json(Path(folder).expanduser() / "config.json")
+    if raw.get("model_type") not in FAMILIES:  # only transformers computes it, and may read any field
+        read = {name for name in raw if name not in HARMLESS and not name.startswith(HARMLESS_PREFIXES)}
+        return {name: raw[name] for name in sorted(read - {"dtype"}) if raw[name] is not None}
+    config = read_config(folder)
     rope = rope_of(config)  # normalised: config.json may write the same RoPE in several ways
     frequencies = None if rope.frequencies is None else _digest(rope.frequencies)
     fields = {name: config[name] for name in sorted(family_of(config).reads) if config.get(name) is not None}

@@ -20,11 +20,10 @@ from safetensors.torch import save_file
 
 from megarl.errors import CheckpointError
 from megarl.files import publish
-from megarl.model.adapter import Adapter
+from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.checkpoint.digests import FORMAT, read_state, seal, verify
 from megarl.model.checkpoint.identity import difference
 from megarl.model.checkpoint.writer import BackgroundWriter
-from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 from megarl.model.weights.sharded_tensor import ShardedTensor, collect
 from megarl.model.weights.streaming import stream_full
 from megarl.parallel.groups import Groups, on_rank_zero
@@ -38,7 +37,7 @@ MAIN = "main"
 def save(
     path: str | Path,
     adapter: Adapter,
-    optimizer: AdapterOptimizer,
+    optimizer: Optimizer,
     groups: Groups,
     writer: BackgroundWriter,
     *,
@@ -113,7 +112,7 @@ def _write(target: Path, fill: Callable[[Path], None]) -> None:
 def load(
     path: str | Path,
     adapter: Adapter,
-    optimizer: AdapterOptimizer,
+    optimizer: Optimizer,
     groups: Groups,
     writer: BackgroundWriter,
     *,
@@ -172,12 +171,12 @@ def check_base(folder: Path, state: Mapping[str, Any], base: str | Path) -> None
         )
 
 
-def _values(optimizer: AdapterOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+def _values(optimizer: Optimizer) -> dict[str, dict[str, torch.Tensor]]:
     """Map ``main``/``exp_avg``/``exp_avg_sq`` to {PEFT name: tensor shaped like this rank's parameter}."""
     return {MAIN: optimizer.main_weights()} | optimizer.moments()
 
 
-def _optimizer_tensors(adapter: Adapter, optimizer: AdapterOptimizer) -> dict[str, list[ShardedTensor]]:
+def _optimizer_tensors(adapter: Adapter, optimizer: Optimizer) -> dict[str, list[ShardedTensor]]:
     """Map ``main``/``exp_avg``/``exp_avg_sq`` to this rank's sharded tensors."""
     return {kind: adapter.tensors(held) for kind, held in _values(optimizer).items()}
 

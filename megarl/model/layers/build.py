@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import ModelType
 
-from megarl.config import ModelConfig, ParallelConfig, TrainConfig, checks
+from megarl.config import ModelConfig, ParallelConfig, TrainConfig, back_ends, checks
 from megarl.families import Family, family_of
 from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.layers.gpt import PackedGPTModel
@@ -152,7 +152,7 @@ def build_chunks(
     hf = full_config(hf)
     # Check again: full_config has filled in the values that config.json leaves out.
     checks.check_layout_fits_model(parallel, hf)
-    checks.check_backend(model, hf)
+    back_ends.check_te(model, hf)
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
     spec = block_spec(model)

@@ -45,16 +45,26 @@ def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
     """
     if part.optimizer is None:
         return
-    adamw = part.optimizer
+    if isinstance(part, Float16OptimizerWithFloat16Params):
+        clip_and_step(part.optimizer, norm, lr, max_norm)
+        _round(part)
+    else:
+        _prepare(part.optimizer, norm, lr, max_norm)
+        part.step_with_ready_grads()
+
+
+def clip_and_step(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
+    """Clip and update by a fused AdamW of torch; see ``update``."""
+    _prepare(adamw, norm, lr, max_norm)
+    adamw.step()
+
+
+def _prepare(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
+    """Give the fused AdamW the values that it reads from device memory, and the learning rate."""
     adamw.found_inf = (~norm.isfinite()).float()
     adamw.grad_scale = ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
     for group in adamw.param_groups:
         group["lr"] = lr
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        adamw.step()
-        _round(part)
-    else:
-        part.step_with_ready_grads()
 
 
 def _round(part: Any) -> None:

@@ -244,7 +244,7 @@ def test_importing_config_and_tasks_loads_nothing_heavy():
 
 def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
     assert load_config(recipe, ["model.backend=te"]).model.backend == "te"
-    assert "'local' or 'te'" in message_of(recipe, "model.backend=tee")
+    assert "'local', 'te' or 'transformers'" in message_of(recipe, "model.backend=tee")
     (model / "config.json").write_text(json.dumps(SHAPE | {"kv_lora_rank": 20, "qk_rope_head_dim": 8}))
     assert "model.backend is 'te'" in message_of(recipe, "model.backend=te", error=UnsupportedError)
 

@@ -3,7 +3,7 @@
 
 import torch
 
-from megarl.lora import build_model
+from megarl.build import build_model
 from megarl.lora.adapter import LoraAdapter
 from megarl.parallel.groups import destroy_groups
 from tests.helpers.models import make_model

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switch an adapter of PEFT on and off, list its tensors by name, save, load and merge it."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Embedding, LoraLayer, ParamWrapper
+
+from megarl.errors import AdapterError, UnsupportedError
+from megarl.files import user_path
+from megarl.hf.files import load_into
+from megarl.lora.files import peft_folder
+from megarl.lora.layers.matrices import generator_of
+from megarl.lora.merge import merge_weight
+from megarl.lora.targets.resolve import with_stable_patterns
+from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view
+from megarl.parallel.groups import on_rank_zero
+from megarl.peft.names import PREFIX
+from megarl.peft.rules import rank_and_scaling
+
+
+class PeftAdapter:
+    """An adapter that PEFT has put on a model. Every data-parallel rank holds all of it.
+
+    Attributes:
+        name: tells the model's adapters apart; no file contains it.
+        trainable: False if the adapter is frozen.
+        config: PEFT's config.
+        layers: maps the Hugging Face name of each adapted module to PEFT's layer.
+    """
+
+    def __init__(self, name: str, model: PeftModel, *, trainable: bool, seed: int) -> None:
+        """Take an adapter that is on the model, and draw its matrices anew from ``seed``."""
+        self.name, self.trainable, self._model = name, trainable, model
+        self.config: LoraConfig = model.peft_config[name]
+        self.layers: dict[str, Any] = {
+            module_name.removeprefix(PREFIX): module
+            for module_name, module in model.named_modules()
+            if isinstance(module, LoraLayer) and (name in module.lora_A or name in module.lora_embedding_A)
+        }
+        held = {_in_file(n, name): p for n, p in model.named_parameters() if f".{name}" in n and ".lora_" in n}
+        self._parameters: dict[str, torch.nn.Parameter] = dict(sorted(held.items()))
+        self._draw(seed)
+
+    @torch.no_grad()
+    def _draw(self, seed: int) -> None:
+        """Draw A uniformly on +-1 / sqrt(in) and set B to 0, as PEFT does, but alike at every layout and back end."""
+        for name, layer in self.layers.items():
+            generator = generator_of(name, seed)
+            if isinstance(layer, Embedding):
+                matrix = layer.lora_embedding_B[self.name]
+                matrix.copy_(torch.empty(matrix.shape).normal_(generator=generator))
+                layer.lora_embedding_A[self.name].zero_()
+                continue
+            matrix = layer.lora_A[self.name].weight
+            bound = matrix.shape[1] ** -0.5
+            matrix.copy_(torch.empty(matrix.shape).uniform_(-bound, bound, generator=generator))
+            layer.lora_B[self.name].weight.zero_()
+
+    @property
+    def dropout(self) -> float:
+        """Probability of dropping an input of the adapter during training."""
+        return self.config.lora_dropout
+
+    def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return ``(PEFT name, parameter)`` of the matrices."""
+        return list(self._parameters.items())
+
+    def tensors(self, values: Mapping[str, torch.Tensor] | None = None) -> list[ShardedTensor]:
+        """Return the matrices, or ``values`` of their names and shapes, as whole tensors."""
+        held: Mapping[str, torch.Tensor] = self._parameters if values is None else values
+        return [
+            parameter_view(name, held[name].data, tuple(parameter.shape), None)
+            for name, parameter in self._parameters.items()
+        ]
+
+    def activate(self) -> None:
+        """Compute with this adapter and no other from now on."""
+        for layer in _lora_layers(self._model):
+            # Not set_adapter, which also decides what is trained.
+            layer._active_adapter = [self.name]
+
+    @contextlib.contextmanager
+    def activated(self) -> Iterator[None]:
+        """Compute with this adapter inside the ``with`` block."""
+        layers = _lora_layers(self._model)
+        before = [layer._active_adapter for layer in layers]
+        self.activate()
+        try:
+            yield
+        finally:
+            for layer, active in zip(layers, before, strict=True):
+                layer._active_adapter = active
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Compute with the base model alone inside the ``with`` block. Nothing is merged or copied."""
+        layers = _lora_layers(self._model)
+        before = [layer._disable_adapters for layer in layers]
+        try:
+            for layer in layers:
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer, value in zip(layers, before, strict=True):
+                layer._disable_adapters = value
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream the tensors of PEFT's file on every rank."""
+        return ((name, parameter.data) for name, parameter in self._parameters.items())
+
+    def in_file(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the stream: ``tensors()`` are named as in PEFT's file."""
+        return iter(stream)
+
+    def adapted(self) -> set[str]:
+        """Return the names of the modules that ``merged`` changes."""
+        return set(self.layers)
+
+    @property
+    def unties(self) -> bool:
+        """True if ``merged`` needs a separate tensor for the output layer although the model ties it."""
+        causal = self._model.get_base_model()
+        ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
+        tied = bool(causal.config.get_text_config().tie_word_embeddings)
+        return tied and any(layer is end for layer in self.layers.values() for end in ends)
+
+    def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
+        """Return base tensors that add this adapter's update when read: in fp32, rounded once, out of place.
+
+        Args:
+            tensors: the base's tensors under Hugging Face names.
+
+        Raises:
+            UnsupportedError: the adapter is on a stack of experts.
+        """
+        updates = {f"{name}.weight": layer for name, layer in self.layers.items()}
+        if stacked := [name for name, layer in self.layers.items() if isinstance(layer, ParamWrapper)]:
+            raise UnsupportedError(
+                f"'{stacked[0]}' is a stack of experts, whose adapter model.backend=transformers does not merge; "
+                "sync it as an adapter (checkpoint_engine.content=adapter)"
+            )
+        return [self._with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
+
+    def _with_update(self, base: ShardedTensor, layer: Any) -> ShardedTensor:
+        name = self.name
+
+        def read() -> torch.Tensor:
+            if isinstance(layer, Embedding):  # B @ A has the embedding's columns as its rows
+                factors = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
+            else:
+                factors = layer.lora_A[name].weight, layer.lora_B[name].weight
+            return merge_weight(base.read(), *factors, layer.scaling[name])
+
+        return dataclasses.replace(base, read=read)
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return the contents of ``adapter_config.json``; not to be changed, every sync asks for them."""
+        return self._file_config
+
+    @functools.cached_property
+    def _file_config(self) -> dict[str, Any]:
+        return peft_folder.plain_config(with_stable_patterns(copy.deepcopy(self.config), self.layers))
+
+    def save(self, path: str | Path, experts: str = "as_trained") -> None:
+        """Write a PEFT directory. Collective. Rank 0 writes it atomically.
+
+        Args:
+            path: the directory; replaced if it exists.
+            experts: must be ``"as_trained"``, since the back end does not convert experts.
+
+        Raises:
+            AdapterError: the directory cannot be written.
+        """
+        write = self.snapshot(experts)
+        on_rank_zero(lambda: write(Path(path)))
+
+    def snapshot(self, experts: str = "as_trained") -> Callable[[Path], None]:
+        """Copy the adapter to rank 0's host memory; return the function that writes the copy. Collective."""
+        tensors, config = collect(self.export()), self.adapter_config()
+        return lambda path: peft_folder.write(path, tensors, config)
+
+    def read(self, path: str | Path) -> None:
+        """Load a PEFT directory, made by any back end at any layout.
+
+        Raises:
+            AdapterError: a file is damaged; or targets, rank or alpha are not this adapter's. Nothing was changed.
+        """
+        folder = user_path("adapter", path)
+        theirs = peft_folder.load_peft_config(folder)
+        for name, layer in self.layers.items():
+            here, there = (layer.r[self.name], layer.scaling[self.name]), rank_and_scaling(theirs, name)
+            if here != there:
+                raise AdapterError(
+                    f"{folder / peft_folder.CONFIG}: '{name}' has (rank, scaling) {there} in the file and {here} here; "
+                    "start from it by lora.init_from"
+                )
+        load_into(folder / peft_folder.WEIGHTS, self._parameters)
+
+
+def _in_file(name: str, adapter: str) -> str:
+    """Return a parameter's name in PEFT's file: without the adapter's name."""
+    start, _, end = name.rpartition(f".{adapter}")
+    return start + end
+
+
+def _lora_layers(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]

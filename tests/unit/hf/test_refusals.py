@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refuse models that transformers would train wrongly or not at all, by name and before anything is trained."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Gemma2Config, MambaConfig, MambaForCausalLM
+
+from megarl.build import build_model
+from megarl.config import ModelConfig, TrainConfig, TrainerConfig
+from megarl.config.sections.lora import LoraConfig
+from megarl.errors import AdapterError, ConfigError, MegarlError, ModelError, UnsupportedError
+from megarl.hf import attention
+from megarl.hf.inspection import inspect_model
+from megarl.verify.inputs.samples import make_samples
+from tests.helpers.architectures import SIZES, write_model
+
+
+def build(folder: Path, **lora: Any) -> Any:
+    return build_model(
+        {"path": str(folder), "dtype": "float32", "backend": "transformers"},
+        lora={"r": 4} | lora,
+        train={"device": "cpu", "micro_batch_tokens": 256},
+    )
+
+
+def test_state_spaces_are_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match="model_type 'mamba': layer_types has 'linear_attention'"):
+        build(tmp_path)
+
+
+def test_attention_that_ignores_the_bounds_of_sequences_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "olmo2")
+    whole = attention.PackedSequences.from_lengths((19,), torch.device("cpu"))
+    original = attention.attend_runs
+    monkeypatch.setattr(attention, "attend_runs", lambda q, k, v, packed, *rest: original(q, k, v, whole, *rest))
+    with pytest.raises(UnsupportedError, match=r"'olmo2': .* computes a sequence in a pack differently"):
+        build(tmp_path)
+
+
+def test_a_window_that_does_not_reach_the_attention_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The window is longer than the probe's sequences, so that only what the layers ask for shows it.
+    write_model(tmp_path, "starcoder2", sliding_window=64)
+    build(tmp_path)
+    from transformers.models.starcoder2 import modeling_starcoder2
+
+    original = modeling_starcoder2.Starcoder2Attention.forward
+
+    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config, self.config = self.config, type("Config", (), {"_attn_implementation": attention.NAME})()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            self.config = config
+
+    monkeypatch.setattr(modeling_starcoder2.Starcoder2Attention, "forward", without)
+    with pytest.raises(UnsupportedError, match="3 layers have a sliding window of 64 tokens, but only 0 hand it"):
+        build(tmp_path)
+
+
+def test_layers_of_an_unknown_kind_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "gemma2")
+    plain = json.loads((tmp_path / "config.json").read_text())
+    assert Gemma2Config(**plain).layer_types
+    plain["layer_types"] = ["chunked_attention"] * 3
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    with pytest.raises(MegarlError, match="chunked_attention"):
+        build(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["lost", "extra", "shape", "nan"])
+def test_a_damaged_folder_is_named_instead_of_trained(tmp_path: Path, damage: str) -> None:
+    write_model(tmp_path, "olmo2")
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    tensor = tensors.pop(name)
+    changed = {
+        "lost": {},
+        "extra": {name: tensor, "model.layers.1.mlp.more": tensor.clone()},
+        "shape": {name: tensor[:, :5].contiguous()},
+        "nan": {name: tensor * float("nan")},
+    }[damage]
+    save_file(tensors | changed, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp"):
+        build(tmp_path)
+
+
+def test_quantised_weights_and_unknown_models_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "olmo2")
+    plain = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(plain | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(UnsupportedError, match="has a quantization_config"):
+        build(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(plain | {"model_type": "another"}))
+    with pytest.raises(ModelError, match="transformers rejects it"):
+        build(tmp_path)
+
+
+def test_a_sample_beyond_the_models_positions_is_refused(tmp_path: Path) -> None:
+    model = build(write_model(tmp_path, "olmo2"))
+    with pytest.raises(ConfigError, match=r"a sample's length \(\d+\) exceeds .* max_position_embeddings \(128"):
+        model.pack(make_samples(40, SIZES["vocab_size"], longest=200))
+
+
+@pytest.mark.parametrize(
+    ("lora", "error", "match"),
+    [
+        ({"target_modules": ["q_prj"]}, AdapterError, "q_prj"),
+        ({"rank_pattern": {"k_prj": 3}}, AdapterError, "rank_pattern has 'k_prj'"),
+        ({"target_parameters": ["nothing"], "target_modules": ["q_proj"]}, AdapterError, "nothing"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_any_rank_starts(
+    tmp_path: Path, lora: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    section = ModelConfig(path=str(write_model(tmp_path, "olmo2")), backend="transformers", dtype="float32")
+    inspect_model(TrainerConfig(section, train=TrainConfig(device="cpu")))
+    with pytest.raises(error, match=match):
+        inspect_model(TrainerConfig(section, lora=LoraConfig(**lora), train=TrainConfig(device="cpu")))
