@@ -8,8 +8,10 @@ from pathlib import Path
 from peft import LoraConfig
 
 from megarl.config import RunConfig
+from megarl.config.back_ends import TRANSFORMERS
 from megarl.config.checks import add_own_family
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
+from megarl.families import WeightMap
 from megarl.lora import load_peft_config
 from megarl.lora.section import check_section
 from megarl.model.inspection import inspect_folder
@@ -17,7 +19,7 @@ from megarl.model.weights.full_config import full_config, names_of
 from megarl.model.weights.hf_folder import parse_json
 from megarl.verify.cases import Case, Place
 from megarl.verify.inputs.adapters import make_adapter
-from megarl.verify.inputs.layouts import allowed_layouts, describe_refused, label
+from megarl.verify.inputs.layouts import allowed_layouts, describe_refused, place_name, transformers_layouts
 from megarl.verify.inputs.settings import check_dropout
 from megarl.verify.inputs.tiny_model import write_tiny
 from megarl.verify.run import Report, check_gpus, verify_places
@@ -38,7 +40,7 @@ def verify_model(config: RunConfig, report: Progress, *, full: bool = True) -> l
         MegarlError: a rank raised it.
     """
     check_gpus(config.parallel.world_size)
-    return _verify(config, {label(config.parallel): config}, report, full=full)
+    return _verify(config, {place_name(config): config}, report, full=full)
 
 
 def verify_matrix(config: RunConfig, ranks: int, report: Progress) -> tuple[list[Report], dict[str, list[str]]]:
@@ -56,6 +58,9 @@ def verify_matrix(config: RunConfig, ranks: int, report: Progress) -> tuple[list
         ConfigError, MegarlError: as in ``verify_model``.
     """
     layouts, refused = allowed_layouts(config, ranks)
+    # Experts have an adapter for each linear here; transformers stacks them.
+    if config.model.backend == "local" and not _names(config).num_experts:
+        layouts |= transformers_layouts(config, ranks)
     if not layouts:
         raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
     check_gpus(max(layout.parallel.world_size for layout in layouts.values()))
@@ -82,6 +87,10 @@ def _verify(
         return verify_places([Place(case, name, layout) for name, layout in layouts.items()], report=report)
 
 
+def _names(config: RunConfig) -> WeightMap:
+    return names_of(inspect_folder(config.model.path, config.parallel))
+
+
 def _check(config: RunConfig) -> None:
     """Refuse wrong settings before any process is started.
 
@@ -90,8 +99,13 @@ def _check(config: RunConfig) -> None:
     """
     add_own_family(config.model)
     try:
-        names = names_of(inspect_folder(config.model.path, config.parallel))
+        names = _names(config)
         check_section(config.lora, names)
+        if config.model.backend == TRANSFORMERS and names.num_experts and not config.lora.target_parameters:
+            raise UnsupportedError(
+                "model.backend is 'transformers' with a mixture of experts, which transformers stacks; verify it with "
+                "lora.target_parameters=[gate_up_proj,down_proj]"
+            )
         peft_config = _peft_config(config)
         check_dropout(peft_config.lora_dropout, f"lora_dropout of lora.init_from '{config.lora.init_from}'")
     except (AdapterError, ModelError, UnsupportedError) as error:

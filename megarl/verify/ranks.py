@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
+from megarl.build import build_with
 from megarl.config import ParallelConfig
 from megarl.families.base import OUTPUT
-from megarl.lora import attach, load_peft_config
+from megarl.lora import load_peft_config
 from megarl.lora.merge import merge_folder, write_merged
-from megarl.model.megatron_model import MegatronModel
+from megarl.model.trained_model import TrainedModel
 from megarl.model.weights.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import Groups, destroy_groups, init_groups, leave_layout
+from megarl.peft.spec import AdapterSpec
 from megarl.verify.bounds import ADAPTER, BASE_WEIGHTS, CHECKPOINT, UPDATE
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import Finding, Outcome, compare, compare_adapters, is_worse
-from megarl.verify.inputs.layouts import label
+from megarl.verify.inputs.layouts import place_name
 from megarl.verify.launch import free_memory, report_progress
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
 
@@ -67,11 +69,9 @@ def each_layout(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Groups]]:
     destroy_groups()
 
 
-def build(place: Place, groups: Groups) -> MegatronModel:
+def build(place: Place, groups: Groups) -> TrainedModel:
     """Build the case's model with its adapter's layers, not yet loaded."""
-    peft_config = load_peft_config(place.case.adapter)
-    seed = place.config.train.seed
-    return MegatronModel(place.config.trainer, groups, attach(peft_config, seed=seed))
+    return build_with(place.config.trainer, groups, [AdapterSpec(load_peft_config(place.case.adapter))])
 
 
 def train(place: Place, groups: Groups) -> list[Finding]:
@@ -94,7 +94,7 @@ def train(place: Place, groups: Groups) -> list[Finding]:
     return findings
 
 
-def run_updates(model: MegatronModel, case: Case, checkpoint: Path) -> Outcome:
+def run_updates(model: TrainedModel, case: Case, checkpoint: Path) -> Outcome:
     """Train as ``reference.run_reference`` does, and save a checkpoint before the last update."""
     config, batch = model.config.train, model.pack(case.samples())
     logprobs, base_logprobs = model.forward(batch), model.forward(batch, adapter=False)
@@ -109,7 +109,7 @@ def run_updates(model: MegatronModel, case: Case, checkpoint: Path) -> Outcome:
         if step == 0:
             gradients, entropy = model.gradients(), metrics["entropy"]
         norms.append(model.optim_step(config.learning_rate)["grad_norm"])
-        report_progress(f"{label(model.config.parallel)}: update {step + 1} of {config.steps} done")
+        report_progress(f"{place_name(model.config)}: update {step + 1} of {config.steps} done")
     model.finish_checkpoint()
     return Outcome(logprobs, base_logprobs, entropy, gradients, norms, exported_adapter(model))
 
@@ -129,12 +129,12 @@ def resume(saved: Place, here: Place, groups: Groups) -> Finding:
     return Finding(CHECKPOINT, f"at {here.layout}: {finding.worst}", finding.error)
 
 
-def exported_adapter(model: MegatronModel) -> dict[str, torch.Tensor]:
+def exported_adapter(model: TrainedModel) -> dict[str, torch.Tensor]:
     """Return the whole adapter under PEFT's names, copied to the CPU."""
     return {name: tensor.to("cpu", copy=True) for name, tensor in model.export_weights(adapter_only=True)}
 
 
-def compare_base(model: MegatronModel, folder: Path) -> Finding:
+def compare_base(model: TrainedModel, folder: Path) -> Finding:
     """Compare exported base weights with the file's, bit for bit in the model's dtype; none may be missing or extra."""
     source, worst, largest = WeightFolder(folder), "", -1.0
     unseen = set(source.file_of)

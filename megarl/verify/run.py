@@ -7,12 +7,13 @@ from itertools import groupby
 
 import torch
 
+from megarl.config.back_ends import TRANSFORMERS
 from megarl.errors import ConfigError
 from megarl.verify.bounds import BOUNDS, EACH_GRADIENT, EXPORTED_WEIGHTS, MERGED_WEIGHTS
 from megarl.verify.cases import Case, Place
 from megarl.verify.compare import Finding, Row, worst_of
 from megarl.verify.explain.difference import explain
-from megarl.verify.inputs.layouts import label, other_layout
+from megarl.verify.inputs.layouts import other_layout, place_name
 from megarl.verify.launch import run_ranks
 from megarl.verify.ranks import Stage, run_stages
 from megarl.verify.reference.reference_runs import make_truth, make_yardstick, read_back, run_shared
@@ -111,10 +112,10 @@ def plan(places: Sequence[Place]) -> list[Stage]:
     First comes each place in full, by number of ranks; each checkpoint is reloaded at the case's next layout. Then the
     last checkpoints are reloaded, whatever the number of ranks of their next layout.
     """
-    order = {label(place.config.parallel): index for index, place in reversed(list(enumerate(places)))}
+    order = {place.layout: index for index, place in reversed(list(enumerate(places)))}
     stages: list[Stage] = []
     last: dict[str, Place] = {}
-    for place in sorted(places, key=lambda p: (p.config.parallel.world_size, order[label(p.config.parallel)])):
+    for place in sorted(places, key=lambda p: (p.config.parallel.world_size, order[p.layout])):
         stages.append(Stage(place, resume=last.get(place.case.name)))
         last[place.case.name] = place
     return stages + [Stage(_next(place, places), full=False, resume=place) for place in last.values()]
@@ -132,7 +133,7 @@ def _next(saved: Place, places: Sequence[Place]) -> Place:
     other = other_layout(saved.config, most)
     if other is None:
         return Place(saved.case, f"{saved.layout} again, no other layout fits", saved.config)
-    return Place(saved.case, label(other.parallel), other)
+    return Place(saved.case, place_name(other), other)
 
 
 def _yardsticks(
@@ -153,5 +154,7 @@ def _explained(reports: list[Report], prepare: Callable[[], None] | None, report
     failed = [(r.place, [row for row in r.rows if not row.passed]) for r in reports if not r.passed]
     if not failed:
         return reports
-    lines = explain(failed, prepare, report)
+    # Only MegatronModel's modules are traced; those of transformers are the reference's own.
+    traced = [(place, rows) for place, rows in failed if place.config.model.backend != TRANSFORMERS]
+    lines = explain(traced, prepare, report) if traced else {}
     return [Report(r.place, r.rows, r.truth, lines.get(r.place.key, [])) for r in reports]

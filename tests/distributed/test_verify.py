@@ -281,12 +281,15 @@ def test_the_command_prints_json_and_nothing_else_on_standard_output(tmp_path):
     assert all(row.keys() == {"name", "worst", "error", "bound", "pass"} and row["pass"] for row in verdict["rows"])
 
 
+TRANSFORMERS = ["transformers", "transformers DP2", "transformers DP2+shards"]
+
+
 def test_the_matrix_runs_every_layout_that_the_checks_allow(tmp_path):
     model = make_model(tmp_path / "model", "qwen2", tied=True, num_hidden_layers=6)
     done = run_command(str(model), "lora.r=4", "--matrix", "--ranks", "2", "--out", str(tmp_path / "matrix.md"))
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (tmp_path / "matrix.md").read_text().splitlines()
     layouts = [line.split(" | ")[0].removeprefix("| ") for line in lines if line.endswith(" | yes |")]
-    assert sorted(layouts) == sorted(["TP1", "DP2", "CP2", "TP2", "TP2+SP", "PP2", "PP2xVPP2"])
+    assert sorted(layouts) == sorted(["TP1", "DP2", "CP2", "TP2", "TP2+SP", "PP2", "PP2xVPP2", *TRANSFORMERS])
     assert not [line for line in lines if line.endswith(" | NO |") or line.startswith("Refused: ")]
     assert done.stdout == ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megarl.model.megatron_model import MegatronModel
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import read_config
 from megarl.parallel.groups import Groups
@@ -109,6 +110,8 @@ def _compare_here(suspect: Suspect, groups: Groups) -> tuple[dict[str, float], d
     place, case = suspect.place, suspect.place.case
     report_progress(f"{place.key}: outputs of modules and gradients")
     model = build(place, groups)
+    # Only Megatron's places are explained.
+    assert isinstance(model, MegatronModel)
     model.load_adapter(case.adapter)
     samples = case.traced_samples()
     names = names_of(model.hf_config)

@@ -4,7 +4,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 
-from megarl.config import ParallelConfig, RunConfig, check_run, parse_config
+from megarl.config import ParallelConfig, RunConfig, TrainerConfig, check_run, parse_config
+from megarl.config.back_ends import TRANSFORMERS
 from megarl.errors import ConfigError, UnsupportedError
 
 # Axis -> its abbreviation in a layout's name.
@@ -27,6 +28,36 @@ def label(parallel: ParallelConfig) -> str:
         if size > 1:
             parts.append(f"{short}{size}{'+SP' if axis == 'tensor' and parallel.sequence_parallel else ''}")
     return "x".join(parts) or "TP1"
+
+
+def place_name(config: RunConfig | TrainerConfig) -> str:
+    """Return the name of a config's layout, with the back end where it is not Megatron-Core."""
+    if config.model.backend != TRANSFORMERS:
+        return label(config.parallel)
+    name = label(config.parallel) if config.parallel.data > 1 else ""
+    return f"{TRANSFORMERS}{f' {name}' if name else ''}{'+shards' if config.train.shard_base else ''}"
+
+
+def transformers_layouts(config: RunConfig, ranks: int) -> dict[str, RunConfig]:
+    """Return ``name -> config`` of the layouts of ``model.backend: transformers``, one rank first.
+
+    Args:
+        config: a config of a dense model.
+        ranks: largest number of ranks.
+    """
+    tree = config.model_dump()
+    found = {}
+    for data, shards in ((1, False), (2, False), (2, True)):
+        if data <= ranks:
+            changes = {
+                "model": tree["model"] | {"backend": TRANSFORMERS},
+                "parallel": ParallelConfig(data=data).model_dump(),
+                "train": tree["train"] | {"shard_base": shards},
+            }
+            moved = parse_config(tree | changes)
+            check_run(moved)
+            found[place_name(moved)] = moved
+    return found
 
 
 def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
@@ -83,6 +114,8 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
 def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
     """Choose the layout at which a checkpoint is reloaded: the allowed one that cuts tensors most differently.
 
+    A checkpoint of transformers is reloaded by Megatron-Core on one rank.
+
     Args:
         config: config at which the checkpoint is saved.
         ranks: largest number of ranks.
@@ -90,6 +123,14 @@ def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
     Returns:
         The config at that layout; None if no other layout is allowed in so many ranks.
     """
+    if config.model.backend == TRANSFORMERS:
+        tree = config.model_dump()
+        changes = {
+            "model": tree["model"] | {"backend": "local"},
+            "parallel": ParallelConfig().model_dump(),
+            "train": tree["train"] | {"shard_base": False},
+        }
+        return parse_config(tree | changes)
     allowed, _ = allowed_layouts(config, ranks)
     others = [other for other in allowed.values() if label(other.parallel) != label(config.parallel)]
 
