@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import EngineConfig
+from megarl.config.back_ends import TRANSFORMERS
 from megarl.config.checks import read_model_shape
 from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError, UnsupportedError
@@ -16,6 +17,7 @@ from megarl.files import read_json
 from megarl.sampler.device_checks import head_dim
 from megarl.sampler.engine_args import check_engine_args
 from megarl.sampler.graph_sizes import graph_sizes
+from megarl.sampler.unlisted import support_of
 
 # vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -135,14 +137,7 @@ def check_sampled(config: EngineConfig) -> None:
     if config.sampler.engine_args:
         engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets
     shape = read_model_shape(config.model.path)
-    family = FAMILIES.get(str(shape.get("model_type")))
-    if family is None or family.sampler is None:
-        sampled = sorted(name for name, family in FAMILIES.items() if family.sampler)
-        raise UnsupportedError(
-            f"model.path: the sampler does not support model_type '{shape.get('model_type')}'; supported are "
-            f"{', '.join(sampled)}"
-        )
-    _check_attention(shape, family.sampler, longest_sequence(config))
+    _check_attention(shape, _support(config, shape), longest_sequence(config))
     _check_cache(config, shape)
     for token in stop_tokens(config.model.path):
         if not 0 <= token < shape.get("vocab_size", token + 1):
@@ -162,6 +157,22 @@ def check_sampled(config: EngineConfig) -> None:
                 f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
                 "MLPs, experts and routers, and with checkpoint_engine.content=merged untied embeddings"
             )
+
+
+def _support(config: EngineConfig, shape: Mapping[str, Any]) -> SamplerSupport:
+    """Return the cases in which vLLM samples as the trainer computes."""
+    model_type = str(shape.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is not None and family.sampler is not None:
+        return family.sampler
+    if config.model.backend == TRANSFORMERS:
+        return support_of(model_type)
+    sampled = sorted(name for name, family in FAMILIES.items() if family.sampler)
+    raise UnsupportedError(
+        f"model.path: the sampler does not support model_type '{model_type}' with model.backend "
+        f"'{config.model.backend}'; supported are {', '.join(sampled)}, and with model.backend=transformers every "
+        "architecture that vLLM has"
+    )
 
 
 def _check_attention(shape: Mapping[str, Any], support: SamplerSupport, length: int) -> None:

@@ -17,6 +17,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from megarl.checkpoint_engine.filling import DTYPES
 from megarl.checkpoint_engine.receiver import mixtures, routers, stacked_experts
+from megarl.checkpoint_engine.receiver.fused import cut_rows, fuse_shapes, fused_parts
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
 from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
@@ -136,8 +137,10 @@ def _source(name: str, matrix: torch.Tensor | None, space: torch.Tensor) -> Sour
 
 def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -> dict[str, Pair]:
     """Map each adapted module to its pair; raises as ``plan_slot``."""
-    inner, shapes = manager._adapter_manager, linear_shapes(manager)
+    inner, linears = manager._adapter_manager, linear_shapes(manager)
     halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
+    fused = fused_parts(inner, halves)
+    shapes = fuse_shapes(linears, fused)
     if config.target_parameters:
         halves, keys, absent = stacked_experts.unstack(inner, halves, shapes, config)
     _check_targets(halves, shapes, config, keys)
@@ -156,7 +159,10 @@ def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -
         for name, tensor, shape in (("lora_A", a, (rank, inputs)), ("lora_B", b, (outputs, rank))):
             if tuple(tensor.shape) != shape:
                 raise WeightSyncError(f"'{module}.{name}' has shape {tuple(tensor.shape)}, the model needs {shape}")
-        pairs[module] = Pair(a, b, scaling)
+        parts = fused.get(module, [module])
+        sizes = [linears[part][1] for part in parts] if module in fused else [outputs]
+        for part, rows in zip(parts, cut_rows(b, sizes), strict=True):
+            pairs[part] = Pair(a, rows, scaling)
     return pairs
 
 
@@ -240,7 +246,8 @@ def output_sizes(layer: Any, slices: int) -> list[int]:
         # output_sizes of a QKV layer counts replicated KV heads once per rank.
         value_size = getattr(layer, "v_head_size", layer.head_size)
         kv_heads = layer.total_num_kv_heads
-        return [layer.total_num_heads * layer.head_size, kv_heads * layer.head_size, kv_heads * value_size]
+        sizes = [layer.total_num_heads * layer.head_size, kv_heads * layer.head_size, kv_heads * value_size]
+        return [sum(sizes)] if slices == 1 else sizes
     return [layer.output_size] if slices == 1 else list(layer.output_sizes)
 
 

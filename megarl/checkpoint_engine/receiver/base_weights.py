@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.checkpoint_engine.receiver import mixtures, plain_mixtures
 from megarl.checkpoint_engine.receiver.adapter_plan import output_sizes, rename_mapper
+from megarl.checkpoint_engine.receiver.fused import fused_name
 from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
@@ -41,12 +42,21 @@ class Layout(NamedTuple):
     Attributes:
         targets: each tensor's Hugging Face name, as vLLM renames it -> its target.
         shapes: shapes of linears' and experts' weights by the same names. vLLM pads or cuts some others silently.
+        fused: the target of a tensor of all parts of a linear, by its name -> the parts' names. It may come instead of
+            them.
         loading: context in which the model loads.
     """
 
     targets: dict[str, Target]
     shapes: dict[str, tuple[int, int]]
+    fused: dict[str, tuple[Target, list[str]]]
     loading: AbstractContextManager
+
+    def of(self, name: str) -> tuple[Target | None, list[str]]:
+        """Return a tensor's target, None if it has none, and the names that it covers."""
+        if name in self.targets:
+            return self.targets[name], [name]
+        return self.fused.get(name, (None, []))
 
 
 def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, whole: bool) -> None:
@@ -65,7 +75,8 @@ def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, who
         UnsupportedError: the experts are in a layout that a reload would not restore.
     """
     model = runner.get_model()
-    targets, shapes, loading = layout_of(model, getattr(runner, "lora_manager", None))
+    layout = layout_of(model, getattr(runner, "lora_manager", None))
+    targets = layout.targets
     mapper = rename_mapper(model)
     pending = set(targets)
 
@@ -73,18 +84,21 @@ def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, who
         """Yield the tensors under the names by which vLLM loads them. Raises as ``load_weights`` does."""
         for name, tensor in weights:
             mapped = mapper._map_name(name) if mapper is not None else name
-            if mapped not in pending:
-                raise WeightSyncError(f"tensor '{name}' came twice or is no parameter of the model")
+            target, parts = layout.of(mapped)
+            if target is None or not pending.issuperset(parts):
+                raise WeightSyncError(
+                    f"tensor '{name}' came twice or is no parameter of the model; if it is a tensor of the model's "
+                    "files, vLLM takes it only from there: set checkpoint_engine.base_weights=disk"
+                )
             if not is_finite(tensor):
                 raise WeightSyncError(f"tensor '{name}' holds a value that is not finite")
-            if (shape := tuple(tensor.shape)) != shapes.get(mapped, shape):
-                raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {shapes[mapped]}")
-            pending.discard(mapped)
-            load = targets[mapped].load
+            if (shape := tuple(tensor.shape)) != layout.shapes.get(mapped, shape):
+                raise WeightSyncError(f"tensor '{name}' has shape {shape}, the model needs {layout.shapes[mapped]}")
+            pending.difference_update(parts)
             # The model renames Hugging Face's names itself; only a name inside a LoRA wrapper is not one of them.
-            yield (name if mapped == load else load), tensor
+            yield (name if mapped == target.load else target.load), tensor
 
-    with set_current_vllm_config(vllm_config), torch.device(runner.device), loading, _quiet(not whole):
+    with set_current_vllm_config(vllm_config), torch.device(runner.device), layout.loading, _quiet(not whole):
         owners = _owners(model)
         initialize_layerwise_reload(model)
         try:
@@ -125,11 +139,23 @@ def layout_of(model: Any, manager: Any) -> Layout:
             continue
         layer, _, leaf = parameter.rpartition(".")
         below = ".base_layer" if ".base_layer." in parameter and not plain else ""
-        for name, shape in _unfused(model, layer):
+        parts = _unfused(model, layer)
+        for name, shape in parts.items():
             layout.targets[f"{name}.{leaf}"] = Target(f"{name}{below}.{leaf}", layer)
             if leaf == "weight" and shape:
                 layout.shapes[f"{name}.{leaf}"] = shape
+        if whole := fused_name(layer.removesuffix(".base_layer"), list(parts)):
+            names = [f"{name}.{leaf}" for name in parts]
+            layout.fused[f"{whole}.{leaf}"] = Target(f"{whole}{below}.{leaf}", layer), names
+            if leaf == "weight" and all(name in layout.shapes for name in names):
+                layout.shapes[f"{whole}.{leaf}"] = _sum_rows(layout.shapes[name] for name in names)
     return layout
+
+
+def _sum_rows(shapes: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Return the shape of matrices below one another."""
+    rows, columns = zip(*shapes, strict=True)
+    return sum(rows), columns[0]
 
 
 def _experts_layout(model: Any, manager: Any, plain: bool) -> Layout:
@@ -140,23 +166,23 @@ def _experts_layout(model: Any, manager: Any, plain: bool) -> Layout:
         for layer, _, parts in plain_mixtures.experts_of(model):
             targets |= {part: Target(part, layer) for part in parts}
             shapes |= parts
-        return Layout(targets, shapes, plain_mixtures.loading(model))
+        return Layout(targets, shapes, {}, plain_mixtures.loading(model))
     inner = manager._adapter_manager
     for name, _, names in mixtures.experts_of(inner):
         layer = f"{name}.base_layer{plain_mixtures.SUFFIX}"
         targets |= {part: Target(load, layer) for part, load in mixtures.base_names(name, names, plain).items()}
-    return Layout(targets, mixtures.base_shapes(inner), mixtures.loading_base(inner))
+    return Layout(targets, mixtures.base_shapes(inner), {}, mixtures.loading_base(inner))
 
 
-def _unfused(model: Any, layer: str) -> list[tuple[str, tuple[int, int] | None]]:
-    """Return the Hugging Face name of each part of a layer, with the whole weight's shape if it is a linear."""
+def _unfused(model: Any, layer: str) -> dict[str, tuple[int, int] | None]:
+    """Map the Hugging Face name of each part of a layer to the unsharded weight's shape, None if it is no linear."""
     module = model.get_submodule(layer)
     parent, dot, last = f"{layer}.".replace(".base_layer.", ".")[:-1].rpartition(".")
     parts = getattr(model, "packed_modules_mapping", {}).get(last, [last])
     shapes: list[tuple[int, int] | None] = [None] * len(parts)
     if isinstance(module, LinearBase):
         shapes = [(size, module.input_size) for size in output_sizes(module, len(parts))]
-    return [(f"{parent}{dot}{part}", shape) for part, shape in zip(parts, shapes, strict=True)]
+    return {f"{parent}{dot}{part}": shape for part, shape in zip(parts, shapes, strict=True)}
 
 
 @contextmanager
