@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from megarl.errors import AdapterError, ModelError
+from megarl.families import FAMILIES
 from megarl.families.base import EMBEDDING, OUTPUT
 from megarl.files import write_directory
+from megarl.lora.files.named_pairs import NamedPairs
 from megarl.lora.files.peft_folder import WEIGHTS, load_peft_config
 from megarl.lora.files.stacked_experts import AdapterFile
 from megarl.lora.targets.parameters import as_peft_reads
@@ -55,23 +58,20 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
 
     Raises:
         AdapterError: the adapter is damaged or does not fit the model.
+        UnsupportedError: the model's family is not listed, and the adapter has other than linears.
         ModelError: the base folder is incomplete, or ``out`` exists.
     """
     if out.exists():
         raise ModelError(f"--out '{out}' exists already; name a new folder")
-    hf_config = read_config(model)
-    config = load_peft_config(adapter)
-    names = names_of(hf_config)
-    config = as_peft_reads(config, names)
-    targets = resolve_targets(config, names)
+    hf_config, config = read_config(model), load_peft_config(adapter)
     folder = WeightFolder(model)
-    untie = unties(hf_config, targets)
-    held = set(folder.file_of) | ({OUTPUT[1]} if untie else set())
-    if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
-        raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")
     try:
         with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as opened:
-            source = AdapterFile(opened, targets, names)
+            source, targets, config = _open_pairs(opened, adapter, hf_config, config)
+            untie = unties(hf_config, targets)
+            held = set(folder.file_of) | ({OUTPUT[1]} if untie else set())
+            if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
+                raise AdapterError(f"{adapter} adapts '{lost[0]}', which {model} lacks")
             with write_directory(out) as partial:
                 for file in sorted(set(folder.file_of.values())):
                     tensors = {
@@ -89,6 +89,19 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
             f"{adapter / WEIGHTS} cannot be read ({error}); it is missing, truncated or damaged"
         ) from error
     return len(targets)
+
+
+def _open_pairs(
+    opened: Any, adapter: Path, hf_config: Mapping[str, Any], config: LoraConfig
+) -> tuple[AdapterFile | NamedPairs, Mapping[str, str], LoraConfig]:
+    """Return the adapter's matrices, its targets (from ``resolve_targets``) and its config as PEFT reads it."""
+    if hf_config.get("model_type") not in FAMILIES:
+        pairs = NamedPairs(opened, adapter / WEIGHTS)
+        return pairs, pairs.targets, config
+    names = names_of(hf_config)
+    config = as_peft_reads(config, names)
+    targets = resolve_targets(config, names)
+    return AdapterFile(opened, targets, names), targets, config
 
 
 def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: Path) -> None:
@@ -152,7 +165,7 @@ def _base_tensors(file: Path, untie: bool) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _merged(
-    name: str, tensor: torch.Tensor, adapter: AdapterFile, targets: Mapping[str, str], config: LoraConfig
+    name: str, tensor: torch.Tensor, adapter: AdapterFile | NamedPairs, targets: Mapping[str, str], config: LoraConfig
 ) -> torch.Tensor:
     """Return one tensor, with the adapter added if the tensor is a target."""
     module = name.removesuffix(".weight")

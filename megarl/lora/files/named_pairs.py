@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read an adapter of a model whose family is not listed: by the names in PEFT's file alone."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.errors import UnsupportedError
+from megarl.peft.names import PREFIX, matrix_name
+
+
+class NamedPairs:
+    """The pairs of an opened weights file.
+
+    Args:
+        source: from ``safetensors.safe_open``.
+        file: its path, for messages.
+
+    Raises:
+        UnsupportedError: a tensor belongs to no linear (an embedding, stacked experts).
+    """
+
+    def __init__(self, source: Any, file: Path) -> None:
+        self.source = source
+        names = set(source.keys())
+        ends = (matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX))
+        modules = {name.removeprefix(PREFIX).removesuffix(end) for name in names for end in ends if name.endswith(end)}
+        linears = {matrix_name(module, side) for module in modules for side in "AB"}
+        stacked = {name for name in linears if name in names and len(source.get_slice(name).get_shape()) != 2}
+        if other := sorted((names ^ linears) | stacked):
+            raise UnsupportedError(
+                f"{file} holds '{other[0]}', which is not one of a linear's two matrices; for this model_type merging "
+                "supports adapters of linears only; merge this one with PEFT (merge_and_unload)"
+            )
+        self.targets = {module: module for module in sorted(modules)}
+
+    def pair(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the whole A and B of a linear."""
+        a, b = (self.source.get_tensor(matrix_name(module, side)) for side in "AB")
+        return a, b
