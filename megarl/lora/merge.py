@@ -63,7 +63,8 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     """
     if out.exists():
         raise ModelError(f"--out '{out}' exists already; name a new folder")
-    hf_config, config = read_config(model), load_peft_config(adapter)
+    plain, config = parse_json(model / "config.json"), load_peft_config(adapter)
+    hf_config = read_config(model) if plain.get("model_type") in FAMILIES else plain
     folder = WeightFolder(model)
     try:
         with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as opened:
