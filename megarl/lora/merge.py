@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -63,12 +63,10 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     """
     if out.exists():
         raise ModelError(f"--out '{out}' exists already; name a new folder")
-    plain, config = parse_json(model / "config.json"), load_peft_config(adapter)
-    hf_config = read_config(model) if plain.get("model_type") in FAMILIES else plain
     folder = WeightFolder(model)
     try:
         with safe_open(str(adapter / WEIGHTS), framework="pt", device="cpu") as opened:
-            source, targets, config = _open_pairs(opened, adapter, hf_config, config)
+            hf_config, source, targets, config = open_pairs(opened, adapter, model)
             untie = unties(hf_config, targets)
             held = set(folder.file_of) | ({OUTPUT[1]} if untie else set())
             if lost := sorted(f"{name}.weight" for name in targets if f"{name}.weight" not in held):
@@ -92,17 +90,42 @@ def merge_folder(model: Path, adapter: Path, out: Path) -> int:
     return len(targets)
 
 
-def _open_pairs(
-    opened: Any, adapter: Path, hf_config: Mapping[str, Any], config: LoraConfig
-) -> tuple[AdapterFile | NamedPairs, Mapping[str, str], LoraConfig]:
-    """Return the adapter's matrices, its targets (from ``resolve_targets``) and its config as PEFT reads it."""
-    if hf_config.get("model_type") not in FAMILIES:
+class Pairs(NamedTuple):
+    """An adapter's matrices as they belong to a model.
+
+    Attributes:
+        hf_config: the model's config.json; completed if its family is listed.
+        source: gives the pair of a module.
+        targets: from ``resolve_targets``.
+        config: the adapter's config as PEFT reads it.
+    """
+
+    hf_config: Mapping[str, Any]
+    source: AdapterFile | NamedPairs
+    targets: Mapping[str, str]
+    config: LoraConfig
+
+
+def open_pairs(opened: Any, adapter: Path, model: Path) -> Pairs:
+    """Find an adapter's matrices.
+
+    Args:
+        opened: its weights file, from ``safe_open``.
+        adapter: the PEFT directory.
+        model: the base model's folder.
+
+    Raises:
+        AdapterError, ModelError, UnsupportedError: as ``merge_folder``.
+    """
+    plain, config = parse_json(model / "config.json"), load_peft_config(adapter)
+    if plain.get("model_type") not in FAMILIES:
         pairs = NamedPairs(opened, adapter / WEIGHTS)
-        return pairs, pairs.targets, config
+        return Pairs(plain, pairs, pairs.targets, config)
+    hf_config = read_config(model)
     names = names_of(hf_config)
     config = as_peft_reads(config, names)
     targets = resolve_targets(config, names)
-    return AdapterFile(opened, targets, names), targets, config
+    return Pairs(hf_config, AdapterFile(opened, targets, names), targets, config)
 
 
 def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: Path) -> None:

@@ -10,10 +10,9 @@ import numpy as np
 
 from megarl.config import RunConfig
 from megarl.families import add_family
-from megarl.model.weights.full_config import names_of
-from megarl.model.weights.hf_folder import read_config
 from megarl.types import Sample
 from megarl.verify.compare import Rule
+from megarl.verify.inputs.model_facts import has_experts, shape_of
 from megarl.verify.inputs.samples import (
     COUNT,
     LONG,
@@ -62,12 +61,12 @@ class Case:
     @property
     def rule(self) -> Rule:
         """The rule by which errors are judged."""
-        return Rule.of(self.dtype, routers=bool(names_of(read_config(self.model)).num_experts))
+        return Rule.of(self.dtype, routers=has_experts(self.model))
 
     @property
     def vocab_size(self) -> int:
         """Vocabulary size from config.json."""
-        return read_config(self.model)["vocab_size"]
+        return shape_of(self.model)["vocab_size"]
 
     @property
     def temperature(self) -> float:
@@ -77,7 +76,7 @@ class Case:
     @property
     def long(self) -> int:
         """Length of the longest sequence in tokens: ``LONG``, or fewer if the model has fewer positions."""
-        return min(LONG, read_config(self.model).get("max_position_embeddings") or LONG)
+        return min(LONG, shape_of(self.model).get("max_position_embeddings") or LONG)
 
     def samples(self) -> list[Sample]:
         """Return the batch of every update."""

@@ -12,6 +12,7 @@ from megarl.config.back_ends import TRANSFORMERS
 from megarl.config.checks import add_own_family
 from megarl.errors import AdapterError, ConfigError, ModelError, UnsupportedError
 from megarl.families import WeightMap
+from megarl.hf.inspection import inspect_model
 from megarl.lora import load_peft_config
 from megarl.lora.section import check_section
 from megarl.model.inspection import inspect_folder
@@ -20,6 +21,7 @@ from megarl.model.weights.hf_folder import parse_json
 from megarl.verify.cases import Case, Place
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.inputs.layouts import allowed_layouts, describe_refused, place_name, transformers_layouts
+from megarl.verify.inputs.model_facts import is_listed
 from megarl.verify.inputs.settings import check_dropout
 from megarl.verify.inputs.tiny_model import write_tiny
 from megarl.verify.run import Report, check_gpus, verify_places
@@ -99,17 +101,29 @@ def _check(config: RunConfig) -> None:
     """
     add_own_family(config.model)
     try:
-        names = _names(config)
-        check_section(config.lora, names)
-        if config.model.backend == TRANSFORMERS and names.num_experts and not config.lora.target_parameters:
-            raise UnsupportedError(
-                "model.backend is 'transformers' with a mixture of experts, which transformers stacks; verify it with "
-                "lora.target_parameters=[gate_up_proj,down_proj]"
-            )
+        if config.model.backend == TRANSFORMERS and not is_listed(Path(config.model.path).expanduser()):
+            inspect_model(config.trainer)
+        else:
+            _check_names(config)
         peft_config = _peft_config(config)
         check_dropout(peft_config.lora_dropout, f"lora_dropout of lora.init_from '{config.lora.init_from}'")
     except (AdapterError, ModelError, UnsupportedError) as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_names(config: RunConfig) -> None:
+    """Refuse wrong targets of a listed family.
+
+    Raises:
+        ModelError, UnsupportedError: the model lacks a target, or the back ends hold its experts differently.
+    """
+    names = _names(config)
+    check_section(config.lora, names)
+    if config.model.backend == TRANSFORMERS and names.num_experts and not config.lora.target_parameters:
+        raise UnsupportedError(
+            "model.backend is 'transformers' with a mixture of experts, which transformers stacks; verify it with "
+            "lora.target_parameters=[gate_up_proj,down_proj]"
+        )
 
 
 def _peft_config(config: RunConfig) -> LoraConfig:

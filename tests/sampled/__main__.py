@@ -29,7 +29,7 @@ def measure(name: str, content: str) -> tuple[bool, str]:
             worst = mismatch(run)
             return worst <= BOUND, f"{worst:.1e}"
         except AssertionError as error:
-            return False, str(error).strip().splitlines()[-1]
+            return False, " ".join(str(error).split())[-300:] or "see check_sampled"
 
 
 def main(names: list[str]) -> int:

@@ -14,10 +14,10 @@ from megarl.families import WeightMap
 from megarl.families.base import EMBEDDING
 from megarl.lora.files.peft_folder import WEIGHTS
 from megarl.lora.targets.resolve import resolve_targets, short_names
-from megarl.model.weights.full_config import names_of
-from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.model.weights.hf_folder import WeightFolder
 from megarl.peft.names import BASE_WEIGHT, PREFIX, matrix_name
 from megarl.peft.rules import rank_and_scaling
+from megarl.verify.inputs.model_facts import names_if_listed
 
 
 def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> Path:
@@ -34,8 +34,8 @@ def make_adapter(model: Path, folder: Path, *, seed: int = 1, **config: Any) -> 
         config: PEFT's settings; default: rank 4, alpha 8, all linears.
     """
     settings = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-    names, source = names_of(read_config(model)), WeightFolder(model)
-    if names.experts_by_module and not settings.get("target_parameters"):
+    names, source = names_if_listed(model), WeightFolder(model)
+    if names and names.experts_by_module and not settings.get("target_parameters"):
         if settings["target_modules"] == "all-linear":
             settings["target_modules"] = short_names(names.target_names())
         return _write(

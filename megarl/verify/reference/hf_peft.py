@@ -16,6 +16,7 @@ from megarl.model.weights.full_config import names_of
 from megarl.types import Sample
 from megarl.verify.bounds import SLACK
 from megarl.verify.compare import Outcome, relative_error
+from megarl.verify.inputs.model_facts import is_listed
 from megarl.verify.launch import report_progress
 from megarl.verify.reference.experts import hold_zeros, unstack
 
@@ -53,7 +54,7 @@ def load_reference(
     if adapter is None:
         return base
     adapted = PeftModel.from_pretrained(base, adapter, is_trainable=True, autocast_adapter_dtype=False).to(dtype)
-    adapted.experts_apart = not load_peft_config(adapter).target_parameters
+    adapted.experts_apart = not load_peft_config(adapter).target_parameters and is_listed(model)
     if adapted.experts_apart:
         hold_zeros(adapted)
     return adapted.eval()  # evaluation mode switches off dropout, whatever the adapter was trained with

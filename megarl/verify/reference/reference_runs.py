@@ -13,13 +13,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from megarl.errors import UnsupportedError
 from megarl.families.base import EMBEDDING
-from megarl.lora import load_peft_config
 from megarl.lora.files.peft_folder import WEIGHTS
-from megarl.lora.files.stacked_experts import AdapterFile
-from megarl.lora.targets.parameters import as_peft_reads
-from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets
-from megarl.model.weights.full_config import names_of
-from megarl.model.weights.hf_folder import WeightFolder, read_config
+from megarl.lora.merge import open_pairs
+from megarl.lora.targets.resolve import EMBED_MODULE
+from megarl.model.weights.hf_folder import WeightFolder
 from megarl.parallel.device import pick_device
 from megarl.peft.rules import rank_and_scaling
 from megarl.verify.bounds import EXPORTED_WEIGHTS, MERGED_LOAD, MERGED_WEIGHTS, PEFT_LOAD
@@ -211,11 +208,9 @@ def exact_sums(model: Path, adapter: Path, merged: Path) -> Iterator[tuple[str, 
     """Yield ``(name, exact sum in float64, merged tensor)`` for every tensor of the merged folder."""
     from safetensors import safe_open
 
-    before, after, names = WeightFolder(model), WeightFolder(merged), names_of(read_config(model))
-    config = as_peft_reads(load_peft_config(adapter), names)
-    targets = resolve_targets(config, names)
+    before, after = WeightFolder(model), WeightFolder(merged)
     with safe_open(str(adapter / WEIGHTS), framework="pt") as source:
-        matrices = AdapterFile(source, targets, names)
+        _, matrices, targets, config = open_pairs(source, adapter, model)
         for name in after.file_of:
             tensor = after.get_slice(name)[:]
             # The base as it was trained on: rounded to the model's dtype.
