@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.build import build_model
     from megarl.checkpoint_engine.weight_sync import WeightSync
     from megarl.config import RunConfig, check_run, load_config
+    from megarl.hf.transformers_model import TransformersModel
     from megarl.launch.run import train
     from megarl.lora.apply import apply_lora
     from megarl.lora.files.peft_folder import load_peft_config
@@ -34,6 +35,7 @@ _HOMES = {
     "RunConfig": "megarl.config",
     "Sample": "megarl.types",
     "SamplerProcess": "megarl.sampler.process",
+    "TransformersModel": "megarl.hf.transformers_model",
     "WeightSync": "megarl.checkpoint_engine.weight_sync",
     "apply_lora": "megarl.lora.apply",
     "build_loss": "megarl.loss",
@@ -54,6 +56,7 @@ __all__ = [
     "RunConfig",
     "Sample",
     "SamplerProcess",
+    "TransformersModel",
     "WeightSync",
     "__version__",
     "apply_lora",

@@ -37,7 +37,11 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     Raises:
         UnsupportedError: the ``model_type`` is not registered.
     """
-    return pick(FAMILIES, str(hf_config.get("model_type")), "model_type in config.json", UnsupportedError)
+    model_type = str(hf_config.get("model_type"))
+    try:
+        return pick(FAMILIES, model_type, "model_type in config.json", UnsupportedError)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}; any model of transformers trains with model.backend=transformers") from None
 
 
 def add_family(spec: str | None, folder: Path | None = None) -> Family | None:

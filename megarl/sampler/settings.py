@@ -165,13 +165,12 @@ def _support(config: EngineConfig, shape: Mapping[str, Any]) -> SamplerSupport:
     family = FAMILIES.get(model_type)
     if family is not None and family.sampler is not None:
         return family.sampler
-    if config.model.backend == TRANSFORMERS:
+    if family is None and config.model.backend == TRANSFORMERS:
         return support_of(model_type)
     sampled = sorted(name for name, family in FAMILIES.items() if family.sampler)
     raise UnsupportedError(
-        f"model.path: the sampler does not support model_type '{model_type}' with model.backend "
-        f"'{config.model.backend}'; supported are {', '.join(sampled)}, and with model.backend=transformers every "
-        "architecture that vLLM has"
+        f"model.path: the sampler does not support model_type '{model_type}'; supported are {', '.join(sampled)}, and "
+        "with model.backend=transformers those that Megatron-Core has not here"
     )
 
 

@@ -16,7 +16,7 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class Sampled:
-    """What one architecture needs besides ``SIZES``.
+    """Settings of one architecture besides ``SIZES``.
 
     Attributes:
         model: settings of config.json.
@@ -33,8 +33,8 @@ CASES = {
     "cohere2": Sampled(refused="sliding_window is 8 in its config.json"),
     "cohere2 (wide)": Sampled({"sliding_window": 128}),
     "gemma2": Sampled(),
-    # Its norms after each block damp what an adapter adds.
-    "gemma3_text": Sampled(run=("train.learning_rate=0.1",)),
+    # Without the cap, tied embeddings of this width would only ever repeat the last token.
+    "gemma3_text": Sampled({"final_logit_softcapping": 3.0}),
     "glm4": Sampled(),
     "gpt_oss": Sampled(refused="the sampler does not support the stacked experts"),
     "granite": Sampled(),
