@@ -18,6 +18,7 @@ FREE = (
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.shard_base", "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output",
     "train.save_every", "train.eval_every", "train.keep_*", "train.compare_completions", "train.max_mismatch",
+    "train.require_gradients",
     "train.tracker*",
     "lora.save_experts", "*max_restarts", "*_seconds", "*_gib",
 )  # fmt: skip

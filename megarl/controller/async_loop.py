@@ -58,6 +58,7 @@ def step(state: RunState, producer: Producer) -> None:
         with timed(state, "train"):
             rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
             metrics = run_updates(state.trainers, state.config, rollout.samples(), rates)
+        state.gradients.check(metrics)
         state.updates += len(rates)
         with timed(state, "sync"):
             report = state.recovery.sync()

@@ -127,6 +127,7 @@ def step(state: RunState) -> None:
             with timed(state, "train"):
                 rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
                 metrics = run_updates(state.trainers, state.config, rollout.samples(), rates)
+        state.gradients.check(metrics)
         check_mismatch(metrics, train.max_mismatch)
         state.updates += len(rates)
         with timed(state, "sync"):

@@ -10,6 +10,7 @@ from megarl.config import RunConfig
 from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.canary import Canary
+from megarl.controller.gradients import GradientCheck
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recovery import Recovery, Staff
 from megarl.controller.rollouts.data import PromptStream
@@ -69,6 +70,11 @@ class RunState:
         """Plays the episodes of an environment on the engines; None for a task of one turn."""
         judge = self.judge
         return Episodes(judge, self.samplers, self.config) if isinstance(judge, EpisodeProcess) else None
+
+    @cached_property
+    def gradients(self) -> GradientCheck:
+        """Stops a run in which a part of the adapter gets no gradient."""
+        return GradientCheck(self.trainers, self.recorder, self.config.train.require_gradients)
 
     def to_json(self, stream: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the controller's part of a checkpoint, with another state of the stream if given."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarl.config import TrainConfig
 from megarl.model.optimizer.adapter_optimizer import MOMENTS, GradientError
 from megarl.model.optimizer.fused_adamw import clip_and_step
+from megarl.model.optimizer.gradient_record import GradientRecord
 
 
 class ReplicatedOptimizer:
@@ -35,7 +36,7 @@ class ReplicatedOptimizer:
         self.reduced = self.reducing = False
         self._group, self._limit = group, config.max_grad_norm
         self._steps = 0
-        self._marks: torch.Tensor | None = None
+        self.coverage = GradientRecord(list(self.parameters))
         sizes = [parameter.numel() for parameter in self.parameters.values()]
         device = next(iter(self.parameters.values())).device
         self._flat = torch.zeros(sum(sizes), device=device)
@@ -83,13 +84,8 @@ class ReplicatedOptimizer:
             raise GradientError(f"the gradient norm is {total}; the adapter was not updated")
         self._steps += 1
         if total:
-            self._marks = norms
+            self.coverage.add(norms)
         return {"grad_norm": total, "grad_tensors": count, "adapter_tensors": float(len(self.parameters))}
-
-    def without_gradient(self) -> list[str]:
-        """Return the names of the matrices whose gradient was 0 in the last update that had one."""
-        marks = [] if self._marks is None else self._marks.tolist()
-        return [name for name, mark in zip(self.parameters, marks, strict=False) if not mark]
 
     def finish_param_gather(self) -> None:
         """Do nothing: the model holds every update at once."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megarl.model.layers.gpt import PackedGPTModel
+from megarl.model.optimizer.gradient_record import GradientRecord
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
 
@@ -60,14 +61,13 @@ class Optimizer(Protocol):
 
     reduced: bool
     reducing: bool
+    coverage: GradientRecord
 
     def zero_grad(self) -> None: ...
 
     def reduce_gradients(self) -> None: ...
 
     def step(self, lr: float) -> dict[str, float]: ...
-
-    def without_gradient(self) -> list[str]: ...
 
     def finish_param_gather(self) -> None: ...
 

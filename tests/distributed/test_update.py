@@ -109,13 +109,17 @@ def count(folder: str) -> None:
             nonzero = {key: bool((tensor != 0).any()) for key, tensor in model.gradients().items()}
             measured = model.optim_step(LR)
             assert (measured["grad_tensors"], measured["adapter_tensors"]) == (sum(nonzero.values()), len(nonzero))
-            idle = model.optimizer.without_gradient()
+            idle = model.optimizer.coverage.without_gradient()
             assert idle == sorted(key for key, found in nonzero.items() if not found)
             shares.append(measured["grad_tensors"] / len(nonzero))
+        updates, never = model.optimizer.coverage.never()
+        assert updates == 3 and set(never) <= set(idle) and (name == "experts" or not never)
         assert shares[0] <= 0.5  # B is 0 before the first update, so A has no gradient
         assert name == "experts" or shares[1:] == [1.0, 1.0]
         assert model.optim_step(LR)["grad_tensors"] == 0
-        assert model.optimizer.without_gradient() == idle, "a step without a gradient says nothing of the others"
+        assert model.optimizer.coverage.without_gradient() == idle, (
+            "a step without a gradient says nothing of the others"
+        )
 
 
 def test_matrices_with_a_gradient_are_counted_at_every_layout(models):

@@ -111,6 +111,9 @@ class TrainConfig(Section):
     ``swanlab``, ``trackio``, each through its own library; or ``file.py:Name`` for a tracker of your own."""
     tracker_project: str = Field("megarl", min_length=1)
     """Project (MLflow: experiment) of the run in trackers that have projects."""
+    require_gradients: bool = True
+    """The run stops if, after three updates that had a gradient, a matrix of the adapter had none in any of them.
+    Matrices of routed experts may have none, since they may get no tokens."""
     max_mismatch: float | None = Field(None, gt=0.0)
     """The run stops if a step's mean |sampler - trainer| logprob difference exceeds this."""
     resume: str | None = None

@@ -149,8 +149,12 @@ class TrainerRank:
             torch.cuda.empty_cache()
 
     def without_gradient(self) -> list[str]:
-        """See ``AdapterOptimizer.without_gradient``; not a collective."""
-        return self.model.optimizer.without_gradient()
+        """See ``GradientRecord``; not a collective."""
+        return self.model.optimizer.coverage.without_gradient()
+
+    def never_with_gradient(self) -> tuple[int, list[str]]:
+        """See ``GradientRecord.never``; not a collective."""
+        return self.model.optimizer.coverage.never()
 
     def peak_device_gib(self) -> float:
         """Return the most memory that torch has held on this rank's GPU, GiB; 0 on a CPU."""

@@ -15,6 +15,7 @@ from megarl.model.optimizer import optimizer_shards
 from megarl.model.optimizer.coverage import GradientMeter
 from megarl.model.optimizer.ddp import start_reductions
 from megarl.model.optimizer.fused_adamw import update, use_fused_adamw
+from megarl.model.optimizer.gradient_record import GradientRecord
 from megarl.parallel.device import cuda_names
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -62,6 +63,7 @@ class AdapterOptimizer:
 
     Attributes:
         reduced: True if the gradient buffers hold sums over ranks.
+        coverage: which matrices, on all ranks, have had a gradient.
         reducing: True if the backward passes of this step are over and their reduction is under way. The caller sets
             it.
 
@@ -106,7 +108,7 @@ class AdapterOptimizer:
         use_fused_adamw(self._parts)
         self._shards = optimizer_shards.shards_of(self.optimizer)
         self._meter = GradientMeter(self._parts, self.parameters, self._shards)
-        self._marks: torch.Tensor | None = None
+        self.coverage = GradientRecord(self._meter.names)
 
     def zero_grad(self) -> None:
         """Clear the gradient buffers."""
@@ -150,13 +152,8 @@ class AdapterOptimizer:
             raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
         self._steps += 1
         if norm:
-            self._marks = measured[1:]
+            self.coverage.add(measured[1:])
         return {"grad_norm": norm, "grad_tensors": count, "adapter_tensors": float(len(self._meter.names))}
-
-    def without_gradient(self) -> list[str]:
-        """Return PEFT's names of the matrices, on all ranks, whose gradient was 0 in the last update that had one."""
-        marks = [] if self._marks is None else self._marks.tolist()
-        return [name for name, mark in zip(self._meter.names, marks, strict=False) if not mark]
 
     def finish_param_gather(self) -> None:
         """Wait until the model holds the last update. Collective.
