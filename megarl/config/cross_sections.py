@@ -117,6 +117,20 @@ def check_sleep(train: TrainConfig, sampler: SamplerConfig) -> None:
         raise ConfigError("sampler.sleep is true, but sampler.share_gpus is false: nobody would use the memory")
 
 
+def check_reproducible(train: TrainConfig, sampler: SamplerConfig) -> None:
+    """Refuse ``sampler.reproducible`` where timing decides what is batched together."""
+    if not sampler.reproducible:
+        return
+    refused = {
+        f"sampler.engines {sampler.engines} (prompts go to the engine with the least to do)": sampler.engines > 1,
+        f"train.max_staleness {train.max_staleness} (engines sample while the trainer trains)": train.max_staleness > 0,
+        f"sampler.stop {sampler.stop} (vLLM finds a text after it has begun the next token)": bool(sampler.stop),
+    }
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"sampler.reproducible is true with {setting}; change one of them")
+
+
 def check_overlong(loss: LossConfig, sampler: SamplerConfig) -> None:
     """Refuse a length penalty that begins before the first token."""
     if loss.truncated == "penalise" and loss.overlong_tokens > sampler.max_response_tokens:

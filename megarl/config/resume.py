@@ -14,7 +14,7 @@ FREE = (
     "task.reward_retries", "task.reward_processes",
     "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.sleep", "sampler.gpu_memory_utilization",
-    "sampler.max_num_seqs", "sampler.logprobs",
+    "sampler.max_num_seqs", "sampler.logprobs", "sampler.reproducible",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.shard_base", "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output",
     "train.save_every", "train.eval_every", "train.keep_*", "train.compare_completions", "train.max_mismatch",

@@ -6,7 +6,13 @@ import math
 from pydantic import Field, model_validator
 
 from megarl.config.base import Section
-from megarl.config.cross_sections import check_overlong, check_sections, check_sleep, check_staleness
+from megarl.config.cross_sections import (
+    check_overlong,
+    check_reproducible,
+    check_sections,
+    check_sleep,
+    check_staleness,
+)
 from megarl.config.engine import EngineConfig
 from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.sections.eval import HELD_OUT, EvalConfig, EvalTaskConfig, check_eval
@@ -74,5 +80,6 @@ class RunConfig(Section):
         check_overlong(self.loss, self.sampler)
         check_staleness(self.train, self.loss)
         check_sleep(self.train, self.sampler)
+        check_reproducible(self.train, self.sampler)
         check_eval(self.evaluations, self.task, self.sampler, self.train.eval_every)
         return self

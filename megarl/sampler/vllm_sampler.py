@@ -20,6 +20,7 @@ from megarl.config.sections.eval import Sampling
 from megarl.errors import MegarlError
 from megarl.families import add_family
 from megarl.sampler.arrivals import Arrivals
+from megarl.sampler.batching import Batching
 from megarl.sampler.build import build_engine, start_error
 from megarl.sampler.engine_link import EngineLink
 from megarl.sampler.environment import resolve_device
@@ -71,8 +72,8 @@ class VllmSampler:
             config.checkpoint_engine.timeout_seconds / 2,
         )
         self._sleep = Sleep(self._requests, self._link.engine, self._link.call, self._link.rpc)
-        self._calls: dict[int, int] = {}
-        self._vocabulary = 0
+        self.batching = Batching(self._link.engine, config.checkpoint_engine.timeout_seconds)
+        self._calls, self._vocabulary = dict[int, int](), 0
 
     @property
     def receivers(self) -> int:

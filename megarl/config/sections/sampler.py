@@ -70,5 +70,9 @@ class SamplerConfig(Section):
     max_restarts: int = Field(3, ge=0)
     """How many times engines that died, hang (``train.hang_seconds``) or do not answer (``generate_seconds``) are
     started again before the run ends; all engines together. Their prompts go to the others, with the same seeds."""
+    reproducible: bool = False
+    """Make two runs with the same seeds draw the same tokens with the same logprobs, bit by bit: the engine begins a
+    step's completions only when it has all of its prompts. Shown on CPUs. Needs ``engines: 1``,
+    ``train.max_staleness: 0``, no ``stop`` texts and a task of one turn."""
     seed: int = Field(0, ge=0)
     """Base of the samples' seeds. Each depends on this, the prompt's place in the data and the sample's index alone."""

@@ -86,6 +86,16 @@ class SamplerEngine:
         """See ``checkpoint_engine.participants.Sink``."""
         await self.sampler.refuse(reason)
 
+    async def hold(self) -> None:
+        """See ``Batching``."""
+        with self._with_cause():
+            await self.sampler.batching.hold()
+
+    async def release(self, sequences: int) -> None:
+        """See ``Batching``."""
+        with self._with_cause():
+            await self.sampler.batching.release(sequences)
+
     async def sleep(self) -> int:
         """See ``VllmSampler.sleep``."""
         with self._with_cause():

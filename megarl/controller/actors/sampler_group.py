@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call all engines together as one sampler."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ class SamplerGroup:
             EngineHandle(actor, index, config.parallel.tensor, watch) for index, actor in enumerate(engines)
         ]
         self.watch, self._limit = watch, Limit("sampler.generate_seconds", config.generate_seconds)
-        self._samples = config.samples_per_prompt
+        self._samples, self._reproducible = config.samples_per_prompt, config.reproducible
         self.dispatcher = Dispatcher(self.engines, watch, config.generate_seconds, AHEAD * config.max_num_seqs)
         self.look: Callable[[], None] = self.dispatcher.check
 
@@ -58,15 +59,24 @@ class SamplerGroup:
             sampling: how an evaluation draws; None: as in training.
         """
         weight = sampling.samples if sampling else self._samples
-        futures = [
-            self.dispatcher.submit("sample", ids, seed, version, sampling, weight=weight)
-            for ids, seed in zip(prompts, seeds, strict=True)
-        ]
+        with self._as_one_batch(weight * len(prompts)):
+            futures = [
+                self.dispatcher.submit("sample", ids, seed, version, sampling, weight=weight)
+                for ids, seed in zip(prompts, seeds, strict=True)
+            ]
         try:
             return results(futures, LOOK_SECONDS, self.look)
         except BaseException:
             self.dispatcher.cancel(futures)
             raise
+
+    @contextmanager
+    def _as_one_batch(self, sequences: int) -> Iterator[None]:
+        """With ``sampler.reproducible`` let the engine begin what is submitted in the block when it has all of it."""
+        held = [one for one in self.engines if one.lost is None and not one.closed] if self._reproducible else []
+        self._each({one: one.actor.hold.remote() for one in held})
+        yield
+        self._each({one: one.actor.release.remote(sequences) for one in held if one.lost is None})
 
     def start(self, prompt: Any, seed: int) -> "Future[list[Completion]]":
         """Start to sample one prompt under whichever version is current.

@@ -15,6 +15,7 @@ from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.episode_process import Ask, EpisodeProcess
 from megarl.environments.episode import Played
+from megarl.errors import ConfigError
 from megarl.futures import finished
 from megarl.types import Completion
 
@@ -45,7 +46,15 @@ class Episodes:
             process: plays the episodes.
             samplers: the engines.
             config: the run's config.
+
+        Raises:
+            ConfigError: ``sampler.reproducible`` is true.
         """
+        if config.sampler.reproducible:
+            raise ConfigError(
+                f"sampler.reproducible is true, but task.name '{config.task.name}' is an environment: timing decides "
+                "which turns of its episodes are decoded together; set it to false"
+            )
         self.process, self._samplers, self._seed = process, samplers, config.sampler.seed
         section = config.sampler
         self._sampling = Sampling(section.samples_per_prompt, section.temperature, 1.0, section.max_response_tokens)
