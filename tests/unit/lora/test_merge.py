@@ -8,12 +8,13 @@ import shutil
 import pytest
 import torch
 
-from megarl.errors import AdapterError, ModelError
+from megarl.errors import AdapterError, ModelError, UnsupportedError
 from megarl.lora.merge import merge_folder
 from megarl.verify.compare import relative_error
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.inputs.samples import make_samples
 from megarl.verify.reference.hf_peft import load_reference, logprobs_of
+from tests.helpers.architectures import write_model
 from tests.helpers.models import make_model
 
 
@@ -41,6 +42,27 @@ def test_merged_experts_give_pefts_logprobs(tmp_path, family):
     adapter = make_adapter(model, tmp_path / "adapter")
     assert merge_folder(model, adapter, tmp_path / "merged") == 4 * (4 + 1 + 4 * 3)
     compare_logprobs(tmp_path, model, adapter)
+
+
+@pytest.mark.parametrize("architecture", ["glm4", "gemma3_text"])
+def test_a_family_that_is_not_listed_merges_by_the_names_of_the_adapters_file(tmp_path, architecture):
+    model = write_model(tmp_path / "model", architecture)
+    adapter = make_adapter(model, tmp_path / "adapter", rank_pattern={"v_proj": 2})
+    before = digest(model)
+    merge_folder(model, adapter, tmp_path / "merged")
+    assert digest(model) == before
+    merged, peft = load_reference(tmp_path / "merged", None), load_reference(model, adapter)
+    for sample in make_samples(4, 128):
+        with torch.no_grad():
+            assert relative_error(logprobs_of(merged, sample), logprobs_of(peft, sample)) < 1e-5
+
+
+def test_of_such_a_family_only_linears_are_merged(tmp_path):
+    model = write_model(tmp_path / "model", "glm4")
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=["embed_tokens", "q_proj"])
+    with pytest.raises(UnsupportedError, match=r"embed_tokens.* is not one of a linear's two matrices; .*with PEFT"):
+        merge_folder(model, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
 
 
 def compare_logprobs(tmp_path, model, adapter):
