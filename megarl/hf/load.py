@@ -21,22 +21,26 @@ def load_config(path: str | Path) -> PreTrainedConfig:
 
     Raises:
         ModelError: transformers does not know the ``model_type`` or rejects a value.
-        UnsupportedError: the weights are quantised.
+        UnsupportedError: the weights are quantised, or the model has images or sound besides text.
     """
     try:
         config = AutoConfig.from_pretrained(Path(path).expanduser())
     except Exception as error:  # transformers may raise anything on unexpected values
         reason = " ".join(str(error).split())
         raise ModelError(f"{path}/config.json: transformers rejects it: {reason or type(error).__name__}") from error
+    if config.get_text_config() is not config:
+        raise UnsupportedError(
+            f"{path}/config.json: model_type '{config.model_type}' has other parts than its text model; write the text "
+            "model out and take that folder (docs/transformers.md says how)"
+        )
     if getattr(config, "quantization_config", None):
         raise UnsupportedError(
             f"{path}/config.json has a quantization_config; write the model out in bfloat16, dequantised, and take "
             "that folder"
         )
-    for part in {id(one): one for one in (config, config.get_text_config())}.values():
-        for key, value in vars(part).items():
-            if (key.endswith(("dropout", "_pdrop")) or key.startswith("dropout")) and isinstance(value, float):
-                setattr(part, key, 0.0)
+    for key, value in vars(config).items():
+        if (key.endswith(("dropout", "_pdrop")) or key.startswith("dropout")) and isinstance(value, float):
+            setattr(config, key, 0.0)
     return config
 
 

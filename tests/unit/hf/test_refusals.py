@@ -2,13 +2,22 @@
 """Refuse models that transformers would train wrongly or not at all, by name and before anything is trained."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from megarl.build import build_model
 from megarl.config import ModelConfig, TrainConfig, TrainerConfig
@@ -16,8 +25,9 @@ from megarl.config.sections.lora import LoraConfig
 from megarl.errors import AdapterError, ConfigError, MegarlError, ModelError, UnsupportedError
 from megarl.hf import attention
 from megarl.hf.inspection import inspect_model
+from megarl.hf.load import load_config
 from megarl.verify.inputs.samples import make_samples
-from tests.helpers.architectures import SIZES, write_model
+from tests.helpers.architectures import ARCHITECTURES, SIZES, write_model
 
 
 def build(folder: Path, **lora: Any) -> Any:
@@ -125,3 +135,21 @@ def test_an_adapter_that_does_not_fit_is_refused_before_any_rank_starts(
     inspect_model(TrainerConfig(section, train=TrainConfig(device="cpu")))
     with pytest.raises(error, match=match):
         inspect_model(TrainerConfig(section, lora=LoraConfig(**lora), train=TrainConfig(device="cpu")))
+
+
+def test_the_text_model_of_a_model_with_images_is_taken_only_when_written_out(tmp_path: Path) -> None:
+    """The way that the document shows."""
+    text = SIZES | ARCHITECTURES["gemma3_text"]
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "whole")
+    with pytest.raises(UnsupportedError, match="'gemma3' has other parts than its text model; write the text model"):
+        load_config(tmp_path / "whole")
+    document = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    exec(code.replace("/path/to/gemma-3-4b-it", f"{tmp_path}/whole").replace("/path/to/text", f"{tmp_path}/text"), {})
+    load_config(tmp_path / "text")
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "whole").eval()
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    tokens = torch.arange(3, 40)[None]
+    assert torch.equal(written(tokens).logits, whole(input_ids=tokens).logits)
