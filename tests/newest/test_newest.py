@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.architectures import write_model
 from tests.helpers.models import make_model
 from tests.helpers.sampled import check_sampled
 from tests.helpers.train_run import TrainRun, check_end, make_recipe
@@ -50,6 +51,13 @@ def test_layouts_equal_one_process_of_hugging_face_and_peft(newest, on_newest):
     said, _ = on_newest
     assert f"{len(programs.DENSE + programs.EXPERTS + programs.LATENT)} places, worst" in said
     assert said.endswith(f"megatron-core {release_of(newest)}\n")
+
+
+def test_models_of_transformers_pass_every_row(newest, tmp_path):
+    model = write_model(tmp_path / "model", "gemma3_text", vocab_size=131)
+    settings = ("model.backend=transformers", "model.dtype=float32", "lora.r=4")
+    said = run_on(newest, "-m", "megarl.cli.main", "verify", str(model), *settings)
+    assert said.count(" yes ") == 13, said
 
 
 def test_the_plugin_trains_an_adapter_that_peft_reproduces(newest):
