@@ -42,4 +42,4 @@ class Batching:
             await asyncio.sleep(LOOK_SECONDS)
         await engine.resume_generation()
         if arrived < sequences:
-            raise WorkerError(f"{arrived} of a batch's {sequences} sequences arrived within {self._seconds:.0f} s")
+            raise WorkerError(f"{arrived} of a batch's {sequences} sequences arrived within {self._seconds:g} s")
