@@ -10,19 +10,22 @@ from typing import Any
 
 import torch
 
+# Linears whose parts lie one after the other, in vLLM's order, in every model of transformers that fuses them. Under other
+# names some models mix them (head by head), and rows cut at the parts' sizes would be the wrong ones.
+IN_ORDER = ("qkv_proj", "gate_up_proj")
 Shapes = dict[str, tuple[int, int]]
 
 
 def fused_name(module: str, parts: list[str]) -> str | None:
-    """Return the Hugging Face name of all parts together; None if the linear is not fused.
+    """Return the Hugging Face name of all parts together; None if the linear is not fused, or not known to be in order.
 
     Args:
         module: vLLM's name of the linear.
         parts: Hugging Face names of its parts.
     """
     parent, dot, _ = parts[0].rpartition(".")
-    name = f"{parent}{dot}{module.rpartition('.')[2]}"
-    return name if len(parts) > 1 else None
+    last = module.rpartition(".")[2]
+    return f"{parent}{dot}{last}" if len(parts) > 1 and last in IN_ORDER else None
 
 
 def fused_parts(inner: Any, held: Iterable[str]) -> dict[str, list[str]]:
