@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-# Linears whose parts lie one after the other, in vLLM's order, in every model of transformers that fuses them. Under other
-# names some models mix them (head by head), and rows cut at the parts' sizes would be the wrong ones.
+# Linears whose parts lie one after the other, in vLLM's order, in every model of transformers that fuses them. Under
+# other names some models mix them (head by head), and rows cut at the parts' sizes would be the wrong ones.
 IN_ORDER = ("qkv_proj", "gate_up_proj")
 Shapes = dict[str, tuple[int, int]]
 
