@@ -35,8 +35,9 @@ def base_tensors(model: PeftModel, folder: str, *, untied: bool) -> list[Sharded
     if unknown := sorted(held.keys() - stored - tied):
         raise UnsupportedError(
             f"'{unknown[0]}' is not a tensor of {folder}: transformers arranges the weights of this model_type "
-            "differently from its files, and model.backend=transformers cannot send them to a sampler; sync the "
-            "adapter (checkpoint_engine.content=adapter), or use model.backend=local where the family is supported"
+            "differently from its files, and model.backend=transformers cannot send them to a sampler; set "
+            "checkpoint_engine.base_weights=disk and content=adapter, or model.backend=local where the family is "
+            "supported"
         )
     return [_whole(name, value) for name, value in held.items()]
 

@@ -2,6 +2,7 @@
 """Check a model of transformers and its adapter before any rank is started, without reading weights."""
 
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from megarl.build import peft_config_of
@@ -15,8 +16,8 @@ from megarl.peft.spec import AdapterSpec
 from megarl.peft.values import check_patterns
 
 
-def inspect_model(config: TrainerConfig) -> None:
-    """Build the model without memory for its weights, and put the adapter on it.
+def inspect_model(config: TrainerConfig) -> PeftModel:
+    """Build the model without memory for its weights, put the adapter on it, and return it.
 
     Raises:
         AdapterError: PEFT refuses the adapter, or a pattern matches nothing.
@@ -38,3 +39,4 @@ def inspect_model(config: TrainerConfig) -> None:
     model = add_adapters(causal, [AdapterSpec(peft_config)])
     if not config.lora.init_from:
         check_patterns(peft_config, model.targeted_module_names + model.targeted_parameter_names)
+    return model

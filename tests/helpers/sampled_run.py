@@ -22,11 +22,13 @@ class Sampled:
         model: settings of config.json.
         run: settings of the run.
         refused: part of the error by which the run is refused; None if it runs.
+        merged: False if merged weights cannot be sent.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
     run: tuple[str, ...] = ()
     refused: str | None = None
+    merged: bool = True
 
 
 CASES = {
@@ -42,6 +44,12 @@ CASES = {
     # vLLM makes the bias of its output layer only while it reads files.
     "phi": Sampled(run=("checkpoint_engine.base_weights=disk",)),
     "phi3": Sampled(),
+    # transformers stacks the experts of a layer, so that only the adapter has names that vLLM knows.
+    "qwen3_moe": Sampled(
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        ("checkpoint_engine.base_weights=disk", "lora.target_parameters=[gate_up_proj,down_proj]"),
+        merged=False,
+    ),
     "smollm3": Sampled(),
     "starcoder2": Sampled(),
 }

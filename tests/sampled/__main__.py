@@ -19,6 +19,8 @@ BOUND = 1e-4
 
 def measure(name: str, content: str) -> tuple[bool, str]:
     """Return whether a case does what it should, and what it did."""
+    if content == "merged" and not CASES[name].merged:
+        return True, "not merged"
     with tempfile.TemporaryDirectory() as folder:
         try:
             run, output = train(Path(folder), name, f"checkpoint_engine.content={content}")

@@ -20,12 +20,13 @@ from transformers import (
 )
 
 from megarl.build import build_model
-from megarl.config import ModelConfig, TrainConfig, TrainerConfig
+from megarl.config import ModelConfig, TrainConfig, TrainerConfig, parse_config
 from megarl.config.sections.lora import LoraConfig
 from megarl.errors import AdapterError, ConfigError, MegarlError, ModelError, UnsupportedError
 from megarl.hf import attention
 from megarl.hf.inspection import inspect_model
 from megarl.hf.load import load_config
+from megarl.launch.names import check_names
 from megarl.verify.inputs.samples import make_samples
 from tests.helpers.architectures import ARCHITECTURES, SIZES, write_model
 
@@ -153,3 +154,24 @@ def test_the_text_model_of_a_model_with_images_is_taken_only_when_written_out(tm
     written = AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
     tokens = torch.arange(3, 40)[None]
     assert torch.equal(written(tokens).logits, whole(input_ids=tokens).logits)
+
+
+def test_a_base_that_could_not_be_sent_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    """transformers stacks experts that the files hold one by one."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    for model_type, settings in (("qwen3_moe", experts), ("qwen3", {})):
+        model = write_model(tmp_path / model_type, model_type, **settings)
+        sections = {
+            "model": {"path": str(model), "backend": "transformers"},
+            "task": {"name": "arithmetic"},
+            "sampler": {"max_prompt_tokens": 64, "max_response_tokens": 16},
+            "train": {"device": "cpu", "micro_batch_tokens": 256},
+        }
+        check_names(parse_config(sections | {"checkpoint_engine": {"base_weights": "disk"}}))
+        if not settings:
+            check_names(parse_config(sections))
+            continue
+        with pytest.raises(
+            UnsupportedError, match=r"experts\S+ is not a tensor .* checkpoint_engine.base_weights=disk"
+        ):
+            check_names(parse_config(sections))
