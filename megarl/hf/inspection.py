@@ -2,13 +2,13 @@
 """Check a model of transformers and its adapter before any rank is started, without reading weights."""
 
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from megarl.build import peft_config_of
 from megarl.config import TrainerConfig
 from megarl.errors import ModelError
 from megarl.hf.attention import NAME
+from megarl.hf.base_tensors import base_tensors
 from megarl.hf.load import add_adapters, load_config
 from megarl.hf.network import Network
 from megarl.model.weights.hf_folder import WeightFolder
@@ -16,8 +16,12 @@ from megarl.peft.spec import AdapterSpec
 from megarl.peft.values import check_patterns
 
 
-def inspect_model(config: TrainerConfig) -> PeftModel:
-    """Build the model without memory for its weights, put the adapter on it, and return it.
+def inspect_model(config: TrainerConfig, *, sends_base: bool = False) -> None:
+    """Build the model without memory for its weights, and put the adapter on it.
+
+    Args:
+        config: the trainer's config.
+        sends_base: True checks that the base's weights can be sent to a sampler.
 
     Raises:
         AdapterError: PEFT refuses the adapter, or a pattern matches nothing.
@@ -39,4 +43,5 @@ def inspect_model(config: TrainerConfig) -> PeftModel:
     model = add_adapters(causal, [AdapterSpec(peft_config)])
     if not config.lora.init_from:
         check_patterns(peft_config, model.targeted_module_names + model.targeted_parameter_names)
-    return model
+    if sends_base:
+        base_tensors(model, path, untied=False)

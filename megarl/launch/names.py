@@ -39,12 +39,9 @@ def check_names(config: RunConfig) -> None:
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
     if config.model.backend == TRANSFORMERS:
-        from megarl.hf.base_tensors import base_tensors
         from megarl.hf.inspection import inspect_model  # takes seconds
 
-        model = inspect_model(config.trainer)
-        if config.checkpoint_engine.base_weights == "send":
-            base_tensors(model, config.model.path, untied=False)  # refuses what could not be sent
+        inspect_model(config.trainer, sends_base=config.checkpoint_engine.base_weights == "send")
     else:
         check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config.engine)

@@ -160,7 +160,7 @@ def test_a_base_that_could_not_be_sent_is_refused_before_any_rank_starts(tmp_pat
     """transformers stacks experts that the files hold one by one."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for model_type, settings in (("qwen3_moe", experts), ("qwen3", {})):
-        model = write_model(tmp_path / model_type, model_type, **settings)
+        model = write_model(tmp_path / model_type, model_type, hidden_size=128, head_dim=32, **settings)
         sections = {
             "model": {"path": str(model), "backend": "transformers"},
             "task": {"name": "arithmetic"},
