@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train the quickstart's task at several values of train.max_staleness and seeds, and plot the rewards in one picture.
 
-    python -m tests.curves FOLDER [--staleness 0 1 4] [--seeds 0 1 2] [key=value ...]
+    python -m tests.curves FOLDER [--staleness 0,1,4] [--seeds 0,1,2] [key=value ...]
 
 A run takes ten minutes on two idle cores. FOLDER/staleness.json keeps each finished run, and FOLDER/staleness.png shows
 them, so the command may be interrupted and repeated: it trains only what the file lacks.
@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m tests.curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--staleness", type=numbers, default=[0, 1, 4])
+    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2])
     parser.add_argument("settings", nargs="*")
     given = parser.parse_intermixed_args(arguments)
     file, failed = given.folder / "staleness.json", 0
@@ -48,6 +48,11 @@ def main(arguments: list[str] | None = None) -> int:
                 file.write_text(json.dumps(runs, indent=1) + "\n")
                 draw(runs, file.with_suffix(".png"))
     return failed
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers between commas."""
+    return [int(number) for number in text.split(",")]
 
 
 def train(staleness: int, seed: int, settings: list[str]) -> list[dict[str, Any]] | None:
