@@ -217,17 +217,13 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_lies(dtype, value):
 def test_gloo_listens_on_the_address_that_it_tells_and_on_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where the host's name maps to loopback, as on Debian, torch's own choice cannot be reached from other hosts.
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-
-    def listening() -> set:
-        """Return the addresses, with their ports, that this process listens on."""
-        return {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-
-    heard: set = set()
-    others = listening()  # of process groups that other tests have left
+    ports = psutil.Process().net_connections
+    others, heard = {c.laddr for c in ports("tcp")}, set()  # others: of process groups that other tests have left
     for _ in range(2):
         sender, sent, arrived = transfer("gloo")
         while not sent.done():
-            heard |= {address.ip for address in listening() - others}
+            open_now = {c.laddr for c in ports("tcp") if c.status == psutil.CONN_LISTEN}
+            heard |= {address.ip for address in open_now - others}
         sent.result(30)
         assert all(future.result(30) for future in arrived)
         sender.close()
