@@ -57,6 +57,14 @@ class Sender(Protocol):
         """Send one bucket. ``payload`` came from ``buffer``."""
         ...
 
+    def settle(self) -> None:
+        """Wait until all buckets have left. Only called if ``buffer`` returns memory of a GPU.
+
+        Raises:
+            WeightSyncError: a receiver failed or is gone, or it took too long.
+        """
+        ...
+
     def end(self, manifest: bytes) -> None:
         """Send the last frame."""
         ...

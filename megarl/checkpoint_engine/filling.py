@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill buckets with tensors, and form their digests; view the tensors inside a bucket."""
+"""Divide tensors among buckets, fill buckets and form digests; view the tensors inside a bucket."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.checkpoint_engine.digests import as_bytes, begin_digests, need_triton
-from megarl.checkpoint_engine.wire import Place, Places
+from megarl.checkpoint_engine.plan import plan_buckets
+from megarl.checkpoint_engine.wire import Place, Places, Plan, known
+from megarl.errors import WeightSyncError
+
+Named = tuple[str, torch.Tensor]
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
@@ -26,6 +31,77 @@ class Filling:
     places: Places
     tensors: list[torch.Tensor]
     table: Any = None
+
+
+class _Rows(NamedTuple):
+    """A tensor, or some of its rows.
+
+    Attributes:
+        name, shape: of the whole tensor.
+        tensor: the rows.
+        start: byte offset of the first row in the tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+    start: int
+
+
+def as_they_come(tensors: Iterable[Named], limit: int, split: bool) -> Iterator[Filling]:
+    """Yield buckets of at most ``limit`` bytes.
+
+    Args:
+        tensors: (name, tensor) pairs.
+        limit: bytes of a bucket.
+        split: True divides a larger tensor into rows. A row that is larger, or the tensor if False, has a bucket of its
+            own.
+
+    Raises:
+        WeightSyncError: a dtype cannot be sent.
+    """
+    rows = (part for name, tensor in tensors for part in _rows(name, tensor, limit if split else tensor.nbytes))
+    for index, bucket in enumerate(plan_buckets(rows, lambda part: part.tensor.nbytes, limit)):
+        places = Places(_place(part, index, offset) for part, offset in bucket)
+        yield Filling(known(places), [part.tensor for part, _ in bucket])
+
+
+def as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
+    """Yield the plan's buckets with their tensors; raise ``WeightSyncError`` if others come."""
+    stream = iter(tensors)
+    for places in plan.places.buckets:
+        held = []
+        for place in places:
+            name, tensor = next(stream, ("nothing", None))
+            if tensor is None or (name, tuple(tensor.shape), DTYPES[place.dtype]) != (
+                place.name,
+                place.shape,
+                tensor.dtype,
+            ):
+                raise WeightSyncError(f"the adapter changed: tensor '{place.name}' was planned, '{name}' was exported")
+            held.append(tensor)
+        yield Filling(places, held)
+    if left := next(stream, None):
+        raise WeightSyncError(f"the adapter changed: tensor '{left[0]}' was exported and not planned")
+
+
+def _rows(name: str, tensor: torch.Tensor, limit: int) -> Iterator[_Rows]:
+    """Yield a tensor whole, or in runs of as many rows as ``limit`` bytes hold."""
+    shape = tuple(tensor.shape)
+    if tensor.nbytes <= limit or not shape:
+        yield _Rows(name, shape, tensor, 0)
+        return
+    row = tensor.nbytes // shape[0]
+    step = max(limit // row, 1)
+    for first in range(0, shape[0], step):
+        yield _Rows(name, shape, tensor[first : first + step], first * row)
+
+
+def _place(part: _Rows, bucket: int, offset: int) -> Place:
+    dtype = str(part.tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise WeightSyncError(f"tensor '{part.name}' has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
+    return Place(part.name, dtype, part.shape, bucket, offset, part.tensor.nbytes, part.start)
 
 
 class Filler:
@@ -64,7 +140,19 @@ class Filler:
         torch._foreach_copy_(views, filling.tensors, non_blocking=payload.is_cuda)
 
 
+def shape_of(place: Place) -> tuple[int, ...]:
+    """Return the shape of what lies in a place: the tensor's, or that of its rows."""
+    if not place.shape or place.nbytes == tensor_bytes(place):
+        return place.shape
+    return (place.nbytes * place.shape[0] // tensor_bytes(place), *place.shape[1:])
+
+
+def tensor_bytes(place: Place) -> int:
+    """Return the bytes of the whole tensor."""
+    return math.prod(place.shape) * DTYPES[place.dtype].itemsize
+
+
 def view_of(payload: torch.Tensor, place: Place) -> torch.Tensor:
-    """Return the tensor inside a bucket."""
+    """Return the tensor, or its rows, inside a bucket."""
     part = payload[place.offset : place.offset + place.nbytes]
-    return part.view(DTYPES[place.dtype]).view(place.shape)
+    return part.view(DTYPES[place.dtype]).view(shape_of(place))

@@ -87,7 +87,7 @@ class CheckpointEngineMixin:
         if self.rank != 0:
             return None
         sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
-        self._outbox = Outbox(sender, config.bucket_mib * 2**20)
+        self._outbox = Outbox(sender, int(config.bucket_mib * 2**20))
         return json.dumps({"transport": config.transport, "stays": sender.stays} | sender.endpoint()).encode()
 
     def send_weights(self, version: int, kind: Kind) -> Sent | None:
@@ -153,7 +153,7 @@ class CheckpointEngineMixin:
         """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
         assert self._config is not None and self._plans is not None
         if len(streams) > 1:
-            limit = self._config.bucket_mib * 2**20
+            limit = int(self._config.bucket_mib * 2**20)
             self._plans[self._key] = plan_of(streams[0], self.export_adapter_config(), limit)
         plan = self._plans[self._key]
         if plan is None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
-from megarl.checkpoint_engine.wire import KINDS, Book, Kind, Plan, TensorList, check_names, decode, encode
+from megarl.checkpoint_engine.wire import DIGEST, KINDS, Book, Kind, Plan, TensorList, check_names, decode, encode
 from megarl.errors import WeightSyncError
 
 # ``Receipt.receiver`` of the sender itself.
@@ -19,7 +19,8 @@ class Bucket:
     Attributes:
         version: policy version.
         kind: ``"adapter"``, ``"base"`` or ``"merged"``.
-        tensors: the tensors of this bucket.
+        tensors: the tensors of this bucket; without digests if the sender's device still forms them. The manifest has
+            them all.
         plan: for adapters what the whole transfer consists of, else None.
     """
 
@@ -63,6 +64,8 @@ class Manifest:
     def __post_init__(self) -> None:
         check_sync(self.version, self.kind)
         check_names(f"{self.kind} of version {self.version}", self.tensors.places)
+        if len(self.tensors.digests) != DIGEST * len(self.tensors.places):
+            raise WeightSyncError(f"the manifest of version {self.version} lacks digests")
         if (self.kind == "adapter") != (self.adapter_config is not None):
             raise WeightSyncError(
                 f"a manifest of kind '{self.kind}' must {'' if self.kind == 'adapter' else 'not '}have adapter_config"
@@ -81,7 +84,7 @@ class Manifest:
     @property
     def receipt(self) -> "Receipt":
         """Return the receipt that a receiver of these weights must give; its index is ``SENDER``."""
-        return Receipt(self.version, self.kind, SENDER, len(self.tensors), self.nbytes, self.checksum)
+        return Receipt(self.version, self.kind, SENDER, self.tensors.count, self.nbytes, self.checksum)
 
     def to_bytes(self, book: Book) -> bytes:
         """Return a line of JSON, and the tensors."""

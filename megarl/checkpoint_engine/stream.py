@@ -2,23 +2,32 @@
 """Turn tensors into buckets and back, over any transport. Both ends compute digests from the bytes themselves."""
 
 import json
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from megarl.checkpoint_engine.base import Receiver, Sender
 from megarl.checkpoint_engine.digests import begin_digests
-from megarl.checkpoint_engine.filling import DTYPES, Filler, Filling, view_of
-from megarl.checkpoint_engine.plan import plan_buckets
+from megarl.checkpoint_engine.filling import (
+    DTYPES,
+    Filler,
+    Filling,
+    Named,
+    as_planned,
+    as_they_come,
+    shape_of,
+    tensor_bytes,
+    view_of,
+)
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
-from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, known, listed, together
+from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, listed, together
 from megarl.errors import WeightSyncError
 
-Named = tuple[str, torch.Tensor]
+# The places of a bucket, and what returns their digests as soon as the device has formed them.
+Part = tuple[Places, Callable[[], bytes]]
 
 
 class Stages:
@@ -37,6 +46,20 @@ class Stages:
         now = time.perf_counter()
         self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
         self._last = now
+
+
+class Once:
+    """Digests that are waited for at the first call. What they are formed from is released then."""
+
+    def __init__(self, form: Callable[[], bytes]) -> None:
+        self._form: Callable[[], bytes] | None = form
+        self._formed = b""
+
+    def __call__(self) -> bytes:
+        """Return the digests."""
+        if self._form is not None:
+            self._formed, self._form = self._form(), None
+        return self._formed
 
 
 class Outbox:
@@ -70,28 +93,37 @@ class Outbox:
         Raises:
             WeightSyncError: a dtype cannot be sent, the tensors are not those of the plan, or the transport failed.
         """
-        parts: list[TensorList] = []
-        for filling in self._planned(tensors, plan) if plan else _as_they_come(tensors, self._limit):
+        parts: list[Part] = []
+        on_gpu = False
+        for filling in self._planned(tensors, plan) if plan else as_they_come(tensors, self._limit, split=True):
             self.stages.end("export")
             payload = self.sender.buffer(filling.places.end)
             self.stages.end("wire")
-            digests = self._filler.fill(payload, filling)
+            digests = Once(self._filler.fill(payload, filling))
             self.stages.end("gather")
-            parts.append(TensorList(filling.places, digests()))
+            # A GPU forms them while the next bucket is prepared; the manifest brings them.
+            on_gpu = payload.is_cuda
+            ready = b"" if on_gpu else digests()
+            parts.append((filling.places, digests))
             del filling
             self.stages.end("hash")
-            self.sender.put(Bucket(version, kind, parts[-1], plan).to_bytes(self._book), payload)
+            bucket = Bucket(version, kind, TensorList(parts[-1][0], ready), plan)
+            self.sender.put(bucket.to_bytes(self._book), payload)
             self.stages.end("wire")
+        if on_gpu:
+            self.sender.settle()
+        self.stages.end("wire")
         manifest = Manifest(version, kind, joined(parts), plan.adapter_config if plan else None)
+        self.stages.end("hash")
         self.sender.end(manifest.to_bytes(self._book))
         return manifest
 
     def _planned(self, tensors: Iterable[Named], plan: Plan) -> Iterable[Filling]:
         """Return the plan's buckets with their tensors."""
         if not isinstance(tensors, tuple):
-            return _as_planned(tensors, plan)
+            return as_planned(tensors, plan)
         if self._kept is None or self._kept[0] is not tensors or self._kept[1] is not plan:
-            self._kept = tensors, plan, list(_as_planned(tensors, plan))
+            self._kept = tensors, plan, list(as_planned(tensors, plan))
         return self._kept[2]
 
 
@@ -106,15 +138,15 @@ class Inbox:
 
     def __init__(self, receiver: Receiver, index: int, book: Book) -> None:
         self._receiver, self._index, self._book = receiver, index, book
-        self._parts: list[TensorList] = []
+        self._parts: list[Part] = []
         self._manifest: Manifest | None = None
         self.stages = Stages()
 
-    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], None]]]:
+    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], object]]]:
         """Yield each bucket's header, its bytes, ``[nbytes]`` uint8, and what raises if they are not those sent.
 
-        The digests are being formed when a bucket is yielded. Whoever waits for the device anyhow can call the check
-        then; it is made before the next bucket in any case.
+        The digests are being formed when a bucket is yielded. Those of a bucket in host memory are compared before the
+        next bucket; whoever wants to know earlier calls the check. Those of one on a GPU are compared by ``finish``.
 
         Raises:
             WeightSyncError: the transfer failed, or a tensor arrived damaged.
@@ -128,21 +160,33 @@ class Inbox:
             bucket = Bucket.from_bytes(header, self._book)
             places = bucket.tensors.places
             check_fit(places, payload.nbytes)
-            verify = cache(partial(_verify, begin_digests(payload, places), bucket.tensors))
+            digests = Once(begin_digests(payload, places))
+            self._parts.append((places, digests))
             self.stages.end("hash")
+            verify = cache(_check_of(digests, bucket.tensors, payload.is_cuda))
             yield bucket, payload, verify
             verify()
-            self._parts.append(bucket.tensors)
             self.stages.end("load")
 
     def tensors(self) -> Iterator[Named]:
-        """Yield ``(name, tensor)``. Each tensor is a view of its bucket, or a copy if the bucket will be used again."""
+        """Yield ``(name, tensor)``. Each tensor is a view of its bucket, or a copy if the bucket will be used again.
+
+        A tensor that came in several buckets is put together.
+        """
+        whole: torch.Tensor | None = None
         for bucket, payload, verify in self.buckets():
             verify()
             self.stages.end("hash")
             for place in bucket.tensors.places:
                 view = view_of(payload, place)
-                yield place.name, view.clone() if self._receiver.reuses_buffers else view
+                if shape_of(place) == place.shape:
+                    yield place.name, view.clone() if self._receiver.reuses_buffers else view
+                    continue
+                whole = view.new_empty(place.shape) if whole is None else whole
+                _put_rows(whole, view, place)
+                if place.start + place.nbytes == tensor_bytes(place):
+                    yield place.name, whole
+                    whole = None
 
     def finish(self) -> tuple[Manifest, Receipt]:
         """Compare the received tensors with the manifest.
@@ -151,31 +195,32 @@ class Inbox:
             The manifest, and the receipt computed from the received bytes.
 
         Raises:
-            WeightSyncError: tensors are missing, unexpected or different; the message names them.
+            WeightSyncError: tensors are missing, unexpected, damaged or different; the message names them.
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
         arrived, sent = joined(self._parts), self._manifest
+        self.stages.end("hash")
         checksum = arrived.checksum(sent.adapter_config)
         if checksum != sent.checksum:
             _compare(arrived, sent.tensors)
         self.stages.end("check")
         seconds = self.stages.seconds
-        receipt = Receipt(sent.version, sent.kind, self._index, len(arrived), arrived.nbytes, checksum, seconds)
+        receipt = Receipt(sent.version, sent.kind, self._index, arrived.count, arrived.nbytes, checksum, seconds)
         receipt.check(sent.receipt)
         return sent, receipt
 
 
 def plan_of(tensors: Iterable[Named], adapter_config: dict[str, Any], bucket_bytes: int) -> Plan:
     """Plan the buckets of an adapter from its names, shapes and dtypes. The tensors' values are not read."""
-    places = [place for filling in _as_they_come(tensors, bucket_bytes) for place in filling.places]
+    places = [place for filling in as_they_come(tensors, bucket_bytes, split=False) for place in filling.places]
     # As it is after it has travelled, so that both ends have equal plans.
     return Plan(Places(places), json.loads(json.dumps(adapter_config)))
 
 
-def joined(parts: list[TensorList]) -> TensorList:
-    """Return the tensors of all buckets, in order."""
-    return TensorList(together(tuple(part.places for part in parts)), b"".join(part.digests for part in parts))
+def joined(parts: list[Part]) -> TensorList:
+    """Return the tensors of all buckets, in order. Waits for their digests."""
+    return TensorList(together(tuple(places for places, _ in parts)), b"".join(digests() for _, digests in parts))
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -183,54 +228,49 @@ def is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def check_fit(places: Places, nbytes: int) -> None:
-    """Raise ``WeightSyncError`` unless each place lies in a bucket of ``nbytes`` and has the bytes of its shape."""
+    """Raise ``WeightSyncError`` unless each place lies in a bucket of ``nbytes`` and has the bytes of its rows."""
     for place in places:
         dtype = DTYPES.get(place.dtype)
         end = place.offset + place.nbytes
-        if dtype is None or end > nbytes or math.prod(place.shape) * dtype.itemsize != place.nbytes:
+        if dtype is None or end > nbytes or not _has_rows(place):
             raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
 
 
-def _as_they_come(tensors: Iterable[Named], limit: int) -> Iterator[Filling]:
-    """Yield each bucket's places and tensors."""
-    for index, bucket in enumerate(plan_buckets(tensors, lambda named: named[1].nbytes, limit)):
-        places = Places(_place(name, tensor, index, offset) for (name, tensor), offset in bucket)
-        yield Filling(known(places), [tensor for (_, tensor), _ in bucket])
+def _has_rows(place: Place) -> bool:
+    """Return True if a place has the bytes of its tensor, or of whole rows of it."""
+    whole = tensor_bytes(place)
+    if not place.start and place.nbytes == whole:
+        return True
+    row = whole // place.shape[0] if place.shape and place.shape[0] else 0
+    inside = place.start + place.nbytes <= whole
+    return bool(row) and inside and place.start % row == 0 and place.nbytes % row == 0
 
 
-def _as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
-    """Yield the plan's buckets with their tensors; raise ``WeightSyncError`` if others come."""
-    stream = iter(tensors)
-    for places in plan.places.buckets:
-        held = []
-        for place in places:
-            name, tensor = next(stream, ("nothing", None))
-            if tensor is None or (name, tuple(tensor.shape), DTYPES[place.dtype]) != (
-                place.name,
-                place.shape,
-                tensor.dtype,
-            ):
-                raise WeightSyncError(f"the adapter changed: tensor '{place.name}' was planned, '{name}' was exported")
-            held.append(tensor)
-        yield Filling(places, held)
-    if left := next(stream, None):
-        raise WeightSyncError(f"the adapter changed: tensor '{left[0]}' was exported and not planned")
+def _check_of(digests: Callable[[], bytes], sent: TensorList, later: bool) -> Callable[[], object]:
+    """Return what raises if a bucket arrived damaged; it does nothing if that is found out later.
+
+    Args:
+        digests: those of what arrived.
+        sent: the bucket's tensors; with digests, or without if a device was still forming them.
+        later: True if ``finish`` may still ask for ``digests``; else the bucket's memory will be used again.
+    """
+
+    def check() -> None:
+        if (actual := digests()) != sent.digests:
+            damaged = [place.name for place, at in _cut(sent.places) if actual[at] != sent.digests[at]]
+            raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
+
+    if sent.digests:
+        return check
+    return (lambda: None) if later else digests
 
 
-def _place(name: str, tensor: torch.Tensor, bucket: int, offset: int) -> Place:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise WeightSyncError(f"tensor '{name}' has dtype {dtype}; weights travel as {', '.join(DTYPES)}")
-    return Place(name, dtype, tuple(tensor.shape), bucket, offset, tensor.nbytes)
-
-
-def _verify(digests: Callable[[], bytes], sent: TensorList) -> None:
-    """Raise ``WeightSyncError`` if a tensor arrived damaged."""
-    if (actual := digests()) != sent.digests:
-        damaged = [place.name for place, at in _cut(sent.places) if actual[at] != sent.digests[at]]
-        raise WeightSyncError(f"tensor {listed(damaged)} arrived damaged: its digest is not the one sent")
+def _put_rows(whole: torch.Tensor, rows: torch.Tensor, place: Place) -> None:
+    """Copy a place's rows into their tensor."""
+    first = place.start * place.shape[0] // tensor_bytes(place)
+    whole[first : first + len(rows)] = rows
 
 
 def _cut(places: Places) -> Iterator[tuple[Place, slice]]:
@@ -242,10 +282,15 @@ def _cut(places: Places) -> Iterator[tuple[Place, slice]]:
 def _compare(received: TensorList, announced: TensorList) -> None:
     """Raise ``WeightSyncError`` that names the tensors in which two lists differ."""
     arrived, sent = received.by_name(), announced.by_name()
+    both = arrived.keys() & sent.keys()
     for problem, names in (
         ("did not arrive", sent.keys() - arrived.keys()),
         ("arrived but is not in the manifest", arrived.keys() - sent.keys()),
-        ("differs from the manifest", {name for name in arrived.keys() & sent.keys() if arrived[name] != sent[name]}),
+        (
+            "arrived damaged: its digest is not the one sent",
+            {name for name in both if arrived[name][0] == sent[name][0] and arrived[name] != sent[name]},
+        ),
+        ("differs from the manifest", {name for name in both if arrived[name] != sent[name]}),
     ):
         if names:
             raise WeightSyncError(f"tensor {problem}: {listed(names)}")

@@ -31,7 +31,7 @@ CACHED = 4096
 
 
 class Place(NamedTuple):
-    """Location and properties of one tensor; the same at every sync of a run.
+    """Location and properties of one tensor, or of some rows of a large one; the same at every sync of a run.
 
     Attributes:
         name: PEFT's on-disk name (adapter) or the Hugging Face name (base, merged).
@@ -39,7 +39,8 @@ class Place(NamedTuple):
         shape: full, unsharded shape.
         bucket: index of the bucket that holds it.
         offset: byte offset in that bucket.
-        nbytes: size in bytes.
+        nbytes: size in bytes, of these rows.
+        start: byte offset of the first of these rows in the tensor; 0 for a whole tensor.
     """
 
     name: str
@@ -48,6 +49,12 @@ class Place(NamedTuple):
     bucket: int
     offset: int
     nbytes: int
+    start: int = 0
+
+    @property
+    def label(self) -> str:
+        """The name in messages."""
+        return f"{self.name} from byte {self.start}" if self.start else self.name
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,11 @@ class Places(tuple[Place, ...]):
         return sum(place.nbytes for place in self)
 
     @cached_property
+    def tensors(self) -> int:
+        """Number of tensors that begin here."""
+        return sum(not place.start for place in self)
+
+    @cached_property
     def end(self) -> int:
         """Bytes of a bucket that has these places."""
         return max(place.offset + place.nbytes for place in self)
@@ -85,7 +97,7 @@ class Places(tuple[Place, ...]):
     @cached_property
     def repeated(self) -> list[str]:
         """Names that more than one tensor has."""
-        names = Counter(place.name for place in self)
+        names = Counter(place.label for place in self)
         return [name for name, count in names.items() if count > 1]
 
     @cached_property
@@ -96,7 +108,7 @@ class Places(tuple[Place, ...]):
     @cached_property
     def identity(self) -> bytes:
         """The part of the places that a checksum covers; the division into buckets is not in it."""
-        return encode([place[:3] for place in self])
+        return encode([[*place[:3], place.start] for place in self])
 
     @cached_property
     def buckets(self) -> "tuple[Places, ...]":
@@ -158,14 +170,17 @@ class TensorList:
 
     Attributes:
         places: one place per tensor.
-        digests: 64 bits of each tensor's bytes, ``DIGEST`` bytes each, one after the other (``digests``).
+        digests: 64 bits of each tensor's bytes, ``DIGEST`` bytes each, one after the other (``digests``); empty in a
+            bucket whose digests are still being formed.
     """
 
     places: Places
     digests: bytes
 
-    def __len__(self) -> int:
-        return len(self.places)
+    @property
+    def count(self) -> int:
+        """Number of tensors; the parts of a large one count once."""
+        return self.places.tensors
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +197,7 @@ class TensorList:
     def by_name(self) -> dict[str, tuple[Place, bytes]]:
         """Map each tensor's name to its place and digest."""
         cut = (self.digests[start : start + DIGEST] for start in range(0, len(self.digests), DIGEST))
-        return {place.name: (place, digest) for place, digest in zip(self.places, cut, strict=True)}
+        return {place.label: (place, digest) for place, digest in zip(self.places, cut, strict=True)}
 
     def to_bytes(self, book: Book) -> bytes:
         """Return the places, as a part that travels once, and the digests."""
@@ -196,7 +211,7 @@ class TensorList:
             places = _decode_places(head)
         except (ValueError, TypeError) as error:
             raise WeightSyncError(f"malformed list of tensors: {error!r}") from error
-        if len(digests) != DIGEST * len(places):
+        if digests and len(digests) != DIGEST * len(places):
             raise WeightSyncError(f"malformed list of tensors: {len(digests)} bytes of digests, {len(places)} tensors")
         return cls(places, digests)
 
@@ -259,8 +274,8 @@ def _key_of(blob: bytes) -> bytes:
 @lru_cache(maxsize=CACHED)
 def _decode_places(data: bytes) -> Places:
     return Places(
-        Place(name, dtype, tuple(shape), bucket, offset, nbytes)
-        for name, dtype, shape, bucket, offset, nbytes in json.loads(data)
+        Place(name, dtype, tuple(shape), bucket, offset, nbytes, start)
+        for name, dtype, shape, bucket, offset, nbytes, start in json.loads(data)
     )
 
 

@@ -9,18 +9,24 @@ from megarl.sampler import prepare_environment
 
 prepare_environment(1)
 
+from tests.e2e.plain_layout import keep_plain_if_asked  # noqa: E402
+
+keep_plain_if_asked()
+
 from tests.e2e.sampler_llama import llama  # noqa: E402
 from tests.e2e.sampler_qwen import qwen2, qwen3  # noqa: E402
 
 
 def main(scenario: str, folder: str, out: str) -> None:
     scenarios = {"llama": llama, "qwen3": qwen3, "qwen2": qwen2}
-    if scenario in ("moe", "merged", "merged_moe"):
+    if scenario in ("moe", "merged", "merged_moe", "direct"):
         # Imported late: engine processes import this module too, and need no Megatron.
         from tests.e2e import sampler_merged
+        from tests.e2e.sampler_direct import direct
         from tests.e2e.sampler_moe import moe
 
         scenarios |= {"moe": moe, "merged": sampler_merged.dense, "merged_moe": sampler_merged.experts}
+        scenarios["direct"] = direct
     results = scenarios[scenario](Path(folder))
     Path(out).write_text(json.dumps(results, default=float, indent=1))
 

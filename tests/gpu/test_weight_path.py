@@ -44,10 +44,9 @@ def test_digests() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_slots(dtype: torch.dtype) -> None:
-    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWriter
     from tests.helpers.weight_kernels import check_slots
 
-    check_slots("cuda", GpuWriter, dtype, exact=True)
+    check_slots("cuda", dtype, exact=True)
 
 
 def test_another_process_reads_the_senders_memory_version_after_version() -> None:

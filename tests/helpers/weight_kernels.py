@@ -6,11 +6,10 @@ Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and
 
 import torch
 
-from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan, Source
-from megarl.checkpoint_engine.receiver.writer import HostWriter
+from megarl.checkpoint_engine.receiver.host_writer import HostWrites
+from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
 from megarl.checkpoint_engine.splitmix import mix64
 from megarl.checkpoint_engine.wire import Place, Places
-from megarl.errors import WeightSyncError
 
 
 def check_digests(device: str) -> None:
@@ -53,9 +52,11 @@ def check_digests(device: str) -> None:
         assert changed == expected(other) and changed[:5] == first[:5] and changed[5] != first[5]
 
 
-def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> None:
-    """A slot holds what ``HostWriter`` writes: cut, transposed, scaled, padded, or zeros; bad values have names."""
+def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
+    """A slot holds what ``HostWrites`` writes: cut, transposed, scaled, padded, or zeros; bad values have names."""
     generator = torch.Generator().manual_seed(1)
+    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWrites
+
     payload = torch.zeros(1 << 16, dtype=torch.uint8)
     payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))
     # (offset, shape, strides, scaling) in elements; shape of the buffer, and how much wider its rows are.
@@ -70,17 +71,17 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
         ((1024, (3, 1000), (1000, 1), 1.0), (8, 1000), 0),
         (None, (24, 100), 0),
     ]
-    jobs, buffers = [], []
+    writes = []
     for number, (given, shape, gap) in enumerate(cases):
         source = None if given is None else Source(0, dtype, *given[:3])
-        jobs.append(Job(f"job{number}", number, source, 1.0 if given is None else given[3]))
         # Buffers are slices of larger tensors, as vLLM's are.
-        buffers.append(torch.full((2, shape[0], shape[1] + gap), 7.0, dtype=dtype)[1, :, : shape[1]])
-    plan = SlotPlan(tuple(jobs), ())
+        buffer = torch.full((2, shape[0], shape[1] + gap), 7.0, dtype=dtype)[1, :, : shape[1]]
+        writes.append(Write(f"job{number}", buffer, source, 1.0 if given is None else given[3]))
+    buffers = [one.target for one in writes]
     theirs = [like(buffer, device) for buffer in buffers]
-    HostWriter(buffers).write(plan, 0, payload, lambda: None)
-    filler = writer(theirs)
-    filler.write(plan, 0, payload.to(device), lambda: None)
+    assert HostWrites(writes).run(payload)() == ([], [])
+    filler = GpuWrites([one._replace(target=other) for one, other in zip(writes, theirs, strict=True)])
+    assert filler.run(payload.to(device))() == ([], [])
     for mine, other in zip(buffers, theirs, strict=True):
         if exact:
             assert torch.equal(mine, other.cpu())
@@ -88,12 +89,8 @@ def check_slots(device: str, writer: type, dtype: torch.dtype, exact: bool) -> N
     for place, name in ((640 + 31, "job1"), (1024 + 2900, "job6")):
         bad = payload.clone()
         bad.view(dtype)[place] = float("inf")
-        try:
-            filler.write(plan, 0, bad.to(device), lambda: None)
-        except WeightSyncError as error:
-            assert f"'{name}'" in str(error) and "not finite" in str(error), error
-        else:
-            raise AssertionError("a value that is not finite was taken")
+        found = filler.run(bad.to(device))()
+        assert found == ([name], []), found
 
 
 def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
@@ -106,11 +103,9 @@ def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
 
 def main() -> None:
     """Check all with the interpreter, which does not round bfloat16 as GPUs do."""
-    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWriter
-
     check_digests("cpu")
     for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
-        check_slots("cpu", GpuWriter, dtype, exact)
+        check_slots("cpu", dtype, exact)
 
 
 if __name__ == "__main__":

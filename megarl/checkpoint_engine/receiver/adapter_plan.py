@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from megarl.checkpoint_engine.filling import DTYPES
 from megarl.checkpoint_engine.receiver import mixtures, routers, stacked_experts
 from megarl.checkpoint_engine.receiver.fused import cut_rows, fuse_shapes, fused_parts
+from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
 from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
@@ -28,22 +29,6 @@ SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 NOT_LINEAR = (EMBEDDING, OUTPUT)
 # Bytes between the buckets' first bytes in the address space of a plan: more than any bucket has.
 SPACE = 2**44
-
-
-class Source(NamedTuple):
-    """The place of a matrix in the received bytes.
-
-    Attributes:
-        bucket: index of the bucket.
-        dtype: its dtype.
-        offset, shape, strides: in elements of that dtype, from the bucket's begin.
-    """
-
-    bucket: int
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, int]
-    strides: tuple[int, int]
 
 
 class Job(NamedTuple):
@@ -68,6 +53,20 @@ class SlotPlan:
 
     jobs: tuple[Job, ...]
     experts: tuple[tuple[Any, bool], ...]
+
+    def writes(self, bucket: int, buffers: list[torch.Tensor]) -> list[Write]:
+        """Return the writes that a bucket allows; with the first one, those without a matrix.
+
+        Args:
+            bucket: its index.
+            buffers: of the slot, from ``buffers_of``.
+        """
+        first = bucket == 0
+        return [
+            Write(job.name, buffers[job.buffer], job.source, job.scaling)
+            for job in self.jobs
+            if (first if job.source is None else job.source.bucket == bucket)
+        ]
 
 
 class Pair(NamedTuple):

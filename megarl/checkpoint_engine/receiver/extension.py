@@ -20,6 +20,7 @@ from megarl.checkpoint_engine.base import Receiver, open_receiver
 from megarl.checkpoint_engine.choice import own_memory
 from megarl.checkpoint_engine.receiver import cpu_kernels, cpu_mixtures, plain_mixtures, routers
 from megarl.checkpoint_engine.receiver.base_weights import load_weights
+from megarl.checkpoint_engine.receiver.direct import DirectLoader, takes_direct_writes
 from megarl.checkpoint_engine.receiver.mixtures import check_engine
 from megarl.checkpoint_engine.receiver.slots import Slots
 from megarl.checkpoint_engine.records import Receipt, check_sync
@@ -100,6 +101,7 @@ class ReceiverExtension:
     rank: int
     device: Any
     _megarl_slots: Slots | None
+    _megarl_direct: DirectLoader | None
     _megarl_changed: set[str]
     _megarl_connections: dict[str, Connection]
     _megarl_thread: threading.Thread | None
@@ -116,6 +118,8 @@ class ReceiverExtension:
         """
         self._megarl_slots, self._megarl_changed = None, set()
         self._megarl_connections, self._megarl_thread = {}, None
+        direct = takes_direct_writes(self.model_runner.get_model())
+        self._megarl_direct = DirectLoader(self.model_runner, self.vllm_config) if direct else None
         manager = getattr(self.model_runner, "lora_manager", None)
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
@@ -244,8 +248,11 @@ class ReceiverExtension:
         """
         if self._megarl_slots is not None:
             self._megarl_slots.clear()
-        load_weights(self.model_runner, self.vllm_config, inbox.tensors(), whole=whole)
-        manifest, receipt = inbox.finish()
+        if self._megarl_direct is not None:
+            manifest, receipt = self._megarl_direct.load(inbox, whole=whole)
+        else:
+            load_weights(self.model_runner, self.vllm_config, inbox.tensors(), whole=whole)
+            manifest, receipt = inbox.finish()
         came = set() if whole else {place.name for place in manifest.tensors.places}
         if not whole and (left := self._megarl_changed - came):
             raise WeightSyncError(

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 
 from megarl.checkpoint_engine.receiver import mixtures
 from megarl.checkpoint_engine.receiver.adapter_plan import SlotPlan, buffers_of, plan_slot
-from megarl.checkpoint_engine.receiver.writer import Writer, writer_for
+from megarl.checkpoint_engine.receiver.write_jobs import Writes, prepare
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Plan
@@ -33,7 +33,8 @@ class Slots:
         self._slot_of: dict[int, int] = {}
         self._checksums: dict[int, str] = {}
         self._plans: dict[bytes, SlotPlan] = {}
-        self._writers: dict[int, Writer] = {}
+        # Of the plan that came last, by slot and bucket.
+        self._writes: dict[tuple[int, int], Writes] = {}
         manager._load_adapter = self._load
         self._inner._add_adapter = self._add
         self._inner.activate_adapter = self._activate
@@ -71,14 +72,17 @@ class Slots:
                 hold what was written, or no slot is idle.
             AdapterError, UnsupportedError: as ``plan_slot``.
         """
-        plan = None
-        for number, (bucket, payload, verify) in enumerate(inbox.buckets()):
+        plan, written = None, []
+        for number, (bucket, payload, _) in enumerate(inbox.buckets()):
             if bucket.plan is None:
                 raise WeightSyncError("the adapter came without its plan")
             plan = self._plan(bucket.plan)
             if bucket.version + 1 not in self._slot_of:
-                self._writer(slot).write(plan, number, payload, verify)
+                # What it writes may be damaged; nobody uses the slot before all is checked.
+                written.append(self._writes_of(plan, slot, number).run(payload))
         manifest, receipt = inbox.finish()
+        for found in written:
+            found().refuse("adapter")
         if plan is None:
             raise WeightSyncError("the adapter came without any tensor")
         lora_id = manifest.version + 1
@@ -91,12 +95,14 @@ class Slots:
             raise WeightSyncError(f"version {manifest.version} came again with other weights than before")
         return receipt
 
-    def _writer(self, slot: int | None) -> Writer:
+    def _writes_of(self, plan: SlotPlan, slot: int | None, bucket: int) -> Writes:
+        """Return the writes of a bucket into a slot; prepared once."""
         if slot is None:
             raise WeightSyncError(f"all {self._inner.lora_slots} LoRA slots are in use")
-        if slot not in self._writers:
-            self._writers[slot] = writer_for(buffers_of(self._manager, slot))
-        return self._writers[slot]
+        key = slot, bucket
+        if key not in self._writes:
+            self._writes[key] = prepare(plan.writes(bucket, buffers_of(self._manager, slot)))
+        return self._writes[key]
 
     def _switch_experts(self, plan: SlotPlan, slot: int) -> None:
         """Tell vLLM's mixtures which of them the slot adapts."""
@@ -109,7 +115,7 @@ class Slots:
         """Return the jobs of an adapter; worked out once."""
         key = plan.key
         if key not in self._plans:
-            self._plans = {key: plan_slot(self._manager, plan)}
+            self._plans, self._writes = {key: plan_slot(self._manager, plan)}, {}
         return self._plans[key]
 
     def _load(self, request: LoRARequest) -> LoRAModel:

@@ -1,44 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Define a writer of adapters into vLLM's buffers, and what all writers share: a bucket's jobs, and the refusal."""
+"""Define what is written into vLLM's tensors: matrices of a bucket, each scaled, into a buffer that it may not fill."""
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-from megarl.checkpoint_engine.receiver.adapter_plan import Job, SlotPlan
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
 
 
-class Writer(Protocol):
-    """Fills the buffers of one slot."""
+class Source(NamedTuple):
+    """The place of a matrix in the received bytes.
 
-    def write(self, plan: SlotPlan, bucket: int, payload: torch.Tensor, verify: Callable[[], None]) -> None:
-        """Do the jobs of one bucket, and those without a source with the first bucket. Returns when all is read back.
+    Attributes:
+        bucket: index of the bucket.
+        dtype: its dtype.
+        offset, shape, strides: in elements of that dtype, from the bucket's begin.
+    """
+
+    bucket: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, int]
+    strides: tuple[int, int]
+
+
+class Write(NamedTuple):
+    """Fill one buffer.
+
+    Attributes:
+        name: for messages.
+        target: the buffer, ``[R, C]``; its rows are contiguous.
+        source: the matrix, ``[r, c]``, r <= R, c <= C; zeros surround it. None fills the buffer with zeros.
+        scaling: what the matrix is multiplied by, in float32, before it is rounded once.
+    """
+
+    name: str
+    target: torch.Tensor
+    source: Source | None
+    scaling: float
+
+
+class Found(NamedTuple):
+    """Names of matrices with values that are not finite, and of those that their buffers do not hold exactly."""
+
+    not_finite: list[str]
+    different: list[str]
+
+    def refuse(self, what: str) -> None:
+        """Raise ``WeightSyncError`` if there is any name; ``what`` was written."""
+        if self.not_finite:
+            raise WeightSyncError(f"the {what} holds a value that is not finite in {listed(self.not_finite)}")
+        if self.different:
+            raise WeightSyncError(f"vLLM's buffers do not hold the {what} exactly in {listed(self.different)}")
+
+
+class Writes(Protocol):
+    """The writes of one bucket, prepared to be made again and again."""
+
+    def run(self, payload: torch.Tensor) -> Callable[[], Found]:
+        """Write, and read back.
 
         Args:
-            plan: the jobs.
-            bucket: index of the bucket.
-            payload: its bytes, ``[nbytes]`` uint8.
-            verify: raises if they arrived damaged. Called before any other error is raised; a writer may have written
-                them by then, into a slot that nobody uses.
+            payload: the bucket, ``[nbytes]`` uint8. A GPU reads it on the current stream.
 
-        Raises:
-            WeightSyncError: a value is not finite, or a buffer does not hold what was written; names the matrices.
+        Returns:
+            A function that waits for the device, and returns what is wrong.
         """
         ...
 
 
-def jobs_of(plan: SlotPlan, bucket: int) -> list[Job]:
-    """Return the jobs that a bucket allows."""
-    first = bucket == 0
-    return [job for job in plan.jobs if (first if job.source is None else job.source.bucket == bucket)]
+def prepare(writes: Sequence[Write]) -> Writes:
+    """Return how the writes of one bucket are made where their buffers are."""
+    if writes and writes[0].target.is_cuda:
+        from megarl.checkpoint_engine.receiver.gpu_writer import GpuWrites
 
+        return GpuWrites(writes)
+    from megarl.checkpoint_engine.receiver.host_writer import HostWrites
 
-def refuse(not_finite: list[str], different: list[str]) -> None:
-    """Raise ``WeightSyncError`` if there are names of matrices in either list."""
-    if not_finite:
-        raise WeightSyncError(f"the adapter holds a value that is not finite in {listed(not_finite)}")
-    if different:
-        raise WeightSyncError(f"vLLM's buffers do not hold the adapter exactly in {listed(different)}")
+    return HostWrites(writes)

@@ -22,6 +22,8 @@ from megarl.errors import WeightSyncError
 from megarl.network import gloo_devices, listen
 
 PREFIX = "megarl"
+# Seconds between two looks at a device that broadcasts, and at the receivers meanwhile.
+LOOK_SECONDS = 5e-5
 
 
 class Backend(NamedTuple):
@@ -51,19 +53,37 @@ class Backend(NamedTuple):
 
 
 class _Group:
-    """A group in which rank 0 sends and ranks 1 .. receivers receive."""
+    """A group in which rank 0 sends and ranks 1 .. receivers receive.
+
+    On a GPU broadcasts have a stream of their own, so that the next bucket is filled, or the last loaded, meanwhile.
+    """
 
     def __init__(self, backend: Backend, store: TCPStore, host: str, rank: int, size: int, timeout: float) -> None:
         self._backend, self._store = backend, store
+        self._stream = torch.cuda.Stream() if backend.device == "cuda" else None
         with self._errors("joining the group"):
             self._group = backend.build(PrefixStore(PREFIX, store), host, rank, size, timeout)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Broadcast from rank 0, in place; on a GPU the current stream waits for it, not the host."""
+    def broadcast(self, tensor: torch.Tensor, after: Any = None) -> Any:
+        """Broadcast from rank 0, in place. On a GPU the host does not wait.
+
+        Args:
+            tensor: the bytes.
+            after: an event before which the broadcast does not begin; default: all work of the current stream.
+
+        Returns:
+            On a GPU the event of its end, else None.
+        """
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         with self._errors(f"broadcasting {tensor.nbytes} bytes"):
-            self._group.broadcast([tensor], options).wait()
+            if self._stream is None:
+                self._group.broadcast([tensor], options).wait()
+                return None
+            self._stream.wait_event(after or torch.cuda.current_stream().record_event())
+            with torch.cuda.stream(self._stream):
+                self._group.broadcast([tensor], options).wait()
+                return self._stream.record_event()
 
     def close(self) -> None:
         """Leave; what still runs is given up."""
@@ -86,6 +106,8 @@ class CollectiveSender(LiveSender):
         super().__init__(link)
         self._backend, self.transport = backend, backend.name
         self._group: _Group | None = None
+        # The end of the last broadcast from each buffer.
+        self._sent: list[Any] = [None] * DEPTH
         listener = listen(self._hub.host)
         self._store: TCPStore | None = TCPStore(
             self._hub.host,
@@ -101,18 +123,43 @@ class CollectiveSender(LiveSender):
         """Return also the port of the group's store."""
         return super().endpoint() | {"store": self._port}
 
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """Return the older one of two buffers. What the current stream writes into it waits for its last broadcast."""
+        held = super().buffer(nbytes)
+        if (sent := self._sent[self._count % DEPTH]) is not None:
+            torch.cuda.current_stream().wait_event(sent)
+        return held
+
+    def settle(self) -> None:
+        """Wait for the last broadcasts, but not for a receiver that is gone: the group is left then, and they end."""
+        deadline = self._begin()
+        for sent in filter(None, self._sent):
+            while not sent.query():
+                try:
+                    self._hub.check()
+                    if time.monotonic() > deadline:
+                        raise WeightSyncError(f"{self._backend.name} transfer: broadcasts did not end in time")
+                except WeightSyncError:
+                    self._leave()
+                    raise
+                time.sleep(LOOK_SECONDS)
+
     def close(self) -> None:
         """Leave the group, stop the store, disconnect."""
-        group, self._group, self._store = self._group, None, None
+        self._leave()
+        self._store = None
+        super().close()
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
         if group is not None:
             group.close()
-        super().close()
 
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device), b""
 
     def _settle(self, payload: torch.Tensor) -> None:
-        """Nothing: the broadcast is in the order of the stream."""
+        """Nothing: the broadcast waits for the stream."""
 
     def _move(self, payload: torch.Tensor) -> None:
         if self._group is None:
@@ -121,7 +168,7 @@ class CollectiveSender(LiveSender):
             size = self._link.receivers + 1
             self._group = _Group(self._backend, self._store, self._hub.host, 0, size, self._link.timeout)
         try:
-            self._group.broadcast(payload)
+            self._sent[self._count % DEPTH] = self._group.broadcast(payload)
         except WeightSyncError:
             self._hub.check()  # a receiver's own reason says more
             raise
@@ -136,6 +183,9 @@ class CollectiveReceiver(LiveReceiver):
         self._group: _Group | None = None
         self._store: TCPStore | None = None
         self._buffers: list[torch.Tensor | None] = [None] * DEPTH
+        # Buffers that broadcasts may write to once the work of the current stream until then is done.
+        self._free: list[Any] = [None] * DEPTH
+        self._last: int | None = None
 
     def close(self) -> None:
         """Leave the group, and disconnect."""
@@ -150,7 +200,14 @@ class CollectiveReceiver(LiveReceiver):
         if held is None or held.numel() < nbytes:
             self._buffers[number] = None
             held = self._buffers[number] = torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device)
-        self._join(deadline).broadcast(held[:nbytes])
+        group = self._join(deadline)
+        if held.is_cuda and self._last is not None:
+            # All that reads the bucket before was launched by now.
+            self._free[self._last] = torch.cuda.current_stream().record_event()
+        self._last = number
+        arrived = group.broadcast(held[:nbytes], self._free[number])
+        if arrived is not None:
+            torch.cuda.current_stream().wait_event(arrived)
         return held[:nbytes]
 
     def _join(self, deadline: float) -> _Group:

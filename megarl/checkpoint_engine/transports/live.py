@@ -66,6 +66,9 @@ class LiveSender:
         self._move(payload)
         self._count += 1
 
+    def settle(self) -> None:
+        """Do nothing: what ``put`` sent has left."""
+
     def end(self, manifest: bytes) -> None:
         """Send the manifest."""
         self._hub.send(END, manifest, self._begin())
@@ -118,7 +121,8 @@ class LiveReceiver:
     acknowledges: ClassVar[bool] = False
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
-        self._timeout, self._index, self._unread = endpoint["timeout"], index, False
+        self._timeout, self._index = endpoint["timeout"], index
+        self._unread = self._reading = False
         self._line = open_line(endpoint, index)
 
     def begins(self) -> bool:
@@ -130,6 +134,8 @@ class LiveReceiver:
         deadline = time.monotonic() + self._timeout
         if self._unread:
             self._unread = False
+            if self._reading:
+                torch.cuda.current_stream().synchronize()
             self._line.send(ACK, b"", deadline)
         tag, message = self._line.receive(deadline)
         if tag == END:
@@ -139,7 +145,8 @@ class LiveReceiver:
         number, nbytes, size = _HEAD.unpack_from(message)
         news = message[_HEAD.size : _HEAD.size + size]
         payload = self._fetch(number, nbytes, news, deadline)
-        self._unread = self.acknowledges
+        # Kernels that read the sender's memory may still wait for their turn when the next bucket is asked for.
+        self._unread, self._reading = self.acknowledges, payload.is_cuda
         return Frame(message[_HEAD.size + size :], payload)
 
     def answer(self, receipt: bytes) -> None:

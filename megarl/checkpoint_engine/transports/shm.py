@@ -69,6 +69,9 @@ class ShmSender:
         _publish(self._folder / f"{self._count:05}.head", header)
         self._count += 1
 
+    def settle(self) -> None:
+        """Do nothing: the buckets are in host memory."""
+
     def end(self, manifest: bytes) -> None:
         """Publish the manifest."""
         _publish(self._folder / "end.head", manifest)

@@ -14,7 +14,7 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # n
 
 from megarl.checkpoint_engine.filling import view_of  # noqa: E402
 from megarl.checkpoint_engine.receiver import adapter_plan, mixtures, routers  # noqa: E402
-from megarl.checkpoint_engine.receiver.writer import HostWriter  # noqa: E402
+from megarl.checkpoint_engine.receiver.host_writer import HostWrites  # noqa: E402
 from megarl.checkpoint_engine.stream import plan_of  # noqa: E402
 from megarl.errors import UnsupportedError, WeightSyncError  # noqa: E402
 from megarl.peft.names import PREFIX  # noqa: E402
@@ -74,12 +74,12 @@ def written(module: Any, tensors: dict[str, torch.Tensor], spoil: Any = None) ->
         buffer.fill_(7)
     buckets = plan.places.buckets
     assert len(buckets) > 2
-    writer = HostWriter([*map(spoil, buffers)] if spoil else buffers)
+    targets = [*map(spoil, buffers)] if spoil else buffers
     for number, places in enumerate(buckets):
         payload = torch.zeros(places.end, dtype=torch.uint8)
         for place in places:
             view_of(payload, place).copy_(tensors[place.name])
-        writer.write(slot_plan, number, payload, lambda: None)
+        HostWrites(slot_plan.writes(number, targets)).run(payload)().refuse("adapter")
     return slot_plan
 
 

@@ -32,7 +32,7 @@ MANIFEST = Manifest(3, "adapter", LIST, {"r": 4})
 
 
 def receipt(manifest: Manifest) -> Receipt:
-    return Receipt(manifest.version, manifest.kind, 0, len(manifest.tensors), manifest.nbytes, manifest.checksum)
+    return Receipt(manifest.version, manifest.kind, 0, manifest.tensors.count, manifest.nbytes, manifest.checksum)
 
 
 def test_records_survive_the_wire() -> None:
