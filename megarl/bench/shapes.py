@@ -13,6 +13,7 @@ class Shape:
         hidden, layers, heads, kv_heads, head_dim, inner, vocab: sizes of the model.
         tied: True if the output layer shares the embedding's weight.
         sequences, length: the batch.
+        experts, active: of a mixture, experts of a layer and of a token; ``inner`` is then an expert's size.
     """
 
     hidden: int
@@ -25,12 +26,23 @@ class Shape:
     tied: bool
     sequences: int
     length: int
+    experts: int = 0
+    active: int = 0
 
     def config(self) -> dict[str, Any]:
         """Return the shape as Hugging Face's config.json."""
-        return {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
+        dense: dict[str, Any] = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+        mixture = {
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "moe_intermediate_size": self.inner,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+        return (mixture if self.experts else dense) | {
             "hidden_size": self.hidden,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
@@ -50,5 +62,6 @@ class Shape:
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, True, sequences=16, length=1024),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, False, sequences=2, length=4096),
+    "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, False, sequences=2, length=4096, experts=128, active=8),
     "tiny": Shape(64, 2, 2, 1, 32, 128, 512, True, sequences=4, length=32),
 }

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megarl.bench.adapters import change_adapter, lora_section
+from megarl.bench.ceilings import broadcast_rate, copy_rate
 from megarl.bench.choose import decode_rate, sampler_settings
 from megarl.bench.random_weights import TMPFS, base_filler, model_folder
 from megarl.bench.settings import SyncBenchSettings
@@ -61,7 +62,12 @@ def bench_sync(
             with _engines(settings, folder, content, transport, out) as (engines, seconds):
                 result["engine_start_seconds"] = seconds
                 result["rows"] += _measure(settings, model, engines, content, transport, report)
-        result["ceilings"] = {"copy": _copy_rate(model, max(row["nbytes"] for row in result["rows"]))}
+        largest = max(row["nbytes"] for row in result["rows"])
+        result["ceilings"] = {"copy": copy_rate(model.groups.device, largest)}
+        if _spread(settings):
+            report("the ceiling: a NCCL broadcast of as many bytes")
+            for row in result["rows"]:
+                row["broadcast"] = broadcast_rate(row["nbytes"], [i + 1 for i in range(settings.engines)])
         if settings.disk:
             report("vLLM's own way: save, and load into a running engine")
             result["disk"] = _disk(settings, model, folder, Path(scratch), out)
@@ -81,8 +87,12 @@ def _build(settings: SyncBenchSettings, folder: Path) -> TrainedModel:
 def _transport(settings: SyncBenchSettings, model: TrainedModel) -> str:
     if settings.transport != "auto":
         return settings.transport
-    alone = model.groups.device.type == "cpu" or torch.cuda.device_count() <= settings.engines
-    return "ipc" if alone else "nccl"
+    return "nccl" if model.groups.device.type == "cuda" and _spread(settings) else "ipc"
+
+
+def _spread(settings: SyncBenchSettings) -> bool:
+    """Return True if each engine has a GPU of its own."""
+    return settings.device != "cpu" and torch.cuda.device_count() > settings.engines
 
 
 @contextlib.contextmanager
@@ -91,7 +101,7 @@ def _engines(
 ) -> Iterator[tuple[list[SamplerProcess], float]]:
     """Start the engines; yield them and the seconds that the slowest needed."""
     began = time.perf_counter()
-    spread = torch.cuda.device_count() > settings.engines
+    spread = _spread(settings)
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
@@ -226,20 +236,6 @@ def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, rep
     hit = [[end - start for start, end in requests if end > began and start < ended + usual] for began, ended in syncs]
     report(f"adapter: {len(requests)} requests of {usual * 1e3:.1f} ms; a sync hits {len(hit[0])}")
     return statistics.median(max(times) - usual for times in hit) * 1e3
-
-
-def _copy_rate(model: TrainedModel, nbytes: int) -> float:
-    """Return GB/s of one copy inside the trainer's device: the ceiling of a sync that copies every byte once."""
-    source = torch.empty(nbytes, dtype=torch.uint8, device=model.groups.device).random_()
-    target = torch.empty_like(source)
-    seconds = []
-    for _ in range(10):
-        began = time.perf_counter()
-        target.copy_(source)
-        if source.is_cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    return nbytes / statistics.median(seconds) / 1e9
 
 
 def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:

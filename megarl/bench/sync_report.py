@@ -19,13 +19,14 @@ def sync_table(report: dict[str, Any]) -> str:
         f"{settings['model']}: r={settings['r']}, {settings['dtype']}, {settings['engines']} engine(s), transport "
         f"{report['transport']}; milliseconds, medians"
     )
-    columns = ("weights", "tensors", "MiB", "sync", "worst", "GB/s", "of copy", *STAGES, "pause", "|logprob|")
+    columns = ("weights", "tensors", "MiB", "sync", "worst", "GB/s", "of ceiling", *STAGES, "pause", "|logprob|")
     rows = aligned([columns, *(_row(row, report["ceilings"]["copy"]) for row in report["rows"])])
     return "\n".join([head, "", *rows, "", *_notes(report)])
 
 
 def _row(row: dict[str, Any], ceiling: float) -> tuple[str, ...]:
     rate = row["nbytes"] / row["ms"] / 1e6
+    ceiling = row.get("broadcast", ceiling)
     optional = (("pause_ms", "{:.1f}"), ("logprob_difference", "{:.1e}"))
     return (
         row["kind"],
@@ -42,6 +43,9 @@ def _row(row: dict[str, Any], ceiling: float) -> tuple[str, ...]:
 
 def _notes(report: dict[str, Any]) -> list[str]:
     lines = [f"one copy inside the device: {report['ceilings']['copy']:.0f} GB/s"]
+    rates = ", ".join(f"{row['kind']} {row['broadcast']:.0f}" for row in report["rows"] if "broadcast" in row)
+    if rates:
+        lines.append(f"a NCCL broadcast of as many bytes, the ceiling of each row: {rates} GB/s")
     if disk := report.get("disk"):
         by_disk = disk["save_ms"] + disk["load_ms"]
         lines.append(

@@ -36,15 +36,18 @@ def gpu_id() -> str | None:
 def choose_transport(sender: Memory, receivers: Sequence[Memory]) -> tuple[str, str]:
     """Return the name of a transport, and why it was chosen.
 
-    ``nccl`` is never chosen: it has not run on several GPUs yet. Whoever names it gets it.
-
     Args:
         sender: memory of trainer rank 0.
         receivers: memories of all vLLM workers.
     """
+    gpus = [memory.gpu for memory in (sender, *receivers)]
     if all(receiver == sender for receiver in receivers):
         shared = "share one GPU" if sender.gpu else "compute on the CPUs of one host"
         return "ipc", f"trainer rank 0 and all engines {shared}"
+    if all(gpus) and len(set(gpus)) == len(gpus):
+        return "nccl", "trainer rank 0 and every engine's ranks have a GPU each"
     if all(receiver.host == sender.host for receiver in receivers):
+        if all(gpus):
+            return "ipc", "trainer rank 0 and all engines have GPUs of one host, and share some"
         return "shm", "trainer rank 0 and all engines are on one host"
     return "gloo", "trainer rank 0 and the engines are on several hosts"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from megarl.config import CheckpointEngineConfig
+from tests.e2e.plain_layout import PLAIN
 from tests.e2e.sampler_merged import LORA as PARTIAL
 from tests.e2e.sampler_merged import MergingTrainer, change
-from tests.e2e.plain_layout import PLAIN
 from tests.e2e.sampler_rig import LORA, Rig, make_model, prompts, raised, run_config
 
 # MiB of a bucket: a tenth of the embedding, so that it and the larger linears travel in parts.

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight path on a GPU: kernels against references, and a transfer by CUDA IPC between two processes."""
+"""The weight path on GPUs: kernels against references, transfers between processes by CUDA IPC and NCCL."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -17,23 +19,31 @@ from megarl.errors import WeightSyncError  # noqa: E402
 
 # A receiver in another process: sums of what it got, or "failed" and exit.
 CHILD = """
-import json, sys, torch
+import json, os, sys, time, torch
 from megarl.checkpoint_engine.base import open_receiver
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Book
-receiver, book = open_receiver(json.loads(sys.argv[1]), 0), Book()
-for _ in range(int(sys.argv[2])):
-    inbox = Inbox(receiver, 0, book)
+receiver, book = open_receiver(json.loads(sys.argv[1]), int(sys.argv[3])), Book()
+for number in range(int(sys.argv[2])):
+    inbox = Inbox(receiver, int(sys.argv[3]), book)
     for name, tensor in inbox.tensors():
         assert tensor.is_cuda
         print(name, float(tensor.double().sum()), flush=True)
+        if number == int(sys.argv[4]):
+            os.kill(os.getpid(), 9)
     receiver.answer(inbox.finish()[1].to_bytes())
 """
+NEVER = -1
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+# Transport, and the GPU of the receiver.
+PATHS = [("ipc", 0), pytest.param("ipc", 1, marks=two_gpus), pytest.param("nccl", 1, marks=two_gpus)]
 
 
-def child(endpoint: dict, transfers: int) -> subprocess.Popen:
-    command = [sys.executable, "-c", CHILD, json.dumps(endpoint), str(transfers)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def child(endpoint: dict, transfers: int, gpu: int, index: int = 0, dies: int = NEVER) -> subprocess.Popen:
+    """Start a receiver that sees one GPU only, and kills itself in a transfer."""
+    command = [sys.executable, "-c", CHILD, json.dumps(endpoint), *map(str, (transfers, index, dies))]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def test_digests() -> None:
@@ -49,11 +59,13 @@ def test_slots(dtype: torch.dtype) -> None:
     check_slots("cuda", dtype, exact=True)
 
 
-def test_another_process_reads_the_senders_memory_version_after_version() -> None:
-    sender = open_sender("ipc", Link(1, 60.0))
+@pytest.mark.parametrize(("transport", "gpu"), PATHS)
+def test_another_process_gets_the_senders_bytes_version_after_version(transport: str, gpu: int) -> None:
+    sender = open_sender(transport, Link(1, 60.0))
     outbox = Outbox(sender, 1 << 20)
-    weights = [(f"w{i}", torch.randn(3, 50_000, device="cuda").bfloat16()) for i in range(10)]
-    process = child(sender.endpoint(), 3)
+    # The last one is larger than a bucket.
+    weights = [(f"w{i}", torch.randn(3 + 40 * (i == 29), 50_000, device="cuda").bfloat16()) for i in range(30)]
+    process = child(sender.endpoint(), 3, gpu)
     expected = []
     for version in range(3):
         changed = [(name, tensor * (version + 1)) for name, tensor in weights]
@@ -66,15 +78,39 @@ def test_another_process_reads_the_senders_memory_version_after_version() -> Non
     sender.close()
 
 
-def test_a_receiver_that_is_killed_is_named() -> None:
-    sender = open_sender("ipc", Link(1, 20.0))
-    process = child(sender.endpoint(), 2)
+@pytest.mark.parametrize(("transport", "gpu"), PATHS)
+@pytest.mark.parametrize("dies", [NEVER, 1])
+def test_a_receiver_that_is_killed_is_named_at_once(transport: str, gpu: int, dies: int) -> None:
+    """Killed between two transfers, or in the middle of one, where a broadcast would wait for it for ever."""
+    sender = open_sender(transport, Link(1, 20.0))
+    process = child(sender.endpoint(), 2, gpu, dies=dies)
     outbox = Outbox(sender, 1 << 20)
-    outbox.send([("w", torch.ones(1000, device="cuda"))], 0, "base")
+    large = [(f"w{i}", torch.ones(1 << 19, device="cuda")) for i in range(20)]
+    outbox.send(large, 0, "base")
     sender.receipts()
-    process.kill()
-    process.wait()
+    if dies == NEVER:
+        process.kill()
+        process.wait()
+    began = time.monotonic()
     with pytest.raises(WeightSyncError, match="receiver 0 is gone"):
-        outbox.send([("w", torch.ones(1000, device="cuda"))], 1, "base")
+        outbox.send(large, 1, "base")
         sender.receipts()
+    assert time.monotonic() - began < 10
     sender.close()
+    torch.cuda.synchronize()
+    assert torch.ones(10, device="cuda").sum() == 10
+
+
+def test_the_direct_loader_fills_parameters_on_the_gpu() -> None:
+    from tests.unit.checkpoint_engine import test_direct as direct
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        loader = direct.make_loader(context, "cuda")
+        for seed in (0, 1):
+            given = {name: tensor.cuda() for name, tensor in direct.tensors(seed).items()}
+            theirs = direct.Model().cuda()
+            direct.load(loader, given, 200)
+            theirs.load_weights(given.items())
+            for mine, other in zip(loader._model.parameters(), theirs.parameters(), strict=True):
+                assert mine.any() and torch.equal(mine, other)

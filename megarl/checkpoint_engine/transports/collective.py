@@ -52,7 +52,7 @@ class Backend(NamedTuple):
         return CollectiveReceiver(endpoint, index, self)
 
 
-class _Group:
+class Group:
     """A group in which rank 0 sends and ranks 1 .. receivers receive.
 
     On a GPU broadcasts have a stream of their own, so that the next bucket is filled, or the last loaded, meanwhile.
@@ -105,7 +105,7 @@ class CollectiveSender(LiveSender):
     def __init__(self, link: Link, backend: Backend) -> None:
         super().__init__(link)
         self._backend, self.transport = backend, backend.name
-        self._group: _Group | None = None
+        self._group: Group | None = None
         # The end of the last broadcast from each buffer.
         self._sent: list[Any] = [None] * DEPTH
         listener = listen(self._hub.host)
@@ -166,7 +166,7 @@ class CollectiveSender(LiveSender):
             if self._store is None:
                 raise WeightSyncError(f"{self._backend.name} transfer: the sender is closed")
             size = self._link.receivers + 1
-            self._group = _Group(self._backend, self._store, self._hub.host, 0, size, self._link.timeout)
+            self._group = Group(self._backend, self._store, self._hub.host, 0, size, self._link.timeout)
         try:
             self._sent[self._count % DEPTH] = self._group.broadcast(payload)
         except WeightSyncError:
@@ -180,7 +180,7 @@ class CollectiveReceiver(LiveReceiver):
     def __init__(self, endpoint: dict[str, Any], index: int, backend: Backend) -> None:
         super().__init__(endpoint, index)
         self._endpoint, self._backend = endpoint, backend
-        self._group: _Group | None = None
+        self._group: Group | None = None
         self._store: TCPStore | None = None
         self._buffers: list[torch.Tensor | None] = [None] * DEPTH
         # Buffers that broadcasts may write to once the work of the current stream until then is done.
@@ -210,7 +210,7 @@ class CollectiveReceiver(LiveReceiver):
             torch.cuda.current_stream().wait_event(arrived)
         return held[:nbytes]
 
-    def _join(self, deadline: float) -> _Group:
+    def _join(self, deadline: float) -> Group:
         if self._group is None:
             host, port, size = self._endpoint["host"], self._endpoint["store"], self._endpoint["receivers"] + 1
             wait = timedelta(seconds=max(deadline - time.monotonic(), 1.0))
@@ -218,7 +218,7 @@ class CollectiveReceiver(LiveReceiver):
                 self._store = TCPStore(host, port, is_master=False, timeout=wait)
             except RuntimeError as error:
                 raise WeightSyncError(f"receiver {self._index} cannot reach {host}:{port}: {error}") from error
-            self._group = _Group(self._backend, self._store, host, self._index + 1, size, self._timeout)
+            self._group = Group(self._backend, self._store, host, self._index + 1, size, self._timeout)
         return self._group
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer inside one device: the receivers map the sender's buffers, so that no byte is copied on the way.
+"""Transfer inside one host: the receivers map the sender's buffers, so that no byte is copied on the way.
 
-On a GPU both processes open the same memory by CUDA IPC handles; on a CPU they map the same file in /dev/shm. The
-receivers' own copy, into vLLM's tensors, is the only one.
+Processes on GPUs open the same memory by CUDA IPC handles, also that of another GPU that theirs can access; on CPUs
+they map the same file in /dev/shm. The receivers' own copy, into vLLM's tensors, is the only one.
 """
 
 import mmap
@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Link
-from megarl.checkpoint_engine.choice import gpu_id
+from megarl.checkpoint_engine.choice import Memory, own_memory
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
-from megarl.checkpoint_engine.transports.shm import host_id
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
 from megarl.errors import WeightSyncError
 
@@ -38,8 +37,8 @@ class IpcSender(LiveSender):
         self._remove: Callable[[], Any] = lambda: None
 
     def endpoint(self) -> dict[str, Any]:
-        """Return also the device whose memory it is."""
-        return super().endpoint() | {"device": device_id()}
+        """Return also the memory that it is in."""
+        return super().endpoint() | {"memory": list(own_memory())}
 
     def close(self) -> None:
         """Disconnect; the memory goes when the receivers have closed it too."""
@@ -63,15 +62,16 @@ class IpcSender(LiveSender):
 
 
 class IpcReceiver(LiveReceiver):
-    """See ``LiveReceiver``. Raises ``WeightSyncError`` too if it is on another device."""
+    """See ``LiveReceiver``. Raises ``WeightSyncError`` too if it cannot map the sender's memory."""
 
     acknowledges = True
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
-        if endpoint["device"] != device_id():
+        sender, own = Memory(*endpoint["memory"]), own_memory()
+        if sender.host != own.host or bool(sender.gpu) != bool(own.gpu):
             raise WeightSyncError(
-                f"checkpoint_engine.transport is 'ipc', but receiver {index} is on {device_id()} and trainer rank 0 on "
-                f"{endpoint['device']}; use transport 'nccl' for several GPUs, 'gloo' for several hosts"
+                f"checkpoint_engine.transport is 'ipc', but receiver {index} computes on {_told(own)} and trainer rank "
+                f"0 on {_told(sender)}; use transport 'nccl' between GPUs, 'gloo' between hosts, or auto"
             )
         super().__init__(endpoint, index)
         self._buffers: dict[int, torch.Tensor] = {}
@@ -98,10 +98,8 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> IpcReceiver:
     return IpcReceiver(endpoint, index)
 
 
-def device_id() -> str:
-    """Return the identity of the memory that this process shares with others: its GPU's, else this host's."""
-    gpu = gpu_id()
-    return f"GPU {gpu}" if gpu else f"host {host_id()}"
+def _told(memory: Memory) -> str:
+    return f"GPU {memory.gpu} of host {memory.host}" if memory.gpu else f"the CPUs of host {memory.host}"
 
 
 def _remove(folder: Path, lock: int) -> None:
@@ -115,7 +113,13 @@ def _open(news: bytes) -> torch.Tensor:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
         arguments = list(pickle.loads(news))
-        arguments[DEVICE] = torch.cuda.current_device()  # the sender may count its GPUs otherwise
-        return rebuild_cuda_tensor(*arguments)
+        # The sender may count its GPUs otherwise, and have another one: then this GPU reads it over their link.
+        arguments[DEVICE] = torch.cuda.current_device()
+        try:
+            return rebuild_cuda_tensor(*arguments)
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"
+            ) from error
     with open(news.decode(), "r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)

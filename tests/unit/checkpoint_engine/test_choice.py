@@ -14,12 +14,14 @@ CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
     [
         (GPU0, [GPU0], "ipc"),
         (GPU0, [GPU0, GPU0], "ipc"),
-        (GPU0, [GPU0, GPU1], "shm"),
-        (GPU0, [GPU1, GPU1], "shm"),
+        (GPU0, [GPU0, GPU1], "ipc"),
+        (GPU0, [GPU1, GPU1], "ipc"),
+        (GPU0, [GPU1], "nccl"),
         (CPU, [CPU, CPU], "ipc"),
         (GPU0, [CPU], "shm"),
         (CPU, [GPU0], "shm"),
-        (GPU0, [GPU1, OTHER], "gloo"),
+        (GPU0, [GPU1, OTHER], "nccl"),
+        (GPU0, [GPU0, OTHER], "gloo"),
         (CPU, [OTHER_CPU], "gloo"),
     ],
 )

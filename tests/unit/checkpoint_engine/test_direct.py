@@ -16,7 +16,7 @@ RANK, SIZE = 1, 2
 
 
 class Model(torch.nn.Module):
-    """Loads as vLLM's models do on rank 1 of 2: rows of two stacked linears, columns of another, padded rows, a norm."""
+    """Loads as vLLM does on rank 1 of 2: rows of two stacked linears, columns of another, padded rows, a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,13 +47,18 @@ SHAPES = {"gate": (12, 8), "up": (12, 8), "row": (8, 8), "embedding": (13, 8), "
 
 @pytest.fixture
 def loader(monkeypatch: pytest.MonkeyPatch) -> direct.DirectLoader:
+    return make_loader(monkeypatch, "cpu")
+
+
+def make_loader(monkeypatch: pytest.MonkeyPatch, device: str) -> direct.DirectLoader:
+    """Return a loader of a new model; vLLM's layout takes every tensor."""
     layout = SimpleNamespace(loading=torch.no_grad)
     expected = SimpleNamespace(take=lambda name, shape: name, check_all=lambda whole: None)
     monkeypatch.setattr(direct, "layout_of", lambda model, manager: layout)
     monkeypatch.setattr(direct, "Expected", lambda model, layout: expected)
     monkeypatch.setattr(direct, "set_current_vllm_config", lambda config: torch.no_grad())
-    model = Model()
-    return direct.DirectLoader(SimpleNamespace(get_model=lambda: model, device="cpu"), None)
+    model = Model().to(device)
+    return direct.DirectLoader(SimpleNamespace(get_model=lambda: model, device=device), None)
 
 
 def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -65,7 +70,7 @@ def load(loader: direct.DirectLoader, given: dict[str, torch.Tensor], limit: int
     """Load tensors by buckets of at most ``limit`` bytes; return the number of buckets."""
     buckets = list(as_they_come(given.items(), limit, split))
     for filling in buckets:
-        payload = torch.zeros(filling.places.end, dtype=torch.uint8)
+        payload = torch.zeros(filling.places.end, dtype=torch.uint8, device=filling.tensors[0].device)
         for place, tensor in zip(filling.places, filling.tensors, strict=True):
             view_of(payload, place).copy_(tensor)
         assert loader._writes_of(filling.places).run(payload)() == ([], [])

@@ -288,8 +288,12 @@ def test_nobody_without_the_endpoints_token_is_a_receiver() -> None:
 
 def test_memory_of_another_device_is_refused() -> None:
     sender = open_sender("ipc", Link(1, 1.0))
-    with pytest.raises(WeightSyncError, match=r"receiver 0 is on host .* and trainer rank 0 on GPU 7; use transport"):
-        open_receiver({**sender.endpoint(), "device": "GPU 7"}, 0)
+    endpoint = sender.endpoint()
+    host = endpoint["memory"][0]
+    for memory, told in (([host, "7"], f"GPU 7 of host {host}"), (["away", ""], "the CPUs of host away")):
+        match = rf"receiver 0 computes on the CPUs of .* and trainer rank 0 on {told}; use transport 'nccl'"
+        with pytest.raises(WeightSyncError, match=match):
+            open_receiver(endpoint | {"memory": memory}, 0)
     sender.close()
 
 

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what the hardware allows a sync: a copy inside the device, and a NCCL broadcast to another GPU."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch.distributed import TCPStore
+
+from megarl.checkpoint_engine.transports.collective import Group
+from megarl.checkpoint_engine.transports.nccl import NCCL
+from megarl.network import LOOPBACK, listen
+
+ROUNDS, WARM_UP = 10, 3
+TIMEOUT = 60.0
+
+
+def copy_rate(device: torch.device, nbytes: int) -> float:
+    """Return GB/s of one copy inside a device: the ceiling of a sync that copies every byte once."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        target.copy_(source)
+        if source.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return nbytes / statistics.median(seconds) / 1e9
+
+
+def broadcast_rate(nbytes: int, gpus: list[int]) -> float:
+    """Return GB/s of a NCCL broadcast of one tensor from this process's GPU to other GPUs.
+
+    Args:
+        nbytes: bytes of the tensor.
+        gpus: the others, as this process counts them.
+    """
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    listener = listen(LOOPBACK)
+    port, size = listener.getsockname()[1], len(gpus) + 1
+    # The object that serves the port must live as long as the group.
+    store = TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT),
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+    children = []
+    for rank, gpu in enumerate(gpus, 1):
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
+        command = [sys.executable, "-m", __name__, *map(str, (port, rank, size, nbytes))]
+        children.append(subprocess.Popen(command, env=environment))
+    try:
+        return nbytes / _seconds(store, 0, size, nbytes) / 1e9
+    finally:
+        for child in children:
+            child.wait(TIMEOUT)
+
+
+def _seconds(store: TCPStore, rank: int, size: int, nbytes: int) -> float:
+    """Broadcast again and again; return the median of the seconds."""
+    group = Group(NCCL, store, LOOPBACK, rank, size, TIMEOUT)
+    tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda").random_()
+    seconds = []
+    for number in range(WARM_UP + ROUNDS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        group.broadcast(tensor)
+        torch.cuda.synchronize()
+        if number >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    group.close()
+    return statistics.median(seconds)
+
+
+def main(port: int, rank: int, size: int, nbytes: int) -> None:
+    """Take part in ``broadcast_rate`` as one of the others."""
+    _seconds(TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(seconds=TIMEOUT)), rank, size, nbytes)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
