@@ -25,6 +25,7 @@ from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets, unties
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import INDEX, WeightFolder, parse_json, read_config
 from megarl.peft.rules import rank_and_scaling
+from megarl.triton_support import has_triton
 
 SHARD_BYTES = 4 << 30
 
@@ -38,6 +39,10 @@ def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Ten
         matrix_b: ``[out, r]``.
         scaling: alpha / r or alpha / sqrt(r).
     """
+    if base.is_cuda and base.ndim == 2 and has_triton():
+        from megarl.lora.kernels.merge import merge
+
+        return merge(base.detach(), matrix_a.detach(), matrix_b.detach(), scaling)
     delta = (matrix_b.detach().float() @ matrix_a.detach().float()) * scaling
     return (base.detach().float() + delta).to(base.dtype)
 

@@ -17,11 +17,11 @@ NAMES = ("llama", "moe", "qwen3", "merged", "qwen2", "merged_moe")
 class Scenarios:
     """Results by name, of processes that start as cores become free; they spend most of their time starting vLLM."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: tuple[str, ...] = NAMES) -> None:
         self.folder = folder
         self.processes: list[subprocess.Popen] = []
         self.pool = ThreadPoolExecutor(os.cpu_count())
-        self.results = {name: self.pool.submit(self.run, name) for name in NAMES}
+        self.results = {name: self.pool.submit(self.run, name) for name in names}
 
     def run(self, name: str) -> dict[str, Any]:
         """Run a scenario to its end."""

@@ -59,6 +59,13 @@ def test_slots(dtype: torch.dtype) -> None:
     check_slots("cuda", dtype, exact=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_merged_weights(dtype: torch.dtype) -> None:
+    from tests.helpers.weight_kernels import check_merge
+
+    check_merge("cuda", dtype)
+
+
 @pytest.mark.parametrize(("transport", "gpu"), PATHS)
 def test_another_process_gets_the_senders_bytes_version_after_version(transport: str, gpu: int) -> None:
     sender = open_sender(transport, Link(1, 60.0))

@@ -93,6 +93,23 @@ def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
         assert found == ([name], []), found
 
 
+def check_merge(device: str, dtype: torch.dtype) -> None:
+    """A merged weight is the float64 sum, rounded once but for values between two that are equally near."""
+    from megarl.lora.kernels.merge import merge
+
+    generator = torch.Generator().manual_seed(2)
+    for rows, columns, rank in ((70, 130, 3), (64, 128, 16), (33, 200, 70)):
+        base = torch.randn(rows, columns + 5, generator=generator).to(dtype)[:, :columns]
+        a = torch.randn(rank, columns, generator=generator) * 0.1
+        b = torch.randn(rank, rows, generator=generator).T * 0.1
+        merged = merge(base.to(device), a.to(device), b.to(device), 0.7).cpu()
+        exact = base.double() + 0.7 * (b.double() @ a.double())
+        assert merged.is_contiguous() and merged.dtype == dtype and (merged != base).any()
+        # Half the distance of neighbours, and float32's own error.
+        bound = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5
+        assert ((merged.double() - exact).abs() <= bound).all(), (rows, columns, rank)
+
+
 def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
     """Return a tensor with the same values and strides, inside a larger one."""
     whole = torch.zeros(2, buffer.shape[0], buffer.stride(0), dtype=buffer.dtype, device=device)
@@ -104,6 +121,8 @@ def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
 def main() -> None:
     """Check all with the interpreter, which does not round bfloat16 as GPUs do."""
     check_digests("cpu")
+    check_merge("cpu", torch.float32)
+    check_merge("cpu", torch.float16)
     for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
         check_slots("cpu", dtype, exact)
 

@@ -44,8 +44,14 @@ def copies(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def flatten_table(places: Places, tensors: Sequence[torch.Tensor], device: torch.device) -> Table:
-    """Return the table by which ``flatten`` copies tensors into their places, as long as they stay where they are."""
-    return _table(places, [tensor.data_ptr() for tensor in tensors], device)
+    """Return the table by which ``flatten`` copies tensors into their places, as long as they stay where they are.
+
+    All but the tensors' addresses is kept from the first time on, and the host does not wait for the device.
+    """
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    if device.type == "cuda":
+        addresses = addresses.pin_memory()
+    return _known_table(places, device)._replace(sources=addresses.to(device, non_blocking=True))
 
 
 def flatten(payload: torch.Tensor, table: Table) -> torch.Tensor:
@@ -62,13 +68,10 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return _run(first, _build([0] * len(whole), starts, sizes, first.device), copy=False)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _known_table(places: Places, device: torch.device) -> Table:
-    return _table(places, [0] * len(places), device)
-
-
-def _table(places: Places, sources: list[int], device: torch.device) -> Table:
-    return _build(sources, [place.offset for place in places], [place.nbytes for place in places], device)
+    offsets, sizes = [place.offset for place in places], [place.nbytes for place in places]
+    return _build([0] * len(places), offsets, sizes, device)
 
 
 def _build(sources: list[int], starts: list[int], sizes: list[int], device: torch.device) -> Table:

@@ -140,7 +140,10 @@ class Hub:
         for index in self._readable(self._lines.keys(), 0.0):
             line = self._lines[index]
             line.socket.settimeout(1.0)
-            head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
+            try:
+                head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
+            except OSError:  # a killed process may leave a reset connection
+                head = b""
             if head[:1] in (b"", FAILED):
                 self._message(index, b"", time.monotonic() + 1.0)
 

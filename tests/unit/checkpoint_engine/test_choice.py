@@ -3,7 +3,9 @@
 
 import pytest
 
+from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.choice import Memory, choose_transport, own_memory
+from megarl.errors import WeightSyncError
 
 GPU0, GPU1, OTHER = Memory("here", "GPU-0"), Memory("here", "GPU-1"), Memory("there", "GPU-2")
 CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
@@ -32,3 +34,14 @@ def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory],
 def test_processes_of_one_host_have_one_memory() -> None:
     assert own_memory() == own_memory()
     assert own_memory().host
+
+
+def test_memory_of_another_device_is_refused() -> None:
+    sender = open_sender("ipc", Link(1, 1.0))
+    endpoint = sender.endpoint()
+    host = endpoint["memory"][0]
+    for memory, told in (([host, "7"], f"GPU 7 of host {host}"), (["away", ""], "the CPUs of host away")):
+        match = rf"receiver 0 computes on the CPUs of .* and trainer rank 0 on {told}; use transport 'nccl'"
+        with pytest.raises(WeightSyncError, match=match):
+            open_receiver(endpoint | {"memory": memory}, 0)
+    sender.close()

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Base and merged weights written straight into a real engine's parameters, as on GPUs (``sampler_direct``)."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.e2e.sampler_processes import TIMEOUT, Scenarios
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
+    started = Scenarios(tmp_path_factory.mktemp("direct"), ("direct",))
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("content", ["merged", "adapter"])
+def test_weights_written_straight_into_parameters_give_pefts_logprobs(scenarios: Scenarios, content: str) -> None:
+    """As on GPUs, where vLLM's kernels read parameters in the checkpoint's layout."""
+    direct = scenarios["direct"][content]
+    assert max(direct["errors"]) < 1e-4 and direct["again"] < 1e-4
+    assert min(direct["errors_of_previous"]) > 1e-1
+    norm, embedding = "model.layers.1.input_layernorm.weight", "model.embed_tokens.weight"
+    for name, cause in {
+        "missing": f"parameters that no tensor reached: '{norm}'",
+        "unknown": f"'{norm.replace('layers.1', 'layers.7')}' came twice or is no parameter of the model",
+        "wrong_shape": "vLLM refused a tensor, or its shape",
+        "nan": f"the set of base weights holds a value that is not finite in '{embedding}'",
+    }.items():
+        sync, refused = direct["faults"][name]
+        assert cause in sync and refused.startswith("WeightSyncError: the sampler refuses to generate")
