@@ -11,18 +11,20 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.families.base import Fusion
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
 from megarl.lora.layers.products import Layout, add_wide, project_through
 from megarl.lora.layers.state import WithBaseNames
+from megarl.lora.layers.traced_dropout import dropout as traced_dropout
+from megarl.model.layers.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    traced,
+)
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 
@@ -68,7 +70,9 @@ class ParallelLoraLinear(WithBaseNames):
 
     def current(self) -> AdapterMatrices:
         """Return the active adapter's matrices."""
-        return self.adapters[self.active]()
+        adapter = self.adapters[self.active]
+        # Its hooks cannot be traced; they ran before the compiled layer.
+        return adapter if traced() else adapter()
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus the active adapter's part, and the base's bias unchanged."""
@@ -125,7 +129,7 @@ class _LinearLora(ParallelLoraLinear):
             return self.base_layer(hidden, *args, **kwargs)
         adapter = self.current()
         dropped = drop_inputs(self, adapter.dropout, hidden)
-        if dropped is hidden and hidden.requires_grad:
+        if dropped is hidden and hidden.requires_grad and not traced():
             hidden, low = project_through(hidden, adapter.matrix_a())
         else:
             low = adapter.lower(dropped)
@@ -158,7 +162,7 @@ class ColumnParallelLora(_LinearLora):
         if self.base_layer.sequence_parallel:
             # A was applied to this rank's tokens only. Its gradient is summed over TP because the parameter is marked
             # sequence_parallel.
-            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+            return gather_from_sequence_parallel_region(low, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
     def matrices_b(self, adapter: AdapterMatrices) -> list[torch.Tensor]:
@@ -202,7 +206,9 @@ def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor)
     if not (layer.training and dropout > 0.0):
         return hidden
     if not isinstance(layer, RowParallelLora) and not layer.base_layer.sequence_parallel:
-        return F.dropout(hidden, dropout)
+        return traced_dropout(hidden, dropout, False)[0] if traced() else F.dropout(hidden, dropout)
+    if traced():
+        return traced_dropout(hidden, dropout, True)[0]
     with get_cuda_rng_tracker().fork():
         return F.dropout(hidden, dropout)
 
