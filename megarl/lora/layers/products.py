@@ -75,19 +75,27 @@ def add_wide(
 
 def _add_traced(out: torch.Tensor, low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Return what ``add_wide`` returns, in operations that torch.compile traces and differentiates."""
-    wide = matrices[0] if layout.fusion == "single" else _padded(matrices, out, layout)
-    rows = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), wide.t(), alpha=_factor(layout))
+    wide, scale = wide_matrix(matrices, out.shape[-1], layout)
+    rows = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), wide.t(), alpha=scale)
     return rows.view(out.shape)
 
 
-def _padded(matrices: Sequence[torch.Tensor], out: torch.Tensor, layout: Layout) -> torch.Tensor:
+def wide_matrix(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tuple[torch.Tensor, float]:
+    """Return every B at its part's rows and columns of ``[O, R]``, zero elsewhere, and the factor to apply.
+
+    torch.compile can trace and differentiate it. ``width`` is O.
+    """
+    wide = matrices[0] if layout.fusion == "single" else _padded(matrices, width, layout)
+    return wide, _factor(layout)
+
+
+def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> torch.Tensor:
     """Return what ``_assemble`` returns, without writing to a tensor that autograd follows."""
     columns, pieces = layout.columns, []
-    for place, shape in enumerate(
-        view.shape for view in part_views(out.new_empty(out.shape[-1], 0), layout.fusion, layout.heads)
-    ):
+    views = part_views(matrices[0].new_empty(width, 0), layout.fusion, layout.heads)
+    for place, shape in enumerate(view.shape for view in views):
         if place not in layout.places:
-            pieces.append(out.new_zeros(*shape[:-1], columns))
+            pieces.append(matrices[0].new_zeros(*shape[:-1], columns))
             continue
         index = layout.places.index(place)
         start, rank = layout.starts[index], layout.ranks[index]

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 @torch.library.custom_op("megarl::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def dropout(hidden: torch.Tensor, probability: float, tracked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(hidden: torch.Tensor, probability: float, tracked: bool, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``hidden`` with elements dropped and the rest scaled, and the mask of those kept, bool, same shape.
 
     Args:
@@ -21,6 +21,7 @@ def dropout(hidden: torch.Tensor, probability: float, tracked: bool) -> tuple[to
         probability: of dropping an element.
         tracked: True to draw from mcore's tracker, which differs between tensor-parallel ranks; False to draw from the
             default generator, which is the same on them.
+        place: number of the call within the trace. The compiler takes two calls with the same arguments for one.
     """
     if not tracked:
         return torch.native_dropout(hidden, probability, True)
@@ -29,7 +30,7 @@ def dropout(hidden: torch.Tensor, probability: float, tracked: bool) -> tuple[to
 
 
 @dropout.register_fake
-def _(hidden: torch.Tensor, probability: float, tracked: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _(hidden: torch.Tensor, probability: float, tracked: bool, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(hidden), torch.empty_like(hidden, dtype=torch.bool)
 
 
@@ -41,7 +42,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple[torch.Tensor, torch.Tensor]) ->
 
 def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
     (kept,) = ctx.saved_tensors
-    return gradient * kept * ctx.scale, None, None
+    return gradient * kept * ctx.scale, None, None, None
 
 
 dropout.register_autograd(_differentiate, setup_context=_save)

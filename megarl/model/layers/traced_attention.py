@@ -23,7 +23,7 @@ class TracedPack:
 
     Attributes:
         query_bounds, key_bounds: cumulated lengths of the runs, int32 ``[runs + 1]``, on the device.
-        host_bounds: both, int32 ``[2, runs + 1]``, on the host.
+        host_bounds: both, int64 ``[2, runs + 1]``, on the host.
         query_room, key_room: empty tensors, ``[longest, 0]``, with the longest run of either.
         key_rows: rows of the keys in the pack gathered from all CP ranks, int64; None without CP.
     """
@@ -69,7 +69,7 @@ def attend(
         query: ``[T, heads, head_dim]``.
         key: ``[keys, kv_heads, head_dim]``.
         value: ``[keys, kv_heads, value_dim]``.
-        bounds: cumulated lengths of the runs' queries and keys, int32 ``[2, runs + 1]``, on the host.
+        bounds: cumulated lengths of the runs' queries and keys, int64 ``[2, runs + 1]``, on the host.
         scale: factor of the logits.
         window: number of last keys that each query sees, its own included; 0: all.
 

@@ -59,6 +59,8 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
     for layer in _layers(chunks):
         layer.compiles = True
         layer.adapted = [module for module in layer.modules() if "adapters" in module._modules]
+        for place, linear in enumerate(layer.adapted):
+            linear.place = place
         if not isinstance(layer.mlp, MoELayer):
             layer.compile(backend=BACKEND)
             continue
