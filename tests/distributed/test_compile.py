@@ -102,6 +102,15 @@ def operators(rank_folder: str) -> None:
     dist.destroy_process_group()
 
 
+def write_joint_graph(folder: str) -> None:
+    """Write the graph of a layer, as `megarl bench train --graph` does."""
+    from megarl.bench.joint_graph import write_graph
+
+    model = build(Path(folder), {}, "float32", "qwen3")
+    batch = model.pack(make_samples(4, SHAPE["vocab_size"], seed=0), np.full(4, 0.05))
+    write_graph(model.chunks, lambda: model.forward_backward(batch, SurrogateLoss()), Path(folder) / "graph.py")
+
+
 @pytest.fixture
 def folder(tmp_path):
     for family in ("qwen3", "qwen3_moe"):
@@ -116,3 +125,11 @@ def test_compiled_layers_change_nothing_and_compile_once(folder):
 
 def test_operators_that_communicate_are_sound(tmp_path):
     run_ranks(operators, 2, str(tmp_path))
+
+
+def test_the_graph_of_a_layer_holds_both_passes(folder):
+    run_ranks(write_joint_graph, 1, str(folder))
+    graph = (folder / "graph.py").read_text()
+    assert "def forward(self, primals, tangents)" in graph
+    for operator in ("attend", "attend_backward", "adapted_linear", "adapted_linear_backward"):
+        assert graph.count(f"torch.ops.megarl.{operator}.default") == (1 if "attend" in operator else 4), operator
