@@ -55,7 +55,22 @@ def train(folder: Path, case: str, *, compiled: bool) -> tuple[list[dict[str, to
         model.optim_step(LR)
         results.append(result | {f"updated {n}": t.cpu().clone() for n, t in model.export_weights(adapter_only=True)})
         compilations.append(model.measured().get("compilations", -1.0))
+    results[-1]["seen by hooks"] = seen_by_hooks(model, batch)
     return results, compilations
+
+
+def seen_by_hooks(model: Any, batch: Any) -> torch.Tensor:
+    """Run a pass uncompiled; return what a hook in the first layer sees, which a compiled one would not run."""
+    from megarl.model.step.compiled import uncompiled
+
+    seen: list[torch.Tensor] = []
+    linear = model.chunks[0].decoder.layers[0].self_attention.linear_proj
+    handle = linear.register_forward_hook(lambda module, inputs, output: seen.append(output[0].clone()))
+    with uncompiled(model.chunks):
+        model.forward(batch)
+    handle.remove()
+    model.forward(batch)
+    return torch.cat([tensor.flatten() for tensor in seen])
 
 
 def compare(folder: str, cases: list[str]) -> dict[str, Any]:

@@ -5,12 +5,15 @@ mcore's schedules call ``config.timers(name)`` around the passes of each micro-b
 """
 
 import time
+from collections import deque
 from typing import Any
 
 import torch
 
 # mcore's name of a pass -> ours.
 PASSES = {"forward-compute": "forward", "backward-compute": "backward"}
+# Passes that are kept until ``read``, which not every user calls.
+KEPT = 10_000
 
 
 class PassClock:
@@ -27,7 +30,7 @@ class PassClock:
         self.running = False
         self._on_gpu = device.type == "cuda"
         self._begun: dict[str, Any] = {}
-        self._spans: dict[str, list[tuple[Any, Any]]] = {name: [] for name in PASSES.values()}
+        self._spans: dict[str, deque[tuple[Any, Any]]] = {name: deque(maxlen=KEPT) for name in PASSES.values()}
 
     def __call__(self, name: str, log_level: int | None = None) -> "_Timer":
         """Return the timer of a name of mcore's; those of other things than passes measure nothing."""
