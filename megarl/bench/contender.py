@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure one contender in its own process: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile]`.
+"""Measure one contender in its own process: `python -m megarl.bench.contender NAME SETTINGS FOLDER [profile] [graph]`.
 
 Each contender gets a process, because memory that its allocator or compiler holds must not count for the next one.
 """
@@ -8,8 +8,9 @@ import importlib.util
 import json
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -40,7 +41,7 @@ def build(name: Contender, settings: BenchSettings) -> Step:
     if name == "full":
         from megarl.bench.full_step import FullStep
 
-        return FullStep(settings, "te" if has_te() else "local")
+        return FullStep(settings, "te" if has_te() and not settings.compile else "local")
     from megarl.bench.megarl_step import MegarlStep
 
     return MegarlStep(settings, name)
@@ -51,8 +52,8 @@ def has_te() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: bool) -> dict[str, Any]:
-    """Warm up, measure, and profile if asked.
+def measure(name: Contender, settings: BenchSettings, folder: Path, flags: Collection[str] = ()) -> dict[str, Any]:
+    """Warm up and measure; with the flag ``profile`` profile a step, with ``graph`` write a layer's graph.
 
     Returns:
         ``tokens_per_second`` of whole steps, ``phases`` in milliseconds, ``peak_gib`` and more.
@@ -82,9 +83,13 @@ def measure(name: Contender, settings: BenchSettings, folder: Path, *, profile: 
         "seconds_until_ready": ready,
         "torch": torch.__version__,
     }
-    if profile:
+    if "profile" in flags:
         file = folder / f"profile-{name}.txt"
         result["device_ms"] = write_profile(lambda: contender.step(clock), contender.device, file)
+    if "graph" in flags:
+        from megarl.bench.joint_graph import write_graph
+
+        write_graph(cast(Any, contender).chunks, lambda: contender.step(clock), folder / f"graph-{name}.py")
     return result
 
 
@@ -110,10 +115,8 @@ def measure_gemm(settings: BenchSettings) -> dict[str, Any]:
 def main(name: str, settings_json: str, folder: str, *flags: str) -> None:
     """Measure, and write the result into the folder."""
     settings = BenchSettings.model_validate_json(settings_json)
-    if name == GEMM:
-        result = measure_gemm(settings)
-    else:
-        result = measure(name, settings, Path(folder), profile="profile" in flags)  # type: ignore[arg-type]
+    given: Any = name
+    result = measure_gemm(settings) if name == GEMM else measure(given, settings, Path(folder), flags)
     (Path(folder) / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -21,6 +21,7 @@ from megarl.loss import build_loss
 from megarl.model.layers.build import build_chunks
 from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 from megarl.model.optimizer.ddp import wrap_ddp
+from megarl.model.step.compiled import compile_layers
 from megarl.model.step.graphs import graphed
 from megarl.model.step.packing import MicroBatch, pack
 from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
@@ -52,6 +53,8 @@ class FullStep:
             chunk.requires_grad_(True)
         parameters = list(self._chunks[0].named_parameters())
         trained = sum(parameter.numel() for _, parameter in parameters)
+        if settings.compile:
+            compile_layers(self._chunks, self.device)
         self._wrapped = wrap_ddp(self._chunks, train)
         # If the optimizer's state cannot fit, the step ends with the gradients.
         steps = _fits(trained, self.device)

@@ -25,6 +25,7 @@ class MegarlStep:
     Attributes:
         device: the device of the model.
         info: facts for the report.
+        chunks: the model's chunks.
     """
 
     def __init__(self, settings: BenchSettings, backend: str) -> None:
@@ -35,6 +36,7 @@ class MegarlStep:
         )
         self._loss = build_loss(LossConfig(importance_cap=None))
         self._clock: Clock | None = None
+        self.chunks = self._model.chunks
         if not settings.cuda_graphs:  # a graph replays kernels without calling modules
             self._model.chunks[-1].register_forward_hook(self._mark_forward)
         trained = sum(parameter.numel() for _, parameter in self._model.adapter.parameters())
@@ -48,6 +50,7 @@ class MegarlStep:
         self._model.optim_step(self._model.config.train.learning_rate)
         clock.mark("optimizer")
         self.info["entropy"] = metrics["entropy"]  # waits for the device
+        self.info |= {name: value for name, value in self._model.measured().items() if name == "compilations"}
 
     def logprobs(self) -> None:
         """Run a pass without gradient, as for the old policy's logprobs, and store the mean logprob."""
@@ -68,6 +71,7 @@ def _build(settings: BenchSettings, backend: str) -> MegatronModel:
             seed=settings.seed,
             micro_batch_tokens=settings.tokens,
             cuda_graphs=settings.cuda_graphs,
+            compile=settings.compile,
         ),
     }
     with tempfile.TemporaryDirectory() as scratch:

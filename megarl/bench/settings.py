@@ -42,6 +42,9 @@ class BenchSettings(Section):
     """Dtype of weights and activations."""
     cuda_graphs: bool = False
     """``train.cuda_graphs`` of megarl's contenders."""
+    compile: bool = False
+    """``train.compile`` of megarl's contenders. ``te`` is left out, since it cannot be compiled; ``full`` is
+    ``local``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` uses CUDA if torch sees a GPU."""
     seed: int = 0

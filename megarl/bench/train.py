@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ LORA = ("te", "local", "peft")
 
 
 def bench_train(
-    settings: BenchSettings, out: Path, *, profile: bool, report: Callable[[str], None] = lambda text: None
+    settings: BenchSettings,
+    out: Path,
+    *,
+    profile: bool,
+    graph: bool = False,
+    report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure every contender. A failed one does not stop the others.
 
@@ -28,6 +33,7 @@ def bench_train(
         settings: what to measure.
         out: folder for each contender's log, result and profile.
         profile: True to profile a step of each contender.
+        graph: True to write the graph of a layer of ``local``'s, ``graph-local.py`` in ``out``.
         report: called with a line before and after each contender.
 
     Returns:
@@ -42,13 +48,14 @@ def bench_train(
     lock = FolderLock(out)
     try:
         report(f"{GEMM}: the ceiling, one large matrix product")
-        gemm = run_contender(GEMM, settings, out, profile=False)
+        gemm = run_contender(GEMM, settings, out)
         results = []
         names = _runnable(settings)
         for number, name in enumerate(names, start=1):
             steps = f"builds, {settings.warmup} steps to warm up, {settings.steps} timed"
             report(f"{name} ({number} of {len(names)}): {steps}; log: {out / name}.log")
-            results.append(run_contender(name, settings, out, profile=profile))
+            flags = [flag for flag, is_set in (("profile", profile), ("graph", graph and name == "local")) if is_set]
+            results.append(run_contender(name, settings, out, flags))
             report(f"{name}: {_outcome(results[-1])}")
     finally:
         lock.release()
@@ -62,21 +69,19 @@ def _outcome(result: dict[str, Any]) -> str:
 
 
 def _runnable(settings: BenchSettings) -> list[str]:
-    """Return the contenders, without ``te`` if its package is not installed."""
-    missing = importlib.util.find_spec("transformer_engine") is None
+    """Return the contenders, without ``te`` if its package is not installed or if layers are to be compiled."""
+    missing = settings.compile or importlib.util.find_spec("transformer_engine") is None
     return [name for name in settings.contenders if not (name == "te" and missing)]
 
 
-def run_contender(name: str, settings: BenchSettings, out: Path, *, profile: bool) -> dict[str, Any]:
+def run_contender(name: str, settings: BenchSettings, out: Path, flags: Sequence[str] = ()) -> dict[str, Any]:
     """Run one contender in a process and read its result. If it failed, ``error`` holds its last line of output."""
     result, log = out / f"{name}.json", out / f"{name}.log"
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "megarl.bench.contender", name, settings.model_dump_json(), str(out)]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
     with log.open("w") as handle:
-        code = subprocess.run(
-            [*command, *(["profile"] if profile else [])], stdout=handle, stderr=subprocess.STDOUT, env=environment
-        ).returncode
+        code = subprocess.run([*command, *flags], stdout=handle, stderr=subprocess.STDOUT, env=environment).returncode
     if code == 0 and result.is_file():
         return json.loads(result.read_text())
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

@@ -16,6 +16,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     train.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="sequences, length, r, steps, contenders, ...")
     train.add_argument("--profile", action="store_true", help="write a table of the top kernels of each contender")
+    train.add_argument("--graph", action="store_true", help="write the compiler's graph of a layer, both passes in one")
     train.add_argument("--out", default="runs/bench", help="folder for logs, results and profiles")
     train.set_defaults(run=_train, online=True)
     sync = kinds.add_parser("sync", help="bring new weights from the trainer into a live engine")
@@ -39,7 +40,8 @@ def _train(arguments: argparse.Namespace) -> None:
 
     settings = parse_settings(arguments.model, arguments.overrides)
     with progress("starting") as show:
-        report = bench_train(settings, Path(arguments.out).expanduser(), profile=arguments.profile, report=show)
+        out = Path(arguments.out).expanduser()
+        report = bench_train(settings, out, profile=arguments.profile, graph=arguments.graph, report=show)
     print(table(report))
     print(json.dumps(report))
 

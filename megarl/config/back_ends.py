@@ -13,6 +13,7 @@ TRANSFORMERS = "transformers"
 MEGATRON_AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
 # Settings of train.* that only Megatron-Core has, each with its value there that means off.
 MEGATRON_SWITCHES = {
+    "compile": False,
     "cuda_graphs": False,
     "distributed_optimizer": False,
     "overlap_grad_reduce": False,

@@ -16,6 +16,7 @@ FREE = (
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.sleep", "sampler.gpu_memory_utilization",
     "sampler.max_num_seqs", "sampler.logprobs", "sampler.reproducible",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
+    "train.compile",
     "train.shard_base", "train.overlap_*", "train.distributed_optimizer", "train.device", "train.output",
     "train.save_every", "train.eval_every", "train.keep_*", "train.compare_completions", "train.max_mismatch",
     "train.require_gradients",

@@ -109,10 +109,14 @@ class _Stepper(Stepper):
         records = []
         for item in items:
             progress.made()
+            self.clock.start("forward")
             loss, _, record = loss_function(self._network.run(item), model=self._network, item=item)
+            self.clock.stop("forward")
             if not forward_only:
                 progress.made()
+                self.clock.start("backward")
                 loss.backward()
+                self.clock.stop("backward")
             records.append(record)
         return records
 

@@ -11,7 +11,8 @@ from megarl.model.layers.build import build_chunks
 from megarl.model.layers.rope import rope_of
 from megarl.model.optimizer.adapter_optimizer import make_optimizers
 from megarl.model.optimizer.ddp import without_reduction, wrap_ddp
-from megarl.model.step.graphs import graphed, token_unit
+from megarl.model.step.compiled import CompilationCount, compile_layers
+from megarl.model.step.graphs import ALIGNED, graphed, token_unit
 from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
 from megarl.model.step.sequence_work import sequence_work
 from megarl.model.trained_model import TrainedModel
@@ -53,6 +54,7 @@ class MegatronModel(TrainedModel):
         checks.add_own_family(config.model)
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
+        checks.check_compile(config)
         self._rope = rope_of(self.hf_config)
         if config.longest is not None:
             self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")
@@ -61,6 +63,9 @@ class MegatronModel(TrainedModel):
         fill_base(self.chunks, config.model.path, self.hf_config, groups)
         attached = attach(self.chunks, self.hf_config, groups)
         adapters = list(attached) if isinstance(attached, Sequence) else [attached]
+        if train.compile:
+            compile_layers(self.chunks, groups.device)
+        self._compilations = CompilationCount() if train.compile else None
         self._wrapped = wrap_ddp(self.chunks, train)
         trained = {adapter.name: adapter.parameters() for adapter in adapters if adapter.trainable}
         stepper = PipelineStepper(
@@ -82,13 +87,16 @@ class MegatronModel(TrainedModel):
             stepper,
             work=sequence_work(self.hf_config),
             identity=identity if has_checkpoints else None,
-            multiple=token_unit(train.micro_batch_tokens, config.parallel.tensor)
-            if train.cuda_graphs
-            else config.parallel.tensor,
+            multiple=_multiple(config),
         )
 
     def _check_length(self, length: int, subject: str) -> None:
         self._rope.check_length(length, subject)
+
+    def measured(self) -> dict[str, float]:
+        """Return ``TrainedModel.measured``; with ``train.compile`` also ``compilations``, the graphs compiled since."""
+        counted = {} if self._compilations is None else {"compilations": float(self._compilations.read())}
+        return super().measured() | counted
 
     def _set_training(self, training: bool) -> None:
         set_training(self.chunks, training)
@@ -99,3 +107,11 @@ class MegatronModel(TrainedModel):
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
         return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
+
+
+def _multiple(config: TrainerConfig) -> int:
+    """Return the multiple that micro-batches are padded to, in tokens of a rank."""
+    tensor = config.parallel.tensor
+    if config.train.cuda_graphs:
+        return token_unit(config.train.micro_batch_tokens, tensor)
+    return tensor * ALIGNED if config.train.compile else tensor

@@ -210,6 +210,10 @@ class TrainedModel(WeightExport):
         self.version += 1
         return measured | {"learning_rate": lr}
 
+    def measured(self) -> dict[str, float]:
+        """Return ``forward_seconds`` and ``backward_seconds`` of this rank's updates since the last call."""
+        return self._stepper.clock.read()
+
     def forward(
         self, batch: PackedBatch, *, adapter: bool | str = True, temperature: float | None = None
     ) -> list[np.ndarray]:

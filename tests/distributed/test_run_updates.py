@@ -62,7 +62,10 @@ def rollout(model: Any, config: RunConfig, seed: int, signal: float = 1.0) -> li
 
 
 def update(model: Any, config: RunConfig, samples: list[Sample], updates: int = 1) -> dict[str, float]:
-    return run_updates(RankTrainer(model, build_loss(config.loss), config), config, samples, [1e-3] * updates)
+    metrics = run_updates(RankTrainer(model, build_loss(config.loss), config), config, samples, [1e-3] * updates)
+    times = [metrics.pop(f"{name}_seconds") for name in ("forward", "backward")]
+    assert [time > 0 for time in times] == [metrics["skipped_backward"] < 1] * 2
+    return metrics
 
 
 def with_dropout(folder: str) -> list[dict[str, float]]:
@@ -186,7 +189,8 @@ def added(model: Any, trainer: RankTrainer, parts: list[list[Sample]]) -> tuple[
     for part in parts:
         others = [sample for other in parts if other is not part for sample in other]
         trainer.forward_backward(part, tokens_of(others), part is parts[-1])
-    return model.gradients(), trainer.optim_step(0.0)
+    gradients, metrics = model.gradients(), trainer.optim_step(0.0)
+    return gradients, {name: value for name, value in metrics.items() if not name.endswith("_seconds")}
 
 
 def in_parts(folder: str) -> None:

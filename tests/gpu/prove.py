@@ -7,7 +7,7 @@ output is a table. Every log, table and profile is in OUT/logs.tar.gz, which is 
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, parity, weights     tests of this folder
+    smoke, kernels, graphs, compile, parity, weights     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -39,6 +39,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", 
 TESTS = {
     "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py", "test_row_kernels.py"],
     "graphs": ["test_graphs.py"],
+    "compile": ["test_compile.py"],
     "parity": ["test_parity_cuda.py"],
     "weights": ["test_weight_path.py"],
 }

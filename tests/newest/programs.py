@@ -11,16 +11,20 @@ import torch
 from megarl.parallel import mcore
 from megarl.verify.reference.reference_runs import make_truth, run_shared
 from megarl.verify.run import verify_places
+from tests.distributed import test_compile
 from tests.distributed import test_latent_attention as latent
 from tests.distributed import test_parity as parity
 from tests.distributed.test_checkpoint import resume, save_and_go_on
 from tests.helpers.cases import check, make_case, place
+from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 
 # They have between them every kind of layer and of schedule, every axis, mcore's own buffers and recomputation.
 DENSE = ["TP2xPP2", "TP2+SPxCP2", "PP2xVPP2xDP2+all", "PP2+full"]
 EXPERTS = ["TP2+SPxCP2", "TP2+SPxEP2xETP2xDP2", "EP2xDP4+all", "PP2xVPP2xDP2+all"]
 LATENT = ["TP2xPP2xEP2", "CP2+selective"]
+# It has attention, experts and keys of other ranks.
+COMPILED = ["CPxEP"]
 # Checkpoints with everything that could differ: family -> layout and dtype; in bf16 with dropout, hence random states.
 SAVED: dict[str, tuple[dict[str, Any], str]] = {
     "qwen3": ({"tensor": 2}, "bfloat16"),
@@ -40,6 +44,13 @@ def layouts() -> None:
         check(verify_places(places))
 
 
+def compiled() -> None:
+    """Compare compiled layers with uncompiled ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(Path(folder) / "qwen3_moe", "qwen3_moe", tied=False, num_hidden_layers=2)
+        test_compile.check(run_ranks(test_compile.compare, 2, folder, COMPILED), COMPILED)
+
+
 def save(folder: str) -> None:
     """Train the models in FOLDER, save a checkpoint of each, train on; straight.pt holds the results."""
     for family, setup in SAVED.items():
@@ -56,6 +67,7 @@ def load(folder: str) -> None:
 def main(folder: str) -> None:
     """Run all in one process; save in FOLDER/newest, resume those of FOLDER/installed; print the release."""
     layouts()
+    compiled()
     save(f"{folder}/newest")
     load(f"{folder}/installed")
     print(f"megatron-core {mcore.release()}")

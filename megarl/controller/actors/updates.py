@@ -121,7 +121,7 @@ class RankTrainer:
         passes, skipped = self._passes, not self._trained
         self._passes, self._trained = [], False
         # Read last, because this waits for the device.
-        return {**total(passes), **stepped, "skipped_backward": float(skipped)}
+        return {**total(passes), **stepped, **self._model.measured(), "skipped_backward": float(skipped)}
 
 
 def plan_update(

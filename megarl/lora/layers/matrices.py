@@ -125,7 +125,8 @@ class AdapterMatrices(torch.nn.Module):
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
         """Multiply by the scaled B of a layer that has one part: ``[..., r]`` -> ``[..., O]``."""
-        return F.linear(low, self.lora_B[self.only.key]) * self.only.scaling
+        # Not through ``only``: its name is the layer's own, and a trace that read it would be that layer's only.
+        return F.linear(low, self.lora_B[self.keys[0]]) * self.scalings[0]
 
     def extra_repr(self) -> str:
         return ", ".join(f"{part.key}: r={part.rank}" for part in self.parts if part)

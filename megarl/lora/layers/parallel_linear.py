@@ -11,28 +11,35 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.families.base import Fusion
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
-from megarl.lora.layers.products import Layout, add_wide, project_through
+from megarl.lora.layers.products import Layout, add_wide, project_through, wide_matrix
 from megarl.lora.layers.state import WithBaseNames
+from megarl.lora.layers.traced_dropout import dropout as traced_dropout
+from megarl.lora.layers.traced_linear import adapted_linear
+from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
+from megarl.model.layers.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    traced,
+)
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
+
+# Linears that ``traced_linear`` computes together with their adapters: frozen ones whose weight is one matrix.
+TRACED = (ColumnParallelLinear, RowParallelLinear)
 
 
 class ParallelLoraLinear(WithBaseNames):
     """A base linear with its adapters. It replaces the base in mcore's modules.
 
     ``adapters[name]`` holds one adapter's matrices; ``active`` is the name of the adapter that computes, or None. Parts
-    that it does not adapt are not changed. Attributes that mcore reads from a linear (``weight``,
-    ``sequence_parallel``, ...) come from the base.
+    that it does not adapt are not changed. ``place`` is the linear's number within a compiled layer. Attributes that
+    mcore reads from a linear (``weight``, ``sequence_parallel``, ...) come from the base.
 
     Each subclass sets ``split_A`` and ``split_B``, the dimensions that are split over the ranks of ``axis``; None means
     replicated.
@@ -41,6 +48,7 @@ class ParallelLoraLinear(WithBaseNames):
     split_A: ClassVar[int | None] = None
     split_B: ClassVar[int | None] = None
     axis: ClassVar[Axis] = "tensor"
+    place = 0
 
     def __init__(
         self, base: torch.nn.Module, fusion: Fusion, heads: HeadLayout, group: torch.distributed.ProcessGroup
@@ -68,7 +76,9 @@ class ParallelLoraLinear(WithBaseNames):
 
     def current(self) -> AdapterMatrices:
         """Return the active adapter's matrices."""
-        return self.adapters[self.active]()
+        adapter = self.adapters[self.active]
+        # Its hooks cannot be traced; they ran before the compiled layer.
+        return adapter if traced() else adapter()
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus the active adapter's part, and the base's bias unchanged."""
@@ -125,12 +135,21 @@ class _LinearLora(ParallelLoraLinear):
             return self.base_layer(hidden, *args, **kwargs)
         adapter = self.current()
         dropped = drop_inputs(self, adapter.dropout, hidden)
-        if dropped is hidden and hidden.requires_grad:
+        if dropped is hidden and traced() and isinstance(self.base_layer, TRACED) and self.group.size() == 1:
+            return self._traced(adapter, hidden)
+        if dropped is hidden and hidden.requires_grad and not traced():
             hidden, low = project_through(hidden, adapter.matrix_a())
         else:
             low = adapter.lower(dropped)
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.widen(adapter, out, self._whole(low)), bias
+
+    def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what ``forward`` does, by one operator; on one rank."""
+        weight, bias = self.base_layer.weight, self.base_layer.bias
+        wide, scale = wide_matrix(self.matrices_b(adapter), weight.shape[0], self.layout(adapter))
+        out, _ = adapted_linear(hidden, weight, adapter.matrix_a(), wide, scale)
+        return (out, bias) if bias is None or self.base_layer.skip_bias_add else (out + bias, None)
 
     def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Add the adapter's part where the adapter's input is not the base layer's."""
@@ -158,7 +177,7 @@ class ColumnParallelLora(_LinearLora):
         if self.base_layer.sequence_parallel:
             # A was applied to this rank's tokens only. Its gradient is summed over TP because the parameter is marked
             # sequence_parallel.
-            return gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
+            return gather_from_sequence_parallel_region(low, group=self.group)
         return copy_to_tensor_model_parallel_region(low, group=self.group)
 
     def matrices_b(self, adapter: AdapterMatrices) -> list[torch.Tensor]:
@@ -202,7 +221,9 @@ def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor)
     if not (layer.training and dropout > 0.0):
         return hidden
     if not isinstance(layer, RowParallelLora) and not layer.base_layer.sequence_parallel:
-        return F.dropout(hidden, dropout)
+        return traced_dropout(hidden, dropout, False, layer.place)[0] if traced() else F.dropout(hidden, dropout)
+    if traced():
+        return traced_dropout(hidden, dropout, True, layer.place)[0]
     with get_cuda_rng_tracker().fork():
         return F.dropout(hidden, dropout)
 

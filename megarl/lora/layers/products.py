@@ -14,9 +14,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megarl import progress
 from megarl.families.base import Fusion
+from megarl.model.layers.regions import traced
 from megarl.model.weights.fusion import HeadLayout, part_views
 
 
@@ -66,7 +68,43 @@ def add_wide(
     Returns:
         ``[..., O]``, in the memory of ``out``.
     """
+    if traced():
+        return _add_traced(out, low, matrices, layout)
     return _AddWide.apply(out, low, layout, *matrices)
+
+
+def _add_traced(out: torch.Tensor, low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """Return what ``add_wide`` returns, in operations that torch.compile traces and differentiates."""
+    wide, scale = wide_matrix(matrices, out.shape[-1], layout)
+    rows = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), wide.t(), alpha=scale)
+    return rows.view(out.shape)
+
+
+def wide_matrix(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tuple[torch.Tensor, float]:
+    """Return every B at its part's rows and columns of ``[O, R]``, zero elsewhere, and the factor to apply.
+
+    torch.compile can trace and differentiate it. ``width`` is O.
+    """
+    wide = matrices[0] if layout.fusion == "single" else _padded(matrices, width, layout)
+    return wide, _factor(layout)
+
+
+def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> torch.Tensor:
+    """Return what ``_assemble`` returns, without writing to a tensor that autograd follows."""
+    columns, pieces = layout.columns, []
+    views = part_views(matrices[0].new_empty(width, 0), layout.fusion, layout.heads)
+    for place, shape in enumerate(view.shape for view in views):
+        if place not in layout.places:
+            pieces.append(matrices[0].new_zeros(*shape[:-1], columns))
+            continue
+        index = layout.places.index(place)
+        start, rank = layout.starts[index], layout.ranks[index]
+        matrix = matrices[index] * layout.scalings[index] if _differ(layout) else matrices[index]
+        pieces.append(F.pad(matrix.view(*shape[:-1], rank), (start, columns - start - rank)))
+    if layout.fusion == "qkv":  # each group's queries, its key, its value
+        query, key, value = pieces
+        pieces = [query, key.unsqueeze(1), value.unsqueeze(1)]
+    return torch.cat(pieces, dim=1 if layout.fusion == "qkv" else 0).view(-1, columns)
 
 
 def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

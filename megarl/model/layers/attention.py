@@ -2,7 +2,6 @@
 """Core attention over packed sequences for mcore's linears: SDPA on a CPU, variable-length flash attention on CUDA."""
 
 import copy
-import inspect
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.model.layers.traced_attention import TracedPack
+from megarl.model.layers.varlen import HAS_WINDOWS, attend_varlen
 from megarl.model.layers.zigzag import key_rows, rank_runs
 
 # Neither "sbhd" nor "thd". With any other format mcore applies RoPE from one angle per token, which PackedGPTModel
@@ -83,13 +84,24 @@ class PackedSequences(PackedSeqParams):
         renamed.qkv_format = "thd"
         return renamed
 
+    @cached_property
+    def traced(self) -> TracedPack:
+        """The pack in a form for torch.compile, with the sizes marked that change."""
+        host = torch.tensor([[0, *accumulate(runs)] for runs in (self.query_lengths, self.key_lengths)])
+        bounds, rows = self.query_bounds, self.key_bounds
+        assert bounds is not None and rows is not None
+        # At least 2: torch.compile takes a size of 1 for a constant.
+        query_room, key_room = (bounds.new_empty(max(n, 2), 0) for n in (self.longest_query, self.longest_key))
+        return TracedPack(bounds, rows, host, query_room, key_room, self.key_rows).mark()
+
     def padded_to(self, sequences: int, longest: int) -> "PackedSequences":
         """Copy with empty sequences added, up to ``sequences``, and ``longest`` as the limit (for CUDA graphs)."""
         assert self.context == 1 and self.cu_seqlens_q is not None
         bounds = self.cu_seqlens_q.new_full((sequences + 1,), sum(self.lengths))
         bounds[: len(self.lengths) + 1] = self.cu_seqlens_q
         padded = copy.copy(self)
-        padded.__dict__.pop("thd", None)
+        for cached in ("thd", "traced"):
+            padded.__dict__.pop(cached, None)
         padded.cu_seqlens_q = padded.cu_seqlens_kv = padded.query_bounds = padded.key_bounds = bounds
         padded.max_seqlen_q = padded.max_seqlen_kv = padded.longest_query = padded.longest_key = longest
         return padded
@@ -134,9 +146,26 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attend. The mask follows from ``packed_seq_params``; ``attention_mask`` is not used."""
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
+        if isinstance(packed_seq_params, TracedPack):
+            return self._attend_traced(query, key, value, packed_seq_params)
         if packed_seq_params.key_rows is not None:
             key, value = (_GatherRows.apply(t, packed_seq_params.key_rows, self.context) for t in (key, value))
         out = attend_runs(query, key, value, packed_seq_params, self.softmax_scale, self.window)
+        return out.reshape(out.shape[0], 1, -1)
+
+    def _attend_traced(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: TracedPack
+    ) -> torch.Tensor:
+        """Attend in code that torch.compile traces. Shapes as in ``attend_runs``; returns ``[T, 1, ...]``."""
+        if packed.key_rows is not None:
+            assert self.context is not None
+            name, size = self.context.group_name, self.context.size()
+            key, value = (torch.ops.megarl.gather_rows(t, packed.key_rows, name, size) for t in (key, value))
+        scale = query.shape[-1] ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        if query.is_cuda and query.dtype != torch.float32 and (self.window is None or HAS_WINDOWS):
+            out = attend_varlen(query, key, value, packed, scale, self.window)
+        else:
+            out = torch.ops.megarl.attend(query, key, value, packed.host_bounds, scale, self.window or 0)
         return out.reshape(out.shape[0], 1, -1)
 
 
@@ -186,7 +215,8 @@ def attend_runs(
     """
     if window is not None and packed.longest_key <= window:
         window = None
-    attend = _attend_varlen if query.is_cuda and query.dtype != torch.float32 else _attend_each
+    fast = query.is_cuda and query.dtype != torch.float32 and (window is None or HAS_WINDOWS)
+    attend = attend_varlen if fast else _attend_each
     return attend(query, key, value, packed, scale, window)
 
 
@@ -216,53 +246,3 @@ def _attend_each(
             )[0]
         )
     return torch.cat(outs, dim=1).transpose(0, 1)
-
-
-def _attend_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    packed: PackedSequences,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
-    """Attend with torch's variable-length flash attention, which needs CUDA and 16-bit inputs.
-
-    Where a sequence has more keys than queries, its causal mask is aligned to the lower right: query i sees keys up to
-    i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
-    That holds for ``is_causal`` and for the window (-1, 0).
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = inspect.signature(varlen_attn).parameters
-    if window is not None and "window_size" not in known:
-        return _attend_each(query, key, value, packed, scale, window)
-    # The kernel needs one head_dim for query, key and value, a multiple of 8. Zeros added to queries and keys do not
-    # change the logits; zeros added to the values stay zeros in the output and are cut off.
-    width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
-    head_dim = -(-query.shape[-1] // 8) * 8
-    query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
-    before = -1 if window is None else window - 1
-    options: dict[str, Any] = {"window_size": (before, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    else:  # torch 2.11
-        repeats = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    result = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        packed.query_bounds,
-        packed.key_bounds,
-        packed.longest_query,
-        packed.longest_key,
-        scale=scale,
-        **options,
-    )
-    return (result[0] if isinstance(result, tuple) else result)[..., :width]
-
-
-def _pad_last(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Pad the last dimension with zeros to ``size``."""
-    return tensor if tensor.shape[-1] == size else F.pad(tensor, (0, size - tensor.shape[-1]))

@@ -9,7 +9,6 @@ from megatron.core.transformer import (
     MLATransformerConfig,
     ModuleSpec,
     TransformerConfig,
-    TransformerLayer,
     TransformerLayerSubmodules,
 )
 from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -22,6 +21,7 @@ from megarl.model.layers.experts import local_expert_spec, stage_layers
 from megarl.model.layers.latent_attention import LatentAttention
 from megarl.model.layers.mlp import PackedMLP
 from megarl.model.layers.self_attention import PackedSelfAttention
+from megarl.model.layers.transformer_layer import PackedLayer
 from megarl.parallel import mcore
 
 
@@ -86,7 +86,7 @@ def _attention(parts: Parts, config: TransformerConfig) -> ModuleSpec:
 
 def _layer(parts: Parts, attention: ModuleSpec, mlp: Any, before_mlp: Any) -> ModuleSpec:
     return ModuleSpec(
-        module=TransformerLayer,
+        module=PackedLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=_before_column(parts),
             self_attention=attention,

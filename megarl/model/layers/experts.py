@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -14,6 +13,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 
 
 class LocalRouter(TopKRouter):
@@ -93,6 +94,37 @@ class SharedExperts(SharedExpertMLP):
         return output if self.gate is None else output * self.gate(hidden)[0].sigmoid()
 
 
+class PackedExperts(SequentialMLP):
+    """mcore's experts, each an MLP of its own.
+
+    Attributes:
+        compiles: True if the experts are compiled; set by ``megarl.model.step.compiled``.
+    """
+
+    compiles = False
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Map the tokens of all local experts ``[T, H]``, sorted by expert, to the same shape; the bias is None.
+
+        Args:
+            permuted_local_hidden_states: the tokens.
+            tokens_per_expert: int64 ``[experts]``.
+            permuted_probs: routing weight of each token, ``[T]``.
+        """
+        if not self.compiles:
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        counts = tokens_per_expert.tolist()
+        parts = (torch.split(tensor, counts) for tensor in (permuted_local_hidden_states, permuted_probs))
+        # torch.compile takes sizes of 0 and 1 for constants and would compile each, so those run uncompiled.
+        outputs = [
+            (expert if len(tokens) > 1 else expert._call_impl)(tokens, probs)[0]
+            for expert, tokens, probs in zip(self.local_experts, *parts, strict=True)
+        ]
+        return torch.cat(outputs), None
+
+
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     """Return the spec of a mixture of experts that takes the place of an MLP."""
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
@@ -101,7 +133,7 @@ def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
         module=MoELayer,
         submodules=MoESubmodules(
             router=GroupLimitedRouter if grouped else LocalRouter,
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=PackedExperts, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExperts, submodules=linears),
         ),
     )

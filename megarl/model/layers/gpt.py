@@ -5,19 +5,15 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.model.layers.attention import PACKED_FORMAT, PackedAttention
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.experts import release_graphs
+from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
+from megarl.model.layers.regions import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megarl.parallel.mcore import without_class_warnings
 
 
@@ -96,7 +92,7 @@ class PackedGPTModel(GPTModel):
         hidden = hidden_states.squeeze(1)
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)
+            return gather_from_sequence_parallel_region(hidden, group=group)
         return copy_to_tensor_model_parallel_region(hidden, group=group)
 
 

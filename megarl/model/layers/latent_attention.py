@@ -6,19 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    checkpoint,
-    copy_to_tensor_model_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer import MegatronModule, MLATransformerConfig
 
 from megarl.model.layers.attention import PackedAttention, PackedSequences
+from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
+from megarl.model.layers.pointwise import apply_rope
+from megarl.model.layers.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+    traced,
+)
 
 # Epsilon of the latents' norms, whatever rms_norm_eps is: transformers leaves these norms at their class's default.
 LATENT_EPS = 1e-6
@@ -105,7 +105,8 @@ class LatentAttention(MegatronModule):
         def attend(*tensors: torch.Tensor) -> torch.Tensor:
             return self.core_attention(*tensors, None, packed_seq_params=packed_seq_params)
 
-        if self.training and "core_attn" in self.recomputed:
+        # A traced attention keeps no weights that could be recomputed.
+        if self.training and "core_attn" in self.recomputed and not traced():
             out = checkpoint(attend, False, query, key, value)
         else:
             out = attend(query, key, value)
@@ -153,7 +154,7 @@ class LatentAttention(MegatronModule):
         Queries and keys are reordered alike, so their products do not change.
         """
         halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], dim=-1)
-        return apply_rotary_pos_emb(halves, angles, config=self.config, cp_group=self.context)
+        return apply_rope(halves, angles, self.config, self.context)
 
 
 def softmax_scale(config: MLATransformerConfig) -> float:

@@ -7,8 +7,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP
 
+from megarl.model.layers import pointwise
 from megarl.model.layers.packed_config import PackedConfig
-from megarl.model.layers.pointwise import wants_kernels
+from megarl.model.layers.regions import traced
 
 
 class PackedMLP(MLP):
@@ -22,7 +23,10 @@ class PackedMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias that is still to be added, if any."""
-        if self.biased or per_token_scale is not None or not wants_kernels(hidden_states):
+        if traced() and per_token_scale is None:
+            fused, bias = self.linear_fc1(hidden_states)
+            return self.linear_fc2(pointwise.swiglu(fused if bias is None else fused + bias))
+        if self.biased or per_token_scale is not None or not pointwise.wants_kernels(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         from megarl.model.layers.kernels.swiglu import swiglu
 

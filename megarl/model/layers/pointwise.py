@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 
+from megarl.model.layers.regions import traced
 from megarl.triton_support import has_triton
 
 
@@ -46,8 +48,11 @@ def compile_on_cuda(function: Callable[..., torch.Tensor]) -> Callable[..., torc
 
 
 def wants_compilation(tensor: torch.Tensor) -> bool:
-    """Return True if compiling is worth it: 16-bit tensors on CUDA. Float32 is for comparisons, not for speed."""
-    return tensor.is_cuda and tensor.element_size() == 2
+    """Return True if compiling is worth it: 16-bit tensors on CUDA. Float32 is for comparisons, not for speed.
+
+    Inside a trace of torch.compile the answer is no: there the compiler sees the plain operations around it too.
+    """
+    return tensor.is_cuda and tensor.element_size() == 2 and not traced()
 
 
 def wants_kernels(tensor: torch.Tensor) -> bool:
@@ -86,6 +91,19 @@ def rotate(states: torch.Tensor, angles: torch.Tensor, interleaved: bool = False
     """
     assert not interleaved
     return _rotate(states, angles)
+
+
+def apply_rope(states: torch.Tensor, angles: torch.Tensor, config: Any, context: Any) -> torch.Tensor:
+    """Rotate ``[T, 1, heads, head_dim]`` by ``angles``, as mcore does; in a trace of torch.compile by plain operations.
+
+    Args:
+        states, angles: see ``rotate``.
+        config: the model's ``TransformerConfig``.
+        context: group of the context-parallel ranks.
+    """
+    if traced():
+        return rotate(states, angles)
+    return apply_rotary_pos_emb(states, angles, config=config, cp_group=context)
 
 
 class SwiGLU(torch.nn.Module):

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-attention for packed tokens on the linears of either back end."""
 
-from functools import cached_property
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megatron.core.transformer.attention import SelfAttention
 
 from megarl.model.layers.attention import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
-from megarl.model.layers.pointwise import wants_kernels
-from megarl.model.weights.fusion import HeadLayout, head_layout, split_heads
+from megarl.model.layers.pointwise import apply_rope, wants_kernels
+from megarl.model.layers.regions import traced
+from megarl.model.weights.fusion import head_layout, split_heads
 
 
 class PackedSelfAttention(SelfAttention):
@@ -23,6 +22,7 @@ class PackedSelfAttention(SelfAttention):
 
     def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config.with_bias(True) if config.attention_bias else config, *args, **kwargs)
+        self._heads = head_layout(self.config)
 
     def forward(
         self,
@@ -37,14 +37,11 @@ class PackedSelfAttention(SelfAttention):
         fused, _ = self.linear_qkv(hidden_states)
         split = self._split_by_kernel if self._has_kernel(fused) else self._split
         query, key, value = split(fused, rotary_pos_emb)
-        recomputed = self.checkpoint_core_attention and self.training
+        # A traced attention keeps no weights that could be recomputed.
+        recomputed = self.checkpoint_core_attention and self.training and not traced()
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         return self.linear_proj(out)
-
-    @cached_property
-    def _heads(self) -> HeadLayout:
-        return head_layout(self.config)
 
     def _norms(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of the query and key norms, if the model has them."""
@@ -65,8 +62,5 @@ class PackedSelfAttention(SelfAttention):
         query, key, value = split_heads(fused, self._heads)
         if self._norms():
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        query, key = (
-            apply_rotary_pos_emb(states, angles, config=self.config, cp_group=self.pg_collection.cp)
-            for states in (query, key)
-        )
-        return query, key, value
+        turned = [apply_rope(states, angles, self.config, self.pg_collection.cp) for states in (query, key)]
+        return turned[0], turned[1], value

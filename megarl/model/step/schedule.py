@@ -62,6 +62,8 @@ class PipelineStepper(Stepper):
         """
         super().__init__(groups, temperature=temperature, keep_logits_gib=keep_logits_gib)
         self.chunks, self.run, self.vocab_size = chunks, run, vocab_size
+        for chunk in chunks:
+            inner_model(chunk).config.timers = self.clock
 
     def _run_items(self, items: list[MicroBatch], loss_function: Callable, *, forward_only: bool) -> list[dict]:
         iterators: list[Iterator[MicroBatch]] = [iter(items) for _ in self.chunks]

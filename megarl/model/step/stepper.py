@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.model.step.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
+from megarl.model.step.pass_clock import PassClock
 from megarl.parallel.groups import Groups
 
 
@@ -41,6 +42,9 @@ class Stepper(ABC):
 
     A back end gives ``_run_items`` and ``_logprobs``. What its model returns for a micro-batch is its own affair: one
     tensor with gradient, which only ``_logprobs`` looks into.
+
+    Attributes:
+        clock: measures forward and backward passes; ``_run_items`` tells it of both.
     """
 
     def __init__(self, groups: Groups, *, temperature: float, keep_logits_gib: float = 0.0) -> None:
@@ -53,6 +57,7 @@ class Stepper(ABC):
         """
         self.groups, self.temperature = groups, temperature
         # Not on a CPU: there, logits that stay in its caches are worth more than a saved matrix product.
+        self.clock = PassClock(groups.device)
         self.keep_bytes = int(keep_logits_gib * 2**30) if groups.device.type == "cuda" else 0
 
     @abstractmethod
@@ -75,7 +80,11 @@ class Stepper(ABC):
 
     def forward_backward(self, batch: PackedBatch, loss: Loss) -> Metrics:
         """Add the gradient of the batch's loss to the gradient buffers; return metrics over all ranks."""
-        outputs = self._run(batch, partial(self._loss, loss=loss), forward_only=False)
+        self.clock.running = True
+        try:
+            outputs = self._run(batch, partial(self._loss, loss=loss), forward_only=False)
+        finally:
+            self.clock.running = False
         return self._reduce_metrics(outputs)
 
     @torch.no_grad()

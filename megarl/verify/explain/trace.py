@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megarl.families import WeightMap
 from megarl.families.base import HF_LAYER, LinearMap
 from megarl.model.megatron_model import MegatronModel
+from megarl.model.step.compiled import uncompiled
 from megarl.model.weights.base_tensors import layers_of
 from megarl.model.weights.fusion import head_layout, part_copies, part_views
 from megarl.parallel.groups import Groups, gather_full
@@ -141,7 +142,8 @@ def trace_model(
         calls.append(seen)
         handles += _model_hooks(chunk, names, seen)
     try:
-        logprobs = model.forward(model.pack(samples), adapter=adapter)
+        with uncompiled(model.chunks):
+            logprobs = model.forward(model.pack(samples), adapter=adapter)
     finally:
         for handle in handles:
             handle.remove()

@@ -16,6 +16,7 @@ from tests.unit.config.recipes import message_of
         ("parallel.context=2", "parallel.context = 2"),
         ("train.recompute=selective", "train.recompute = 'selective'"),
         ("train.cuda_graphs=true", "train.cuda_graphs = True"),
+        ("train.compile=true", "train.compile = True"),
         ("train.distributed_optimizer=true", "train.distributed_optimizer = True"),
         ("lora.save_experts=stacked", "lora.save_experts = 'stacked'"),
     ],
@@ -24,6 +25,18 @@ def test_transformers_refuses_what_only_megatron_has(recipe, override, named):
     assert load_config(recipe, ["model.backend=transformers", "parallel.data=2", "train.shard_base=true"])
     refused = message_of(recipe, "model.backend=transformers", override, error=UnsupportedError)
     assert f"model.backend is 'transformers' with {named}; supported are parallel.data" in refused
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [("model.backend=te", "model.backend 'te'"), ("train.cuda_graphs=true", "train.cuda_graphs = true")],
+)
+def test_what_cannot_be_compiled_is_refused(recipe, override, named):
+    everything = ["parallel.pipeline=2", "train.recompute=full", "lora.lora_dropout=0.1", "train.device=cpu"]
+    assert load_config(recipe, ["train.compile=true", *everything]).train.compile
+    assert f"train.compile is true with {named}" in message_of(
+        recipe, "train.compile=true", override, error=UnsupportedError
+    )
 
 
 def test_a_base_is_sharded_by_transformers_only(recipe):

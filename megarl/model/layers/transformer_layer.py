@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer layer for packed tokens: mcore's, and a forward pass that torch.compile can trace."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerLayer
+from torch._dynamo import maybe_mark_dynamic
+
+from megarl import progress
+from megarl.model.layers.attention import PackedSequences
+
+
+class PackedLayer(TransformerLayer):
+    """mcore's layer, with the same modules under the same names.
+
+    Attributes:
+        compiles: True if the forward pass is the one for torch.compile; set by ``megarl.model.step.compiled``.
+        adapted: the layer's linears that have adapters; likewise.
+    """
+
+    compiles = False
+    adapted: Sequence[Any] = ()
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call mcore's layer; or prepare what a trace may not contain, and run the compiled layer."""
+        if not self.compiles:
+            return super().__call__(hidden_states, *args, **kwargs)
+        packed: PackedSequences = kwargs["packed_seq_params"]
+        angles = kwargs["rotary_pos_emb"]
+        width = hidden_states.shape[-1]
+        if hidden_states.stride() != (width, width, 1):  # The embedding's output: same memory, other strides.
+            hidden_states = hidden_states.as_strided(hidden_states.shape, (width, width, 1))
+        maybe_mark_dynamic(hidden_states, 0)
+        maybe_mark_dynamic(angles, 0)
+        for linear in self.adapted:
+            if linear.active:
+                linear.adapters[linear.active].wait()
+        progress.made()
+        output = torch.nn.Module.__call__(
+            self, hidden_states, None, rotary_pos_emb=angles, packed_seq_params=packed.traced
+        )
+        if output[0].requires_grad:
+            output[0].register_hook(_made)
+        return output
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map ``[T, 1, H]`` (T/TP tokens under SP) to the same shape; returns (output, context), as mcore does.
+
+        Without biases and dropout of the hidden states (megarl's config has none), mcore's layer is these two sums.
+        """
+        if not self.compiles:
+            return super().forward(hidden_states, *args, **kwargs)
+        hidden, normed = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
+        return add(hidden, self.mlp(normed)), None
+
+    def attended(self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states behind attention, and the MLP's input."""
+        attention = self.self_attention(
+            self.input_layernorm(hidden), None, rotary_pos_emb=angles, packed_seq_params=packed
+        )
+        hidden = add(hidden, attention)
+        return hidden, self.pre_mlp_layernorm(hidden)
+
+
+def add(residual: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    """Return the residual plus a module's output and its bias, as mcore's modules return them."""
+    states, bias = output
+    return residual + (states if bias is None else states + bias)
+
+
+def _made(gradient: torch.Tensor) -> None:
+    progress.made()

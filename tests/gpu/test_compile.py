@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled layers do not change training: logprobs, gradients and updates, over packs of changing shapes.
+
+Bounds are those of test_graphs. The layouts are one GPU, and with two: TP with SP and dropout, PP with full
+recomputation, CP, and a mixture of experts. On one GPU also with CUDA graphs of the compiled layers.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.verify.compare import relative_error
+from megarl.verify.inputs.adapters import make_adapter
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
+from tests.gpu.test_graphs import BATCHES, BOUNDS, LR
+from tests.helpers.cases import make_config
+from tests.helpers.models import SHAPE, make_model
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+# Family, layout, changes of ``train``, the adapter's dropout.
+ONE: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "one GPU": ("qwen3", {}, {}, 0.0),
+    "dropout, recomputed": ("qwen3", {}, {"recompute": "full"}, 0.1),
+    "experts": ("qwen3_moe", {}, {}, 0.0),
+    "with CUDA graphs": ("qwen3", {}, {"cuda_graphs": True}, 0.0),
+}
+TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
+    "TP+SP, dropout": ("qwen3", {"tensor": 2}, {}, 0.1),
+    "PP, recomputed": ("qwen3", {"pipeline": 2}, {"recompute": "full"}, 0.0),
+    "CP": ("qwen3", {"context": 2}, {}, 0.0),
+    "TP+SPxEP": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}, 0.0),
+}
+
+
+def train_each(folder: str, cases: dict[str, Any], dtypes: list[str]) -> dict[tuple[str, str], tuple[float, list]]:
+    """On each rank, for each ``(case, dtype)``: the largest difference, and the compilations of each update."""
+    from megarl.config import checks
+    from megarl.parallel.device import pick_device
+    from megarl.parallel.groups import destroy_groups, init_groups, leave_layout
+
+    checks.check_compile = checks.check_graphs = lambda *given: None
+    found = {}
+    for name, (family, layout, changes, dropout) in cases.items():
+        leave_layout()
+        groups = None
+        # In 16 bits rounding may choose another expert.
+        for dtype in dtypes if family == "qwen3" else ["float32"]:
+            model = Path(folder) / f"{family}-{dtype}"
+            config = make_config(model / "model", layout, dtype)
+            groups = groups or init_groups(config.parallel, pick_device("auto"))
+            plain, _ = train(config, model, groups, {k: v for k, v in changes.items() if k != "cuda_graphs"}, dropout)
+            torch._dynamo.reset()
+            results, compilations = train(config, model, groups, changes | {"compile": True}, dropout)
+            worst = max(relative_error(ours, theirs) for ours, theirs in zip(results, plain, strict=True))
+            found[name, dtype] = worst, compilations
+    destroy_groups()
+    return found
+
+
+def train(
+    config: Any, folder: Path, groups: Any, changes: dict[str, Any], dropout: float
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Return all results of a few steps on batches of different sizes, and the compilations of each step."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from megarl.config import parse_config
+    from megarl.lora import attach, load_peft_config
+    from megarl.model.megatron_model import MegatronModel
+
+    tree = config.model_dump()
+    tree["train"] |= {"micro_batch_tokens": 256, **changes}
+    peft = load_peft_config(folder / "adapter")
+    peft.lora_dropout = dropout
+    model = MegatronModel(parse_config(tree).trainer, groups, attach(peft))
+    model.load_adapter(folder / "adapter")
+    model._multiple = 32 * groups.topology.tensor  # the same padding on both sides, for which dropout draws too
+    model_parallel_cuda_manual_seed(5)
+    results, compilations = [], []
+    for step, count in enumerate(BATCHES):
+        samples = make_samples(count, SHAPE["vocab_size"], seed=step)
+        batch = model.pack(samples, np.full(len(samples), 0.05))
+        results += [*model.forward(batch, adapter=False), *model.forward(batch)]
+        model.forward_backward(batch, SurrogateLoss())
+        results += [tensor.cpu().clone() for tensor in model.gradients().values()]
+        results.append(model.optim_step(LR)["grad_norm"])
+        compilations.append(model.measured().get("compilations", 0.0))
+    results += [tensor.cpu().clone() for _, tensor in model.export_weights(adapter_only=True)]
+    return [torch.as_tensor(result) for result in results], compilations
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_compiled_layers_change_nothing_and_compile_once(tmp_path, world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    for dtype in BOUNDS:
+        for family in ("qwen3", "qwen3_moe"):
+            sizes = {"hidden_size": 256, "head_dim": 64}
+            folder = tmp_path / f"{family}-{dtype}"
+            make_model(folder / "model", family, tied=family == "qwen3", dtype=dtype, **sizes)
+            make_adapter(folder / "model", folder / "adapter", r=8)
+    cases = ONE if world == 1 else TWO
+    for found in run_ranks(train_each, world, str(tmp_path), cases, list(BOUNDS)):
+        for (case, dtype), (error, compilations) in found.items():
+            print(f"\n{case} {dtype}: worst {error:.1e} of {BOUNDS[dtype]:.0e}, compilations {compilations}")
+        for (case, dtype), (error, compilations) in found.items():
+            assert error <= BOUNDS[dtype], case
+            # A graph is captured for each size, and compiles nothing of its own.
+            assert compilations[0] > 0 and not any(compilations[1:]), case

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the parts of a compiled layer: attention and dropout as operators, the count of compilations, the clock."""
+
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from megarl.errors import UnsupportedError
+from megarl.lora.layers.traced_dropout import dropout
+from megarl.lora.layers.traced_linear import adapted_linear
+from megarl.model.layers.attention import PackedSequences, attend_runs
+from megarl.model.layers.traced_attention import attend
+from megarl.model.step import compiled
+from megarl.model.step.pass_clock import PassClock
+
+CPU = torch.device("cpu")
+
+
+def inputs(packed: PackedSequences, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    """Return query, key and value of 4 heads in 2 groups, whose heads have 6 features, values 5."""
+    torch.manual_seed(0)
+    keys = sum(packed.key_lengths)
+    shapes = (sum(packed.query_lengths), 4, 6), (keys, 2, 6), (keys, 2, 5)
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("lengths", "context"), [((3, 1, 7), 1), ((4, 8), 2)])
+def test_attention_as_an_operator_equals_sdpa_with_its_gradients(lengths, context, window):
+    packed = PackedSequences.from_lengths(lengths, CPU, context=context, context_rank=context - 1)
+    mine, theirs = inputs(packed), inputs(packed)
+    out = attend(*mine, packed.traced.host_bounds, 0.3, window or 0)
+    expected = attend_runs(*theirs, packed, 0.3, window)
+    slope = torch.randn_like(expected)
+    gradients, wanted = torch.autograd.grad(out, mine, slope), torch.autograd.grad(expected, theirs, slope)
+    for actual, true in zip([out, *gradients], [expected, *wanted], strict=True):
+        torch.testing.assert_close(actual, true)
+
+
+def test_the_operators_are_sound():
+    packed = PackedSequences.from_lengths((3, 1, 4), CPU)
+    opcheck(attend, (*inputs(packed), packed.traced.host_bounds, 0.3, 2))
+    hidden = torch.randn(8, 1, 6, requires_grad=True)
+    matrices = torch.randn(3, 6, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    opcheck(adapted_linear, (hidden, torch.randn(5, 6), *matrices, 0.5))
+    opcheck(adapted_linear, (hidden.detach(), torch.randn(5, 6), *matrices, 0.5))
+    # Two calls draw different masks, so results cannot be compared.
+    opcheck(
+        dropout, (hidden, 0.5, False, 0), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
+
+
+def test_compiled_dropout_drops_what_uncompiled_does():
+    def run(hidden: torch.Tensor) -> torch.Tensor:
+        return dropout(hidden, 0.4, False, 0)[0] + dropout(hidden, 0.4, False, 1)[0]
+
+    def plain(hidden: torch.Tensor) -> torch.Tensor:
+        return F.dropout(hidden, 0.4) + F.dropout(hidden, 0.4)
+
+    hidden, results = torch.randn(32, 1, 48, requires_grad=True), []
+    for function in (torch.compile(run, backend="aot_eager", fullgraph=True), plain):
+        torch.manual_seed(3)
+        out = function(hidden)
+        results += [out, *torch.autograd.grad(out.square().sum(), hidden), torch.rand(1)]
+    for actual, expected in zip(results[:3], results[3:], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_late_compilations_are_counted_and_warned_of(caplog):
+    count = compiled.CompilationCount()
+    function = torch.compile(lambda tensor: tensor + 1, backend="aot_eager", dynamic=False)
+    for size, expected in ((2, 1), (2, 0), (3, 1), (3, 0)):
+        function(torch.ones(size))
+        assert count.read() == expected
+    [warning] = [record for record in caplog.records if record.name == compiled.__name__]
+    assert "compiled 1 graphs in update 3" in warning.getMessage()
+
+
+def test_a_missing_compiler_is_named(monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"train\.compile is true.*install g\+\+"):
+        compiled.compile_layers([], CPU)
+
+
+def test_only_passes_of_an_update_are_timed():
+    clock = PassClock(CPU)
+    for running in (False, True):
+        clock.running = running
+        for name in ("forward-compute", "backward-compute", "all-grads-sync"):
+            timer = clock(name, log_level=2)
+            timer.start(barrier=False)
+            time.sleep(0.01)
+            timer.stop()
+    seconds = clock.read()
+    assert seconds.keys() == {"forward_seconds", "backward_seconds"}
+    assert all(0.01 <= value < 0.02 + 1.0 for value in seconds.values())
+    assert clock.read() == {"forward_seconds": 0, "backward_seconds": 0}
