@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the kernels of `numerics: bitwise`, run by Triton's interpreter, with torch in float64."""
+
+import pytest
+
+from tests.helpers.interpreter import run_interpreted
+
+pytest.importorskip("triton")
+
+
+def test_results_equal_torch_and_do_not_depend_on_the_batch() -> None:
+    run_interpreted("-m", "tests.helpers.bitwise_kernels")
