@@ -21,19 +21,19 @@ GATE_ROWS, GATE_COLUMNS = 16, 256
 class Heads(NamedTuple):
     """Places of heads in a row of a fused projection: runs of ``run`` heads, one every ``period`` elements.
 
-    ``count`` heads of ``width`` features in all; the first begins at element ``start``.
+    ``number`` heads of ``width`` features in all; the first begins at element ``start``.
     """
 
-    count: int
+    number: int
     width: int
     run: int
     period: int
     start: int
 
     @classmethod
-    def of(cls, count: int, width: int, start: int = 0) -> "Heads":
+    def of(cls, number: int, width: int, start: int = 0) -> "Heads":
         """Return heads that lie side by side."""
-        return cls(count, width, count, 0, start)
+        return cls(number, width, number, 0, start)
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, heads: Heads | None = None) -> torch.Tensor:
@@ -50,12 +50,12 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, heads: Head
     """
     hidden = aligned(hidden)
     tokens, width = hidden.shape[0], weight.shape[0]
-    out = hidden.new_empty((tokens, width) if heads is None else (tokens, heads.count, width))
+    out = hidden.new_empty((tokens, width) if heads is None else (tokens, heads.number, width))
     heads = heads or Heads.of(1, width)
     block = triton.next_power_of_2(width)
     rows = max(1, NORM_ELEMENTS // block)
     if tokens:
-        _norm[(triton.cdiv(tokens * heads.count, rows),)](
+        _norm[(triton.cdiv(tokens * heads.number, rows),)](
             hidden,
             weight,
             out,
@@ -64,7 +64,7 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, heads: Head
             heads.period,
             heads.start,
             eps,
-            COUNT=heads.count,
+            COUNT=heads.number,
             RUN=heads.run,
             WIDTH=width,
             BLOCK=block,
@@ -88,9 +88,9 @@ def rotate(states: torch.Tensor, angles: torch.Tensor, heads: Heads) -> torch.Te
     """
     states, angles = aligned(states), aligned(angles)
     tokens, half = states.shape[0], heads.width // 2
-    out = states.new_empty(tokens, heads.count, heads.width)
+    out = states.new_empty(tokens, heads.number, heads.width)
     if tokens:
-        _rotate[(tokens, triton.cdiv(heads.count, ROTATED_HEADS))](
+        _rotate[(tokens, triton.cdiv(heads.number, ROTATED_HEADS))](
             states,
             angles,
             out,
@@ -98,11 +98,11 @@ def rotate(states: torch.Tensor, angles: torch.Tensor, heads: Heads) -> torch.Te
             angles.stride(0),
             heads.period,
             heads.start,
-            COUNT=heads.count,
+            COUNT=heads.number,
             RUN=heads.run,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
-            HEADS=min(ROTATED_HEADS, triton.next_power_of_2(heads.count)),
+            HEADS=min(ROTATED_HEADS, triton.next_power_of_2(heads.number)),
             num_warps=4,
             **UNFUSED,
         )

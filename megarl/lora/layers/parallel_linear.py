@@ -124,6 +124,8 @@ class _LinearLora(ParallelLoraLinear):
         if not self.active:
             return self.base_layer(hidden, *args, **kwargs)
         adapter = self.current()
+        if getattr(self.base_layer, "bitwise", False):
+            return self._bitwise(adapter, hidden), None
         dropped = drop_inputs(self, adapter.dropout, hidden)
         if dropped is hidden and hidden.requires_grad:
             hidden, low = project_through(hidden, adapter.matrix_a())
@@ -131,6 +133,15 @@ class _LinearLora(ParallelLoraLinear):
             low = adapter.lower(dropped)
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.widen(adapter, out, self._whole(low)), bias
+
+    def _bitwise(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
+        from megarl.lora.layers.bitwise import adapted_linear
+
+        base, flat = self.base_layer, hidden.view(-1, hidden.shape[-1])
+        out = adapted_linear(
+            flat, base.weight, base.bias, adapter.matrix_a(), self.matrices_b(adapter), self.layout(adapter)
+        )
+        return out.view(*hidden.shape[:-1], -1)
 
     def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Add the adapter's part where the adapter's input is not the base layer's."""

@@ -10,3 +10,7 @@ pytest.importorskip("triton")
 
 def test_results_equal_torch_and_do_not_depend_on_the_batch() -> None:
     run_interpreted("-m", "tests.helpers.bitwise_kernels")
+
+
+def test_operations_follow_torchs_rules_and_their_gradients_are_exact() -> None:
+    run_interpreted("-m", "tests.helpers.bitwise_ops")
