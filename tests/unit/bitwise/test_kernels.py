@@ -14,3 +14,7 @@ def test_results_equal_torch_and_do_not_depend_on_the_batch() -> None:
 
 def test_operations_follow_torchs_rules_and_their_gradients_are_exact() -> None:
     run_interpreted("-m", "tests.helpers.bitwise_ops")
+
+
+def test_a_bitwise_model_equals_the_fast_one() -> None:
+    run_interpreted("-m", "tests.helpers.bitwise_layers")
