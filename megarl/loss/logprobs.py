@@ -53,7 +53,7 @@ class _Shard:
 
     @property
     def divisor(self) -> float:
-        """What the logits that ``_logits`` returns are still to be divided by."""
+        """Return what the logits of ``_logits`` are still to be divided by."""
         return 1.0 if self.bitwise else self.temperature
 
 
