@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-from megarl.bitwise.kernels.matmul import matmul
+from megarl.bitwise.blas import multiply
 
 
 @custom_op("megarl::linear", mutates_args=())
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``inputs @ weight.T + bias``, ``[T, K] -> [T, N]``; weight and bias get no gradient."""
-    return matmul(inputs, weight, bias)
+    return multiply(inputs, weight, bias)
 
 
 @linear.register_fake

@@ -15,7 +15,7 @@ import torch
 from megarl.bitwise.frequencies import inverse_frequencies, llama3_frequencies
 from megarl.bitwise.kernels import logprobs, low_rank, rows
 from megarl.bitwise.kernels.attention import Pages, attend
-from megarl.bitwise.kernels.matmul import matmul
+from megarl.bitwise.blas import multiply
 from megarl.errors import UnsupportedError
 
 TESTED = "0.26"
@@ -56,14 +56,14 @@ def install() -> None:
 def _linear(
     method: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:  # fmt: skip
-    return matmul(x.reshape(-1, x.shape[-1]), layer.weight, bias).view(*x.shape[:-1], -1)
+    return multiply(x.reshape(-1, x.shape[-1]), layer.weight, bias).view(*x.shape[:-1], -1)
 
 
 def _logits(
     processor: Any, lm_head: torch.nn.Module, hidden_states: torch.Tensor, embedding_bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return float32 logits: rounding them would cost more accuracy than all of the model's other operations."""
-    return matmul(hidden_states, lm_head.weight, embedding_bias, torch.float32)
+    return multiply(hidden_states, lm_head.weight, embedding_bias, torch.float32)
 
 
 def _norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:

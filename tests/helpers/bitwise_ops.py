@@ -83,7 +83,7 @@ def linears() -> None:
     inputs, weight, bias = draw(6, 48), draw(80, 48), draw(80)
     check(linear, inputs.requires_grad_(), weight, bias)
     gradients_agree(lambda x: linear(x, weight, bias), lambda x: F.linear(x, weight.double(), bias.double()), [inputs])
-    rows = {"single": (80,), "gated": (40, 40), "qkv": (96, 32, 32)}
+    rows = {"single": (80,), "gated": (48, 48), "qkv": (96, 32, 32)}
     cases = [("single", (0,), (2.0,)), ("gated", (0, 1), (2.0, 2.0)), ("qkv", (0, 1, 2), (0.5, 2.0, 1.0)),
              ("qkv", (0, 2), (0.5, 0.5))]  # fmt: skip
     for fusion, places, scalings in cases:

@@ -13,7 +13,10 @@ import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED, aligned
 
-ROWS, COLUMNS, DEPTH, LEAST = 64, 128, 64, 16
+ROWS, COLUMNS, LEAST = 64, 128, 16
+SHRINK_ROWS, DEPTH = 32, 128
+# Row blocks that a program of ``expand`` walks with one tile of B, where there are many rows.
+BLOCKS, MANY = 4, 2048
 
 
 class Tokens(NamedTuple):
@@ -68,7 +71,7 @@ def shrink(inputs: torch.Tensor, matrices: torch.Tensor, tokens: Tokens, out: to
     """
     inputs, matrices = aligned(inputs), aligned(matrices)
     rank, depth = matrices.shape[1:]
-    grid = (triton.cdiv(len(tokens.order), ROWS), tokens.groups)
+    grid = (triton.cdiv(len(tokens.order), SHRINK_ROWS), tokens.groups)
     if grid[0]:
         _shrink[grid](
             inputs,
@@ -80,7 +83,7 @@ def shrink(inputs: torch.Tensor, matrices: torch.Tensor, tokens: Tokens, out: to
             out.stride(0),
             RANK=rank,
             DEPTH=depth,
-            ROWS=ROWS,
+            ROWS=SHRINK_ROWS,
             PADDED=max(LEAST, triton.next_power_of_2(rank)),
             TILE=DEPTH,
             num_warps=4,
@@ -100,10 +103,17 @@ def expand(
         tokens: the index. Rows of tokens without adapter are not written.
         out: ``[T, W]``, contiguous.
         given: ``[T, W]``, contiguous; may be ``out``.
-        columns: the places of the N features among the W columns.
+        columns: the places of the N features among the W columns; multiples of 16.
+
+    Raises:
+        ValueError: a column's place or a run's width is not a multiple of 16.
     """
     features, rank = matrices.shape[1:]
-    grid = (triton.cdiv(len(tokens.order), ROWS) * triton.cdiv(features, COLUMNS), tokens.groups)
+    if any(number % LEAST for number in (features, *columns)):
+        raise ValueError(f"{features} features at {columns}; numerics=bitwise needs multiples of {LEAST}")
+    tile = min(COLUMNS, columns.width & -columns.width)  # divides a run, so that a tile's columns lie side by side
+    blocks = BLOCKS if len(tokens.order) >= MANY else 1
+    grid = (triton.cdiv(len(tokens.order), ROWS * blocks) * triton.cdiv(features, tile), tokens.groups)
     if grid[0]:
         _expand[grid](
             low,
@@ -119,7 +129,8 @@ def expand(
             FEATURES=features,
             RANK=rank,
             ROWS=ROWS,
-            COLUMNS=COLUMNS,
+            COLUMNS=tile,
+            BLOCKS=blocks,
             PADDED=max(LEAST, triton.next_power_of_2(rank)),
             num_warps=4,
             num_stages=2,
@@ -163,22 +174,25 @@ def _shrink(
 def _expand(
     low, matrices, out, given, order, counts, starts, adapters, low_stride, adapter_stride, feature_stride, out_stride,
     width, period, start, FEATURES: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PADDED: tl.constexpr,
+    BLOCKS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
     across: tl.constexpr = (FEATURES + COLUMNS - 1) // COLUMNS
-    tile, group = tl.program_id(0) // across, tl.program_id(1)
-    adapter = tl.load(adapters + group)
-    if adapter >= 0 and tile * ROWS < tl.load(counts + group):
-        token, real = _rows_of(order, counts, starts, group, tile, ROWS)
-        feature, inner = tl.program_id(0) % across * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
+    first, group = tl.program_id(0) // across * BLOCKS, tl.program_id(1)
+    adapter, count = tl.load(adapters + group), tl.load(counts + group)
+    if adapter >= 0 and first * ROWS < count:
+        begin = tl.program_id(0) % across * COLUMNS
+        feature, inner = begin + tl.arange(0, COLUMNS), tl.arange(0, PADDED)
         inside = feature < FEATURES
-        left = tl.load(low + token[:, None] * low_stride + inner[None, :], mask=(inner < RANK)[None, :], other=0.0)
         matrix = matrices + adapter.to(tl.int64) * adapter_stride
         of_feature = matrix + feature.to(tl.int64)[:, None] * feature_stride + inner[None, :]
         right = tl.load(of_feature, mask=inside[:, None] & (inner < RANK)[None, :], other=0.0)
-        total = tl.dot(left, tl.trans(right), input_precision="ieee")
-        column = feature // width * period + feature % width + start
-        place = token[:, None] * out_stride + column[None, :]
-        stored = real[:, None] & inside[None, :]
-        total += tl.load(given + place, mask=stored, other=0.0).to(tl.float32)
-        tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)
+        # One run holds the whole tile: the compiler may load and store 16 bytes at a time.
+        column = tl.multiple_of(begin // width * period + begin % width + start, 16) + tl.arange(0, COLUMNS)
+        for tile in range(first, tl.minimum(first + BLOCKS, tl.cdiv(count, ROWS))):
+            token, real = _rows_of(order, counts, starts, group, tile, ROWS)
+            left = tl.load(low + token[:, None] * low_stride + inner[None, :], mask=(inner < RANK)[None, :], other=0.0)
+            total = tl.dot(left, tl.trans(right), input_precision="ieee")
+            place = token[:, None] * out_stride + column[None, :]
+            stored = real[:, None] & inside[None, :]
+            total += tl.load(given + place, mask=stored, other=0.0).to(tl.float32)
+            tl.store(out + place, total.to(out.dtype.element_ty), mask=stored)

@@ -13,7 +13,7 @@ import torch
 from torch.library import custom_op
 
 from megarl.bitwise.kernels.low_rank import Columns, Tokens, all_tokens, expand, shrink
-from megarl.bitwise.kernels.matmul import matmul
+from megarl.bitwise.blas import multiply
 from megarl.lora.layers import products
 from megarl.lora.layers.products import Layout
 from megarl.model.weights.fusion import HeadLayout
@@ -48,7 +48,7 @@ def _adapted_linear(
     """Return ``[T, O]``, and the product with A, ``[T, R]``."""
     layout = _layout(scalings, numbers, fusion)
     tokens = _tokens(len(inputs), inputs.device)
-    out = matmul(inputs, weight, bias)
+    out = multiply(inputs, weight, bias)
     low = inputs.new_empty(len(inputs), len(a))
     done = set()
     for place, rank, start, scaling, matrix in zip(
