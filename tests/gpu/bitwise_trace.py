@@ -34,18 +34,21 @@ def names(layers: int) -> dict[str, str]:
 
 
 def record(model: torch.nn.Module, wanted: dict[str, str], tokens: int) -> tuple[Trace, list[Any]]:
-    """Keep the outputs of modules for that many tokens, by name, and the inputs of attention; return also the hooks."""
+    """Keep the outputs of modules for the first tokens, by name, and the inputs of attention; return also the hooks.
+
+    The trainer's packs are padded, so a pass may have more tokens. The last such pass is kept.
+    """
     trace: Trace = {}
     modules, hooks = dict(model.named_modules()), []
 
     def hook(name: str) -> Callable:
         def keep(module: torch.nn.Module, given: tuple, out: Any) -> None:
             for number, state in enumerate(given[:3] if name.endswith(("attn", "core_attention")) else ()):
-                if len(state) == tokens:
-                    trace[f"{name} {'qkv'[number]}"] = state.reshape(tokens, -1).cpu().clone()
+                if len(state) >= tokens:
+                    trace[f"{name} {'qkv'[number]}"] = state[:tokens].reshape(tokens, -1).cpu().clone()
             out = out[0] if isinstance(out, tuple) else out
-            if len(out) == tokens:
-                trace[name] = out.reshape(tokens, -1).cpu().clone()
+            if len(out) >= tokens:
+                trace[name] = out[:tokens].reshape(tokens, -1).cpu().clone()
 
         return keep
 
