@@ -37,8 +37,8 @@ def chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -
 
 def bitwise_logits(inputs: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return ``[C, V]`` float32 logits divided by the temperature, with the sampler's bits."""
-    from megarl.bitwise.kernels.logprobs import divide_
     from megarl.bitwise.blas import multiply
+    from megarl.bitwise.kernels.logprobs import divide_
 
     logits = multiply(inputs, weight, dtype=torch.float32)
     return logits if temperature == 1.0 else divide_(logits, logits.new_full((len(logits),), temperature))

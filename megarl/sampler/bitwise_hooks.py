@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from megarl.bitwise.blas import multiply
 from megarl.bitwise.frequencies import inverse_frequencies, llama3_frequencies
 from megarl.bitwise.kernels import logprobs, low_rank, rows
 from megarl.bitwise.kernels.attention import Pages, attend
-from megarl.bitwise.blas import multiply
 from megarl.errors import UnsupportedError
 
 TESTED = "0.26"

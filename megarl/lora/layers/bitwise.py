@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-from megarl.bitwise.kernels.low_rank import Columns, Tokens, all_tokens, expand, shrink
 from megarl.bitwise.blas import multiply
+from megarl.bitwise.kernels.low_rank import Columns, Tokens, all_tokens, expand, shrink
 from megarl.lora.layers import products
 from megarl.lora.layers.products import Layout
 from megarl.model.weights.fusion import HeadLayout
