@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config.back_ends import check_backend
 from megarl.config.compilation import check_compile
+from megarl.config.numerics import check_engine_numerics, check_trainer_numerics
 from megarl.config.run import RunConfig
 from megarl.config.sections.model import ModelConfig
 from megarl.config.sections.parallel import ParallelConfig
@@ -36,6 +37,7 @@ def check_run(config: RunConfig, folder: Path | None = None) -> None:
     shape = read_model_shape(config.model.path)
     check_trainer(config.trainer, shape)
     check_engine_fits_model(config.sampler.parallel, shape)
+    check_engine_numerics(config.engine, shape)
     prompt, response = config.sampler.max_prompt_tokens, config.longest_response
     longest = shape.get("max_position_embeddings")
     if longest and prompt + response > longest:
@@ -78,6 +80,7 @@ def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
         UnsupportedError: a layout is not proven for the model.
     """
     check_backend(config, shape)
+    check_trainer_numerics(config, shape)
     check_layout_fits_model(config.parallel, shape)
     check_graphs(config, shape)
     check_compile(config)

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.config import RunConfig, check_run
+from megarl.config import RunConfig, check_run, numerics
 from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import async_loop, loop
@@ -65,8 +65,8 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
     with offline_children(), Screen(config.train.steps, start=StartTimes()) as screen, reaper() as scratch:
-        screen.say(f"run folder: {folder}\nsettings that differ from the defaults (all of them: {CONFIG} there):")
-        screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
+        screen.say(f"run folder: {folder}")
+        say_settings(config, screen)
         recorder = Recorder(folder, config, screen)
         if isinstance(task, ShortPrompts):
             recorder.note_dropped(task.dropped, len(task))
@@ -190,3 +190,11 @@ def run_folder(config: RunConfig) -> Path:
                 f"train.output is '{config.train.output}', where no folder can be made: {error.strerror}"
             ) from error
     raise ConfigError(f"train.output is '{config.train.output}', which holds '{name}' and 999 more of its name")
+
+
+def say_settings(config: RunConfig, screen: Screen) -> None:
+    """Show the settings that differ from the defaults, and what one of them sets besides."""
+    screen.say(f"settings that differ from the defaults (all of them: {CONFIG} there):")
+    screen.say(textwrap.indent(changed_yaml(config).rstrip(), "  "))
+    if config.model.numerics == numerics.BITWISE:
+        screen.say(numerics.summary())

@@ -35,6 +35,24 @@ def chunk_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -
     return torch.stack([largest, label_logit, exps.sum(1), torch.linalg.vecdot(exps, logits)])
 
 
+def bitwise_logits(inputs: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return ``[C, V]`` float32 logits divided by the temperature, with the sampler's bits."""
+    from megarl.bitwise.blas import multiply
+    from megarl.bitwise.kernels.logprobs import divide_
+
+    logits = multiply(inputs, weight, dtype=torch.float32)
+    return logits if temperature == 1.0 else divide_(logits, logits.new_full((len(logits),), temperature))
+
+
+def bitwise_sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return what ``chunk_sums`` does, of ``bitwise_logits``, which stay as they are and are not divided again."""
+    from megarl.bitwise.kernels.logprobs import row_sums
+
+    largest, total, moment = row_sums(logits)
+    label_logit = logits.gather(1, labels.clamp(min=0)[:, None]).squeeze(1) * (labels >= 0)
+    return torch.stack([largest, label_logit, total, moment])
+
+
 def logits_gradient(
     logits: torch.Tensor,
     labels: torch.Tensor,

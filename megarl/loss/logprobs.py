@@ -49,6 +49,12 @@ class _Shard:
     rows: int  # without padding
     chunk: int
     keep: bool  # the logits for the backward pass
+    bitwise: bool = False
+
+    @property
+    def divisor(self) -> float:
+        """Return what the logits of ``_logits`` are still to be divided by."""
+        return 1.0 if self.bitwise else self.temperature
 
 
 def token_logprobs(
@@ -63,6 +69,7 @@ def token_logprobs(
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
     keep_bytes: int = 0,
+    bitwise: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the logprobs of ``labels_T`` under ``softmax(hidden_TH @ weight_VH.T / temperature)``, and the entropy.
 
@@ -89,6 +96,8 @@ def token_logprobs(
         chunk_tokens: tokens per chunk. Default: as many as fit ``CHUNK_BYTES``.
         keep_bytes: if a gradient is needed and all logits of the shard take at most this many bytes, they are kept for
             it.
+        bitwise: compute float32 logits and logprobs with the sampler's kernels (``model.numerics: bitwise``); without
+            ``group`` and ``deltas``.
 
     Returns:
         logprobs ``[T]`` and entropy ``[T]`` in nats, both float32 (float64 if the weight is).
@@ -100,25 +109,28 @@ def token_logprobs(
     if vocab_size is None and group is not None:
         raise LossInputError("vocab_size is None with a group; give the size of the whole vocabulary without padding")
     vocab_size = vocab_start + rows if vocab_size is None else vocab_size
+    if bitwise and (group is not None or deltas):
+        raise LossInputError("bitwise is true with a group or deltas; supported is a whole vocabulary without adapter")
     check_inputs(hidden_TH, weight_VH, labels_T, temperature, vocab_size)
     for inputs, factor in deltas:
         check_delta(inputs, factor, hidden_TH, weight_VH)
     if chunk_tokens is None:
-        chunk_tokens = _chunk_tokens(hidden_TH, max(rows, 1))
+        chunk_tokens = _chunk_tokens(hidden_TH, max(rows, 1), 4 if bitwise else hidden_TH.element_size())
     if chunk_tokens < 1:
         raise LossInputError(f"chunk_tokens is {chunk_tokens}; it must be at least 1")
     real = min(max(vocab_size - vocab_start, 0), rows)
     factors = [hidden_TH, weight_VH, *(tensor for pair in deltas for tensor in pair)]
     wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in factors)
-    keep = wanted and len(hidden_TH) * real * hidden_TH.element_size() <= keep_bytes
-    shard = _Shard(temperature, group, vocab_start, real, chunk_tokens, keep)
+    size = 4 if bitwise else hidden_TH.element_size()
+    keep = wanted and len(hidden_TH) * real * size <= keep_bytes
+    shard = _Shard(temperature, group, vocab_start, real, chunk_tokens, keep, bitwise)
     return _TokenLogprobs.apply(labels_T, shard, *factors)
 
 
-def _chunk_tokens(hidden: torch.Tensor, rows: int) -> int:
+def _chunk_tokens(hidden: torch.Tensor, rows: int, size: int) -> int:
     if not chunks.has_kernels(hidden):
         return max(16, CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cpu"]) // (4 * rows))
-    tokens = KERNEL_CHUNK_BYTES // (hidden.element_size() * rows)
+    tokens = KERNEL_CHUNK_BYTES // (size * rows)
     return max(16, tokens - tokens % KERNEL_CHUNK_MULTIPLE or tokens)
 
 
@@ -162,9 +174,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 _local_labels(labels[index], ctx.shard),
                 logsumexp[index],
                 entropy[index],
-                ctx.shard.temperature,
+                ctx.shard.divisor,
                 *(None if gradient is None else gradient[part] for gradient in kept),
             )
+            slope = slope.to(pairs[0][0].dtype)
             for (inputs, rows), (input_sum, weight_sum) in zip(pairs, sums, strict=True):
                 if input_sum is not None:
                     input_sum[part] = slope @ rows
@@ -186,9 +199,14 @@ def _real_rows(pairs: Sequence[_Pair], shard: _Shard) -> list[_Pair]:
     return [(inputs, weight[: shard.rows]) for inputs, weight in pairs]
 
 
-def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice) -> torch.Tensor:
-    """Return ``[C, V]`` logits in the weight's dtype, before the division by the temperature, in fresh memory."""
+def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice, shard: _Shard) -> torch.Tensor:
+    """Return ``[C, V]`` logits in fresh memory, to be divided by ``shard.divisor``.
+
+    They are in the weight's dtype, before the division by the temperature; bitwise ones in float32, after it.
+    """
     (inputs, weight), *others = pairs
+    if shard.bitwise:
+        return chunks.bitwise_logits(inputs[tokens], weight, shard.temperature)
     logits = inputs[tokens] @ weight.T
     for inputs, weight in others:
         logits.addmm_(inputs[tokens], weight.T)
@@ -209,7 +227,7 @@ def _active_logits(
     if kept is None:
         for start in range(0, len(active) if shard.rows else 0, shard.chunk):
             part = slice(start, min(start + shard.chunk, len(active)))
-            yield part, _logits(pairs, active[part])
+            yield part, _logits(pairs, active[part], shard)
         return
     edges = torch.arange(len(kept) + 1, device=active.device) * shard.chunk
     bounds = torch.searchsorted(active, edges).tolist()
@@ -243,12 +261,13 @@ def _local_sums(
         return sums
     for start in range(0, len(labels), shard.chunk):
         part = slice(start, start + shard.chunk)
-        logits = _logits(pairs, part)
+        logits = _logits(pairs, part, shard)
         if kept is not None:
             kept.append(logits)
             # Only the kernels leave the logits unchanged.
-            logits = logits if chunks.has_kernels(logits) else logits.clone()
-        sums[:, part] = chunks.chunk_sums(logits, _local_labels(labels[part], shard), shard.temperature)
+            logits = logits if shard.bitwise or chunks.has_kernels(logits) else logits.clone()
+        sum_up = chunks.bitwise_sums if shard.bitwise else chunks.chunk_sums
+        sums[:, part] = sum_up(logits, _local_labels(labels[part], shard), shard.divisor)
     return sums
 
 

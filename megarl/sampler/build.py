@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.errors import ConfigError, LostError, WorkerError, nearest
+from megarl.sampler.environment import prepare_numerics
 from megarl.sampler.settings import engine_arguments
 
 # vLLM says the exit statuses of its processes; a negative one is a signal's number (0.26, 0.32). It says none if it
@@ -33,6 +34,7 @@ def build_engine(config: EngineConfig, engine_index: int, device: str) -> Any:
         ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
         Exception: whatever vLLM raises.
     """
+    prepare_numerics(config.model.numerics)
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 

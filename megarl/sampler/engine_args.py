@@ -27,6 +27,30 @@ SETTINGS = {
 PLACED = ("pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend")
 
 
+# Tokens of a page of the KV cache: a multiple of ``megarl.bitwise.kernels.attention.TILE``.
+PAGE = 64
+
+
+def bitwise_arguments(arguments: Mapping[str, Any], numerics: str) -> dict[str, Any]:
+    """Return arguments of vLLM's engine with those that ``model.numerics: bitwise`` needs.
+
+    Nothing is compiled, because a compiler may merge operations. Whole decoding steps are captured as CUDA graphs.
+
+    Args:
+        arguments: megarl's arguments.
+        numerics: ``model.numerics``; ``fast`` changes nothing.
+    """
+    if numerics == "fast":
+        return dict(arguments)
+    compilation = arguments.get("compilation_config", {})
+    graphs = "NONE" if arguments["enforce_eager"] else "FULL_DECODE_ONLY"
+    return dict(arguments) | {
+        "attention_backend": "TRITON_ATTN",
+        "block_size": PAGE,
+        "compilation_config": compilation | {"mode": 0, "custom_ops": ["all"], "cudagraph_mode": graphs},
+    }
+
+
 def check_engine_args(given: Mapping[str, Any], owned: Collection[str]) -> None:
     """Refuse arguments that megarl passes to vLLM itself.
 

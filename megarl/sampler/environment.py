@@ -3,6 +3,11 @@
 
 import os
 
+NUMERICS = "MEGARL_NUMERICS"  # tells vLLM's workers of ``model.numerics``
+# The second model runner is the one whose operations are replaced. vLLM's own mode switches off what chooses by the
+# batch: cascade attention, and all-reduces of several kinds.
+BITWISE = {NUMERICS: "bitwise", "VLLM_BATCH_INVARIANT": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
 
 def prepare_environment(threads: int | None = None) -> dict[str, str]:
     """Set the variables that vLLM reads when it is imported. Call it first in the process that holds the engine.
@@ -29,6 +34,15 @@ def prepare_environment(threads: int | None = None) -> dict[str, str]:
     }
     os.environ.update(values)
     return values
+
+
+def prepare_numerics(numerics: str) -> None:
+    """Set the variables of ``model.numerics``, or remove what it set before. Call it before vLLM's engine is built."""
+    if numerics == "bitwise":
+        os.environ.update(BITWISE)
+    elif NUMERICS in os.environ:
+        for name in BITWISE:
+            os.environ.pop(name, None)
 
 
 def resolve_device(device: str) -> str:

@@ -4,9 +4,18 @@
 vLLM imports it in its workers by ``worker_extension_cls``.
 """
 
+import os
+
 from megarl.checkpoint_engine.receiver.extension import ReceiverExtension
 from megarl.checkpoint_engine.receiver.sleep import SleepExtension
+from megarl.sampler.environment import NUMERICS
 from megarl.sampler.kept_logprobs import Runner, refusal
+
+# vLLM imports this module before it builds the model.
+if os.environ.get(NUMERICS) == "bitwise":
+    from megarl.sampler import bitwise_hooks
+
+    bitwise_hooks.install()
 
 
 class EngineExtension(ReceiverExtension, SleepExtension):

@@ -9,13 +9,14 @@ from typing import Any
 from megarl.config import EngineConfig
 from megarl.config.back_ends import TRANSFORMERS
 from megarl.config.checks import read_model_shape
+from megarl.config.numerics import check_engine_numerics
 from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
 from megarl.files import read_json
 from megarl.sampler.device_checks import head_dim
-from megarl.sampler.engine_args import check_engine_args
+from megarl.sampler.engine_args import bitwise_arguments, check_engine_args
 from megarl.sampler.graph_sizes import graph_sizes
 from megarl.sampler.unlisted import support_of
 
@@ -72,11 +73,12 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         }
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
-    check_engine_args(sampler.engine_args, arguments)
+    owned = bitwise_arguments(arguments, config.model.numerics)
+    check_engine_args(sampler.engine_args, owned)
     if not eager:
         sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
-    return arguments | sampler.engine_args
+    return bitwise_arguments(arguments, config.model.numerics) | sampler.engine_args
 
 
 def longest_sequence(config: EngineConfig) -> int:
@@ -137,6 +139,7 @@ def check_sampled(config: EngineConfig) -> None:
     if config.sampler.engine_args:
         engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets
     shape = read_model_shape(config.model.path)
+    check_engine_numerics(config, shape)
     _check_attention(shape, _support(config, shape), longest_sequence(config))
     _check_cache(config, shape)
     for token in stop_tokens(config.model.path):

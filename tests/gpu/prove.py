@@ -12,6 +12,8 @@ release. Stages:
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
+    bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`
+    bitwise[:SHAPE[:SETTING,...]]       `tests.gpu.bitwise_model`: sampler against trainer
     models                              writes the models of the next two
     matrix:FAMILY:BACKEND:DTYPE:RANKS[:SECTION.KEY=VALUE,...]   `megarl verify --matrix`
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
@@ -47,7 +49,7 @@ ARCHIVING = threading.Lock()
 # Patterns of the lines to show: of a test or verification, of any other log.
 TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^[^{]"
 VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
-LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), 30
+LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), int(os.environ.get("PROVE_SHOWN", "30"))
 SAY_SECONDS = 30
 
 
@@ -69,6 +71,10 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [*MEGARL, "bench", kind, shape, *options_of(settings), *folder], OTHER
         case "sleep", words:
             return [sys.executable, "-m", "tests.gpu.sleep_cycles", *words], OTHER
+        case "bitwise-ops", names:
+            return [sys.executable, "-m", "tests.gpu.bitwise_ops", *",".join(names).replace(",", " ").split()], OTHER
+        case "bitwise", words:
+            return [sys.executable, "-m", "tests.gpu.bitwise_model", *words[:1], *options_of(words[1:])], OTHER
         case "modes", []:
             return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes")], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:

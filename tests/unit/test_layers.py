@@ -44,14 +44,15 @@ INTERNAL: dict[str, set[str]] = {
     "config": {"errors", "families", "files", "config"},
     "config.sections": {"errors", "config.base"},
     "parallel": COMMON,
-    "loss": COMMON,
+    "bitwise": COMMON,
+    "loss": COMMON | {"bitwise"},
     "peft": COMMON,
     "model": COMMON | {"parallel", "loss", "model", "peft", "checkpoint_engine.mixin"},
     "model.weights": COMMON | {"parallel", "peft"},
-    "model.layers": COMMON | {"parallel", "model.weights"},
+    "model.layers": COMMON | {"parallel", "model.weights", "bitwise"},
     "model.step": COMMON | {"parallel", "loss", "model.layers", "model.weights"},
     "model.optimizer": COMMON | {"parallel"},
-    "lora": COMMON | {"parallel", "model", "peft"},
+    "lora": COMMON | {"parallel", "model", "peft", "bitwise"},
     "hf": COMMON | {"parallel", "loss", "model", "lora", "peft"},
     "hf.inspection": COMMON | {"build", "hf", "model.weights", "peft"},
     "build": COMMON | {"parallel", "model", "lora", "hf", "peft"},
@@ -64,7 +65,7 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "checkpoint_engine.records": COMMON | {"checkpoint_engine.wire"},
     "sampler": COMMON
-    | {"peft", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.choice"}
+    | {"peft", "bitwise", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.choice"}
     | {"checkpoint_engine.receiver*"},
     "report": COMMON,
     "evaluation": COMMON | {"tasks"},

@@ -21,3 +21,8 @@ class ModelConfig(Section):
     backend: Literal["local", "te", "transformers"] = "local"
     """``local``: mcore's own linears with megarl's packed attention; ``te``: Transformer Engine's layers (GPU);
     ``transformers``: Hugging Face transformers with PEFT, for every causal language model, data parallel only."""
+    numerics: Literal["fast", "bitwise"] = "fast"
+    """``bitwise``: trainer and sampler compute with the same kernels, in one order for every batch, so that the
+    trainer's logprob of each drawn token equals the sampler's bit for bit. Dense Qwen3, Qwen2 and Llama models in
+    bfloat16 on CUDA with ``backend: local``, without tensor, pipeline or context parallelism. Costs time (see
+    ``docs/bitwise.md``). ``fast``: each uses its own fastest kernels, and the two differ by bfloat16's rounding."""

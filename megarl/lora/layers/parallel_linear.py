@@ -134,6 +134,8 @@ class _LinearLora(ParallelLoraLinear):
         if not self.active:
             return self.base_layer(hidden, *args, **kwargs)
         adapter = self.current()
+        if getattr(self.base_layer, "bitwise", False):
+            return self._bitwise(adapter, hidden), None
         dropped = drop_inputs(self, adapter.dropout, hidden)
         if dropped is hidden and traced() and isinstance(self.base_layer, TRACED) and self.group.size() == 1:
             return self._traced(adapter, hidden)
@@ -150,6 +152,15 @@ class _LinearLora(ParallelLoraLinear):
         wide, scale = wide_matrix(self.matrices_b(adapter), weight.shape[0], self.layout(adapter))
         out, _ = adapted_linear(hidden, weight, adapter.matrix_a(), wide, scale)
         return (out, bias) if bias is None or self.base_layer.skip_bias_add else (out + bias, None)
+
+    def _bitwise(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
+        from megarl.lora.layers.bitwise import adapted_linear
+
+        base, flat = self.base_layer, hidden.view(-1, hidden.shape[-1])
+        out = adapted_linear(
+            flat, base.weight, base.bias, adapter.matrix_a(), self.matrices_b(adapter), self.layout(adapter)
+        )
+        return out.view(*hidden.shape[:-1], -1)
 
     def adapt(self, adapter: AdapterMatrices, out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Add the adapter's part where the adapter's input is not the base layer's."""

@@ -86,7 +86,7 @@ def wide_matrix(matrices: Sequence[torch.Tensor], width: int, layout: Layout) ->
     torch.compile can trace and differentiate it. ``width`` is O.
     """
     wide = matrices[0] if layout.fusion == "single" else _padded(matrices, width, layout)
-    return wide, _factor(layout)
+    return wide, factor(layout)
 
 
 def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> torch.Tensor:
@@ -140,27 +140,27 @@ class _AddWide(torch.autograd.Function):
     ) -> torch.Tensor:
         """Add the update of ``low [..., R]`` to ``out [..., O]``, in its memory."""
         progress.made()
-        wide = _assemble(matrices, out.shape[-1], layout)
+        wide = assemble(matrices, out.shape[-1], layout)
         ctx.save_for_backward(low, wide)
         ctx.layout = layout
         # An alias, because autograd refuses to change a view that another Function returned (Transformer Engine's do).
         # The version counter is shared, so a saved ``out`` is still detected.
         total = out.detach()
-        _rows(total).addmm_(_rows(low), wide.t(), alpha=_factor(layout))
+        _rows(total).addmm_(_rows(low), wide.t(), alpha=factor(layout))
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         progress.made()
         low, wide = ctx.saved_tensors
-        rows, scale = gradient.reshape(-1, gradient.shape[-1]), _factor(ctx.layout)
-        by_low = _product(rows, wide, scale).view(low.shape) if ctx.needs_input_grad[1] else None
+        rows, scale = gradient.reshape(-1, gradient.shape[-1]), factor(ctx.layout)
+        by_low = product(rows, wide, scale).view(low.shape) if ctx.needs_input_grad[1] else None
         needed = any(ctx.needs_input_grad[3:])
-        by_matrices = _b_gradients(rows, _rows(low), ctx.layout) if needed else [None] * len(ctx.layout.ranks)
+        by_matrices = b_gradients(rows, _rows(low), ctx.layout) if needed else [None] * len(ctx.layout.ranks)
         return gradient, by_low, None, *by_matrices
 
 
-def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+def b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the gradient of each part's B.
 
     Args:
@@ -168,7 +168,7 @@ def _b_gradients(rows: torch.Tensor, low: torch.Tensor, layout: Layout) -> list[
         low: ``[T, R]``.
         layout: positions of the parts.
     """
-    wide = _product(rows.t(), low, _factor(layout))
+    wide = product(rows.t(), low, factor(layout))
     if layout.fusion == "single":
         return [wide]
     gradients = _slots(wide, layout)
@@ -190,7 +190,7 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``scale * left @ right``, scaled inside the product, before rounding."""
     return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
 
@@ -200,12 +200,12 @@ def _differ(layout: Layout) -> bool:
     return len(set(layout.scalings)) > 1
 
 
-def _factor(layout: Layout) -> float:
+def factor(layout: Layout) -> float:
     """Return the factor that the products apply: the parts' common scaling."""
     return 1.0 if _differ(layout) else layout.scalings[0]
 
 
-def _assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) -> torch.Tensor:
+def assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) -> torch.Tensor:
     """Place each B at its part's rows and columns of ``[O, R]``, zero elsewhere; times its scaling if they differ."""
     if layout.fusion == "single":
         return matrices[0]

@@ -31,6 +31,8 @@ def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     Raises:
         UnsupportedError: the back end cannot run on this device or in this dtype, or is not installed.
     """
+    if model.numerics == "bitwise" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise UnsupportedError(f"model.numerics is 'bitwise' on a {device.type}; it needs CUDA; use 'fast'")
     if model.backend == "te":
         return _te_settings(dtype, device, experts)
     on_cuda = device.type == "cuda"
@@ -62,6 +64,10 @@ def _te_settings(dtype: torch.dtype, device: torch.device, experts: bool) -> dic
 
 def block_spec(model: ModelConfig) -> BlockSpec:
     """Return the function that describes a transformer block of this back end."""
+    if model.numerics == "bitwise":
+        from megarl.model.layers.bitwise.layers import bitwise_block_spec
+
+        return bitwise_block_spec
     if model.backend == "local":
         return local_block_spec
     from megarl.model.layers.te import te_block_spec

@@ -35,6 +35,7 @@ class Parts:
         core_attention: attention over packed sequences.
         activation: activation of dense MLPs.
         fused_norm: True if ``column`` normalises its own input, so that no norm module stands in front of it.
+        self_attention, mlp: attention of models without latent attention, and dense MLPs.
     """
 
     norm: Any
@@ -43,6 +44,8 @@ class Parts:
     core_attention: type
     activation: Any
     fused_norm: bool = False
+    self_attention: type = PackedSelfAttention
+    mlp: type = PackedMLP
 
 
 def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -52,7 +55,7 @@ def block_of(parts: Parts, config: TransformerConfig, vp_stage: int | None) -> T
     """
     attention = _attention(parts, config)
     linears = MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row, activation_func=parts.activation)
-    dense = mcore.mlp_spec(PackedMLP, linears)
+    dense = mcore.mlp_spec(parts.mlp, linears)
     layers = [
         _layer(parts, attention, local_expert_spec(config), parts.norm)
         if sparse
@@ -72,7 +75,7 @@ def _attention(parts: Parts, config: TransformerConfig) -> ModuleSpec:
         return ModuleSpec(module=LatentAttention, params={"norm": parts.norm})
     head_norm = parts.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
-        module=PackedSelfAttention,
+        module=parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=parts.column,

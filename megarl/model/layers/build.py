@@ -15,7 +15,7 @@ from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.layers.gpt import PackedGPTModel
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.recompute import recompute_settings
-from megarl.model.layers.rope import rope_of
+from megarl.model.layers.rope import Rope, bitwise_rope, rope_of
 from megarl.model.weights.full_config import full_config
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups
@@ -95,7 +95,8 @@ def transformer_config(
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
     if "kv_lora_rank" not in settings:
         settings["num_query_groups"] *= copies
-        return PackedConfig(**settings, windows=windows if any(windows) else (), kv_copies=copies)
+        own = {"windows": windows if any(windows) else (), "kv_copies": copies}
+        return PackedConfig(**settings, **own, bitwise=model.numerics == "bitwise")
     # mcore's flag would make each layer compute its own RoPE. LatentAttention takes the model's angles, as all
     # attention does here.
     without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
@@ -156,13 +157,13 @@ def build_chunks(
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
     spec = block_spec(model)
-    return [_build_chunk(hf, config, spec, groups, stage if len(stages) > 1 else None) for stage in stages]
+    rope = bitwise_rope(hf) if model.numerics == "bitwise" else rope_of(hf)
+    return [_build_chunk(hf, config, spec, rope, groups, stage if len(stages) > 1 else None) for stage in stages]
 
 
 def _build_chunk(
-    hf: Mapping[str, Any], config: TransformerConfig, spec: BlockSpec, groups: Groups, vp_stage: int | None
+    hf: Mapping[str, Any], config: TransformerConfig, spec: BlockSpec, rope: Rope, groups: Groups, vp_stage: int | None
 ) -> PackedGPTModel:
-    rope = rope_of(hf)
     first, last = vp_stage in (None, 0), vp_stage in (None, groups.topology.virtual_pipeline - 1)
     with cuda_names():
         chunk = PackedGPTModel(

@@ -19,12 +19,14 @@ class PackedConfig(TransformerConfig):
             before it. Empty if no layer has a window.
         kv_copies: number of tensor-parallel ranks that hold the same KV head, where there are more ranks than heads.
             ``num_query_groups`` counts the copies. mcore's own method splits q, k and v of one head over its ranks.
+        bitwise: True with ``model.numerics: bitwise``.
     """
 
     attention_bias: bool = False
     mlp_bias: bool = False
     windows: tuple[int | None, ...] = ()
     kv_copies: int = 1
+    bitwise: bool = False
 
     def with_bias(self, bias: bool) -> "PackedConfig":
         """A copy in which all linears of a module have a bias, or none has; mcore has one switch for all of them."""

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from megarl.bitwise.frequencies import inverse_frequencies, llama3_frequencies
 from megarl.errors import ModelError, UnsupportedError
 from megarl.model.weights.full_config import full_config
 
@@ -104,6 +105,30 @@ def rope_of(hf: Mapping[str, Any]) -> Rope:
         raise UnsupportedError(f"config.json: transformers rejects its rope_parameters {given}: {error}") from error
     longest = {"dynamic": full["max_position_embeddings"], "longrope": given.get("original_max_position_embeddings")}
     return Rope(base, frequencies.float(), float(factor), longest.get(kind))
+
+
+def bitwise_rope(hf: Mapping[str, Any]) -> Rope:
+    """Return RoPE for ``model.numerics: bitwise``, with the frequencies that the sampler computes too.
+
+    Args:
+        hf: a completed ``config.json``.
+
+    Raises:
+        UnsupportedError: as ``rope_of``, or the type is neither ``default`` nor ``llama3``.
+    """
+    plain, given = rope_of(hf), _rope_parameters(hf)
+    kind = given.get("rope_type", given.get("type", "default"))
+    rotated = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    if kind == "default":
+        return Rope(plain.base, inverse_frequencies(plain.base, rotated))
+    if kind == "llama3":
+        low, high, factor = (float(given[name]) for name in ("low_freq_factor", "high_freq_factor", "factor"))
+        original = given["original_max_position_embeddings"]
+        frequencies = llama3_frequencies(plain.base, rotated, factor=factor, low=low, high=high, original=original)
+        return Rope(plain.base, frequencies)
+    raise UnsupportedError(
+        f"config.json: rope_type is {kind!r} with model.numerics 'bitwise'; supported are default and llama3"
+    )
 
 
 def _rope_parameters(hf: Mapping[str, Any]) -> Mapping[str, Any]:

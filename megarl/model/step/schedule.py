@@ -94,6 +94,7 @@ class PipelineStepper(Stepper):
             vocab_start=self.groups.tensor_rank * weight.shape[0],
             vocab_size=self.vocab_size,
             keep_bytes=self.keep_bytes,
+            bitwise=getattr(model.config, "bitwise", False),
         )
 
 

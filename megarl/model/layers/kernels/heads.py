@@ -42,6 +42,17 @@ def prepare_heads(
     return _SplitHeads.apply(fused, angles, weights, eps, heads)
 
 
+def gradient_of(
+    gradients: tuple[torch.Tensor, ...], fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float,
+    heads: HeadLayout,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of ``fused``, from those of queries, keys and values. ``weights`` is empty without norms."""
+    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+    parts = (*(gradient.contiguous() for gradient in gradients), by_fused)
+    _launch(_heads_backward, parts, fused.contiguous(), angles.contiguous(), weights, eps, heads)
+    return by_fused
+
+
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -60,10 +71,7 @@ class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         fused, angles, *weights = ctx.saved_tensors
-        by_fused = torch.empty_like(fused)
-        parts = (*(gradient.contiguous() for gradient in gradients), by_fused)
-        _launch(_heads_backward, parts, fused, angles, weights, ctx.eps, ctx.heads)
-        return by_fused, None, None, None, None
+        return gradient_of(gradients, fused, angles, weights, ctx.eps, ctx.heads), None, None, None, None
 
 
 def _launch(

@@ -29,6 +29,15 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return _RMSNorm.apply(hidden, weight, eps)
 
 
+def gradient_of(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the gradient of ``hidden [T, H]``, from that of the result; the root is computed anew."""
+    rows, normed = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    inverse = rows.new_empty(len(rows), dtype=torch.float32)
+    _launch(_norm_forward, rows, weight, inverse, normed, eps)
+    _launch(_norm_backward, rows, weight, inverse, as_rows(gradient), normed)  # overwrites the norm by the gradient
+    return normed
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

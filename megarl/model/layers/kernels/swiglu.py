@@ -28,6 +28,13 @@ def swiglu(fused: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(fused)
 
 
+def gradient_of(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``fused [..., 2 I]``, from that of the result."""
+    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+    _launch(_swiglu_backward, as_rows(fused), as_rows(gradient), by_fused)
+    return by_fused
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor) -> torch.Tensor:
@@ -38,10 +45,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (fused,) = ctx.saved_tensors
-        by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
-        _launch(_swiglu_backward, as_rows(fused), as_rows(gradient), by_fused)
-        return by_fused
+        return gradient_of(gradient, *ctx.saved_tensors)
 
 
 def _launch(kernel: Any, fused: torch.Tensor, narrow: torch.Tensor, *others: torch.Tensor) -> None:
