@@ -56,7 +56,9 @@ def broadcast_rate(nbytes: int, gpus: list[int]) -> float:
     try:
         return nbytes / _seconds(store, 0, size, nbytes) / 1e9
     finally:
+        # The measurement is over, and a NCCL process whose peer has left may not end by itself.
         for child in children:
+            child.kill()
             child.wait(TIMEOUT)
 
 

@@ -29,8 +29,7 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
         need_triton()
         from megarl.checkpoint_engine.kernels.ranges import range_digests
 
-        sums = range_digests(payload, places)
-        return lambda: as_bytes(sums)
+        return as_bytes(range_digests(payload, places))
 
     def digests() -> bytes:
         raw = payload.numpy()
@@ -39,9 +38,25 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
     return digests
 
 
-def as_bytes(sums: torch.Tensor) -> bytes:
-    """Return digests that were formed on a GPU, int64 ``[tensors]``, ``wire.DIGEST`` bytes each."""
-    return sums.cpu().numpy().tobytes()
+def as_bytes(sums: torch.Tensor) -> Callable[[], bytes]:
+    """Return what waits for digests that a GPU forms, int64 ``[tensors]``; ``wire.DIGEST`` bytes each."""
+    arrived = to_host(sums)
+    return lambda: arrived().numpy().tobytes()
+
+
+def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to copy a small tensor from a GPU to the host, on the current stream; return what waits for the copy."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    end = torch.cuda.current_stream(tensor.device).record_event()
+
+    def wait() -> torch.Tensor:
+        end.synchronize()
+        return copy
+
+    return wait
 
 
 def need_triton() -> None:

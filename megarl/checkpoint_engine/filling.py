@@ -2,9 +2,10 @@
 """Divide tensors among buckets, fill buckets and form digests; view the tensors inside a bucket."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
@@ -13,7 +14,30 @@ from megarl.checkpoint_engine.plan import plan_buckets
 from megarl.checkpoint_engine.wire import Place, Places, Plan, known
 from megarl.errors import WeightSyncError
 
-Named = tuple[str, torch.Tensor]
+
+class Deferred(Protocol):
+    """A tensor that is computed when a bucket is filled. Indexed by a slice, it gives rows."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def nbytes(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Self: ...
+
+    def value(self) -> torch.Tensor:
+        """Return the tensor."""
+
+    @staticmethod
+    def writer(tensors: Sequence[Any], offsets: Sequence[int]) -> Callable[[torch.Tensor], Any]:
+        """Return what writes tensors of one GPU into a buffer at byte offsets, as often as it is called."""
+
+
+Named = tuple[str, torch.Tensor | Deferred]
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16")}
 
@@ -24,13 +48,13 @@ class Filling:
 
     Attributes:
         places: the places of its tensors.
-        tensors: the tensors, in order.
-        table: how a GPU copies them, once that is known.
+        tensors: the tensors, in order; all deferred, or none.
+        begin: begins to fill a bucket in a GPU's memory, and returns what waits for the digests; None if unknown yet.
     """
 
     places: Places
-    tensors: list[torch.Tensor]
-    table: Any = None
+    tensors: list[torch.Tensor | Deferred]
+    begin: Callable[[torch.Tensor], Callable[[], bytes]] | None = None
 
 
 class _Rows(NamedTuple):
@@ -44,7 +68,7 @@ class _Rows(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    tensor: torch.Tensor
+    tensor: torch.Tensor | Deferred
     start: int
 
 
@@ -85,7 +109,7 @@ def as_planned(tensors: Iterable[Named], plan: Plan) -> Iterator[Filling]:
         raise WeightSyncError(f"the adapter changed: tensor '{left[0]}' was exported and not planned")
 
 
-def _rows(name: str, tensor: torch.Tensor, limit: int) -> Iterator[_Rows]:
+def _rows(name: str, tensor: torch.Tensor | Deferred, limit: int) -> Iterator[_Rows]:
     """Yield a tensor whole, or in runs of as many rows as ``limit`` bytes hold."""
     shape = tuple(tensor.shape)
     if tensor.nbytes <= limit or not shape:
@@ -119,14 +143,9 @@ class Filler:
         """Begin to copy tensors into a bucket, ``[nbytes]`` uint8; the result waits for it, and returns the digests."""
         if payload.is_cuda:
             need_triton()
-            from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table
-
-            device = payload.device
-            if filling.table is None and all(t.device == device for t in filling.tensors) and copies(filling.tensors):
-                filling.table = flatten_table(filling.places, filling.tensors, device)
-            if filling.table is not None:
-                sums = flatten(payload, filling.table)
-                return lambda: as_bytes(sums)
+            filling.begin = filling.begin or _on_gpu(filling, payload.device)
+            if filling.begin is not None:
+                return filling.begin(payload)
         self._copy(payload, filling)
         return begin_digests(payload, filling.places)
 
@@ -137,7 +156,30 @@ class Filler:
             views = [view_of(payload, place) for place in filling.places]
             if self._keeps:
                 self._views[key] = views
-        torch._foreach_copy_(views, filling.tensors, non_blocking=payload.is_cuda)
+        values = [tensor if isinstance(tensor, torch.Tensor) else tensor.value() for tensor in filling.tensors]
+        torch._foreach_copy_(views, values, non_blocking=payload.is_cuda)
+
+
+def _on_gpu(filling: Filling, device: torch.device) -> Callable[[torch.Tensor], Callable[[], bytes]] | None:
+    """Return ``Filling.begin`` for a bucket on ``device``; None if its tensors must be copied one by one."""
+    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table
+
+    places, tensors = filling.places, filling.tensors
+    if any(tensor.device != device for tensor in tensors):
+        return None
+    whole = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    if not whole:
+        write = type(tensors[0]).writer(tensors, [place.offset for place in places])
+
+        def begin(payload: torch.Tensor) -> Callable[[], bytes]:
+            write(payload)
+            return begin_digests(payload, places)
+
+        return begin
+    if not copies(whole):
+        return None
+    table = flatten_table(places, whole, device)
+    return lambda payload: as_bytes(flatten(payload, table))
 
 
 def shape_of(place: Place) -> tuple[int, ...]:
@@ -156,3 +198,23 @@ def view_of(payload: torch.Tensor, place: Place) -> torch.Tensor:
     """Return the tensor, or its rows, inside a bucket."""
     part = payload[place.offset : place.offset + place.nbytes]
     return part.view(DTYPES[place.dtype]).view(shape_of(place))
+
+
+@lru_cache(maxsize=256)
+def check_fit(places: Places, nbytes: int) -> None:
+    """Raise ``WeightSyncError`` unless each place lies in a bucket of ``nbytes`` and has the bytes of its rows."""
+    for place in places:
+        dtype = DTYPES.get(place.dtype)
+        end = place.offset + place.nbytes
+        if dtype is None or end > nbytes or not _has_rows(place):
+            raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
+
+
+def _has_rows(place: Place) -> bool:
+    """Return True if a place has the bytes of its tensor, or of whole rows of it."""
+    whole = tensor_bytes(place)
+    if not place.start and place.nbytes == whole:
+        return True
+    row = whole // place.shape[0] if place.shape and place.shape[0] else 0
+    inside = place.start + place.nbytes <= whole
+    return bool(row) and inside and place.start % row == 0 and place.nbytes % row == 0

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.checkpoint_engine.base import Link, open_sender
+from megarl.checkpoint_engine.filling import Named
 from megarl.checkpoint_engine.records import check_sync
 from megarl.checkpoint_engine.stream import Outbox, plan_of
 from megarl.checkpoint_engine.wire import Kind, Plan
@@ -60,6 +61,15 @@ class CheckpointEngineMixin:
             changed_only: True leaves out the blocks that the adapter does not change.
         """
         raise NotImplementedError(f"{type(self).__name__} must define export_merged")
+
+    def weights_to_send(self, kind: Kind) -> "Iterable[Named]":
+        """Return what a sync sends, on every rank: like the exports, but each tensor may be deferred. Collective.
+
+        Args:
+            kind: ``"adapter"``, ``"base"`` or ``"merged"``; merged leaves out the blocks that the adapter does not
+                change.
+        """
+        return self.export_merged(changed_only=True) if kind == "merged" else self.export_weights(kind == "adapter")
 
     def export_adapter_config(self) -> dict[str, Any]:
         """Return the adapter's ``adapter_config.json``, as ``peft.LoraConfig`` reads it."""
@@ -136,10 +146,10 @@ class CheckpointEngineMixin:
         if outbox is not None:
             outbox.sender.close()
 
-    def _streams(self, kind: Kind) -> list[Iterable[tuple[str, torch.Tensor]]]:
+    def _streams(self, kind: Kind) -> "list[Iterable[Named]]":
         """Return the exports of a transfer: the weights, and before them once more those that a new plan reads."""
         if kind != "adapter":
-            return [self.export_merged(changed_only=True) if kind == "merged" else self.export_weights(False)]
+            return [self.weights_to_send(kind)]
         assert self._config is not None
         self._plans = {} if self._plans is None else self._plans
         if self._adapted != (config := self.export_adapter_config()):
@@ -147,9 +157,9 @@ class CheckpointEngineMixin:
             self._key = json.dumps([config, self._config.bucket_mib], sort_keys=True)
         new = self._key not in self._plans
         self._plans.setdefault(self._key, None)
-        return [self.export_weights(True) for _ in range(1 + new)]
+        return [self.weights_to_send(kind) for _ in range(1 + new)]
 
-    def _plan(self, streams: list[Iterable[tuple[str, torch.Tensor]]]) -> Plan:
+    def _plan(self, streams: "list[Iterable[Named]]") -> Plan:
         """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
         assert self._config is not None and self._plans is not None
         if len(streams) > 1:
@@ -169,7 +179,7 @@ class CheckpointEngineMixin:
             )
 
 
-def _run_to_end(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _run_to_end(weights: "Iterable[Named]") -> None:
     """Consume an export whose tensors this rank does not need, as its collectives require."""
     for _ in weights:
         pass

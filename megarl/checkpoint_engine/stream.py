@@ -4,7 +4,7 @@
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ import torch
 from megarl.checkpoint_engine.base import Receiver, Sender
 from megarl.checkpoint_engine.digests import begin_digests
 from megarl.checkpoint_engine.filling import (
-    DTYPES,
     Filler,
     Filling,
     Named,
     as_planned,
     as_they_come,
+    check_fit,
     shape_of,
     tensor_bytes,
     view_of,
@@ -74,15 +74,15 @@ class Outbox:
         self.sender, self._limit, self._book = sender, bucket_bytes, Book()
         self.stages = Stages()
         self._filler = Filler(keeps=sender.reuses_buffers)
-        # The tensors that were sent last, if they are kept, their plan, and the buckets that they fill.
-        self._kept: tuple[Iterable[Named], Plan, list[Filling]] | None = None
+        # Of each kind the tensors that were sent last, if they are kept, their plan, and the buckets that they fill.
+        self._kept: dict[Kind, tuple[Iterable[Named], Plan | None, list[Filling]]] = {}
 
     def send(self, tensors: Iterable[Named], version: int, kind: Kind, plan: Plan | None = None) -> Manifest:
         """Send a stream of full tensors and its manifest.
 
         Args:
-            tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16. Consumed bucket by bucket. A
-                tuple is kept: if the same one comes again, it is not looked through once more.
+            tensors: (name, tensor) pairs on any device; float32, float16 or bfloat16; deferred or not. Consumed bucket
+                by bucket. A tuple is kept: if the same one comes again, it is not looked through once more.
             version: policy version.
             kind: ``"adapter"``, ``"base"`` or ``"merged"``.
             plan: for adapters what ``tensors`` will be, else None.
@@ -95,7 +95,7 @@ class Outbox:
         """
         parts: list[Part] = []
         on_gpu = False
-        for filling in self._planned(tensors, plan) if plan else as_they_come(tensors, self._limit, split=True):
+        for filling in self._fillings(tensors, kind, plan):
             self.stages.end("export")
             payload = self.sender.buffer(filling.places.end)
             self.stages.end("wire")
@@ -118,13 +118,18 @@ class Outbox:
         self.sender.end(manifest.to_bytes(self._book))
         return manifest
 
-    def _planned(self, tensors: Iterable[Named], plan: Plan) -> Iterable[Filling]:
-        """Return the plan's buckets with their tensors."""
+    def _fillings(self, tensors: Iterable[Named], kind: Kind, plan: Plan | None) -> Iterable[Filling]:
+        """Return the buckets with their tensors, those of the plan if there is one."""
+
+        def new() -> Iterator[Filling]:
+            return as_planned(tensors, plan) if plan else as_they_come(tensors, self._limit, split=True)
+
         if not isinstance(tensors, tuple):
-            return as_planned(tensors, plan)
-        if self._kept is None or self._kept[0] is not tensors or self._kept[1] is not plan:
-            self._kept = tensors, plan, list(as_planned(tensors, plan))
-        return self._kept[2]
+            return new()
+        kept = self._kept.get(kind)
+        if kept is None or kept[0] is not tensors or kept[1] is not plan:
+            kept = self._kept[kind] = tensors, plan, list(new())
+        return kept[2]
 
 
 class Inbox:
@@ -226,26 +231,6 @@ def joined(parts: list[Part]) -> TensorList:
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if no value is NaN or infinite. One pass over the bytes; ``isfinite`` on a CPU makes several."""
     return not tensor.numel() or all(bool(end.isfinite()) for end in tensor.aminmax())
-
-
-@lru_cache(maxsize=256)
-def check_fit(places: Places, nbytes: int) -> None:
-    """Raise ``WeightSyncError`` unless each place lies in a bucket of ``nbytes`` and has the bytes of its rows."""
-    for place in places:
-        dtype = DTYPES.get(place.dtype)
-        end = place.offset + place.nbytes
-        if dtype is None or end > nbytes or not _has_rows(place):
-            raise WeightSyncError(f"tensor '{place.name}' ({place.dtype}, shape {place.shape}) does not fit its bucket")
-
-
-def _has_rows(place: Place) -> bool:
-    """Return True if a place has the bytes of its tensor, or of whole rows of it."""
-    whole = tensor_bytes(place)
-    if not place.start and place.nbytes == whole:
-        return True
-    row = whole // place.shape[0] if place.shape and place.shape[0] else 0
-    inside = place.start + place.nbytes <= whole
-    return bool(row) and inside and place.start % row == 0 and place.nbytes % row == 0
 
 
 def _check_of(digests: Callable[[], bytes], sent: TensorList, later: bool) -> Callable[[], object]:

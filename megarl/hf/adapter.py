@@ -3,7 +3,6 @@
 
 import contextlib
 import copy
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +17,9 @@ from megarl.files import user_path
 from megarl.hf.files import load_into
 from megarl.lora.files import peft_folder
 from megarl.lora.layers.matrices import generator_of
-from megarl.lora.merge import merge_weight
 from megarl.lora.targets.resolve import with_stable_patterns
-from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view
+from megarl.model.weights.sharded_tensor import ShardedTensor, Update, collect, parameter_view
+from megarl.model.weights.sums import with_update
 from megarl.parallel.groups import on_rank_zero
 from megarl.peft.names import PREFIX
 from megarl.peft.rules import rank_and_scaling
@@ -147,19 +146,19 @@ class PeftAdapter:
                 f"'{stacked[0]}' is a stack of experts, whose adapter model.backend=transformers does not merge; "
                 "sync it as an adapter (checkpoint_engine.content=adapter)"
             )
-        return [self._with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
+        return [with_update(t, self._update_of(updates[t.name])) if t.name in updates else t for t in tensors]
 
-    def _with_update(self, base: ShardedTensor, layer: Any) -> ShardedTensor:
+    def _update_of(self, layer: Any) -> Callable[[], Update]:
         name = self.name
 
-        def read() -> torch.Tensor:
+        def update() -> Update:
             if isinstance(layer, Embedding):  # B @ A has the embedding's columns as its rows
                 factors = layer.lora_embedding_B[name].T, layer.lora_embedding_A[name].T
             else:
                 factors = layer.lora_A[name].weight, layer.lora_B[name].weight
-            return merge_weight(base.read(), *factors, layer.scaling[name])
+            return Update(*factors, layer.scaling[name])
 
-        return dataclasses.replace(base, read=read)
+        return update
 
     def adapter_config(self) -> dict[str, Any]:
         """Return the contents of ``adapter_config.json``; not to be changed, every sync asks for them."""

@@ -49,4 +49,5 @@ def _whole(name: str, tensor: torch.Tensor) -> ShardedTensor:
     def write(part: Any) -> None:
         raise UnsupportedError(f"'{name}' is a base weight, which nothing changes")
 
-    return ShardedTensor(name, tuple(tensor.shape), tensor.dtype, None, read, write)
+    view = None if isinstance(tensor, DTensor) else tensor
+    return ShardedTensor(name, tuple(tensor.shape), tensor.dtype, None, read, write, view=view)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build a model of transformers with adapters of PEFT on this rank, behind the interface of ``TrainedModel``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,9 @@ class TransformersModel(TrainedModel):
 
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         return base_tensors(self.peft_model, self.config.model.path, untied=untied)
+
+    def _base_parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.peft_model.parameters()
 
 
 class _Stepper(Stepper):

@@ -17,12 +17,12 @@ from megarl.lora.files.arrangements import AS_TRAINED, arrange, arrange_config
 from megarl.lora.files.load import LoadTarget, load_matrices
 from megarl.lora.files.stacked_experts import Place, locate_matrices, pack
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear
-from megarl.lora.merge import merge_weight
 from megarl.lora.optimizer import check_copies, renew_copies
 from megarl.lora.slot import Held, Slot
 from megarl.lora.targets.resolve import resolve_targets, unties
-from megarl.model.weights.sharded_tensor import ShardedTensor, collect, parameter_view, placed
+from megarl.model.weights.sharded_tensor import ShardedTensor, Update, collect, parameter_view, placed
 from megarl.model.weights.streaming import stream_full
+from megarl.model.weights.sums import with_update
 from megarl.parallel.groups import Groups, on_rank_zero
 
 
@@ -165,7 +165,7 @@ class LoraAdapter:
         """
         self.wait()
         updates = {f"{slot.part.name}.weight": slot for slot in self.slots if slot.adapter is not None}
-        return [_with_update(t, updates[t.name]) if t.name in updates else t for t in tensors]
+        return [with_update(t, _update_of(updates[t.name])) if t.name in updates else t for t in tensors]
 
     def adapted(self) -> set[str]:
         """Return the names of the stage's modules that ``merged`` changes, on this rank or another."""
@@ -259,11 +259,11 @@ def _restored(models: Iterable[torch.nn.Module]) -> Iterator[list[ParallelLoraLi
             layer.active = active
 
 
-def _with_update(base: ShardedTensor, slot: Slot) -> ShardedTensor:
-    """Return ``base`` with a ``read`` that adds ``scaling * B @ A`` for this rank's slice."""
+def _update_of(slot: Slot) -> Callable[[], Update]:
+    """Return what returns a slot's update of this rank's part of the weight."""
 
-    def read() -> torch.Tensor:
+    def update() -> Update:
         assert slot.layer is not None and slot.adapter is not None  # the caller leaves out matrices of other ranks
-        return merge_weight(base.read(), *slot.layer.factors(slot.adapter, slot.part), slot.part.scaling)
+        return Update(*slot.layer.factors(slot.adapter, slot.part), slot.part.scaling)
 
-    return dataclasses.replace(base, read=read)
+    return update

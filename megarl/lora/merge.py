@@ -24,27 +24,11 @@ from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import EMBED_MODULE, resolve_targets, unties
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import INDEX, WeightFolder, parse_json, read_config
+from megarl.model.weights.sharded_tensor import Update
+from megarl.model.weights.sums import add_update
 from megarl.peft.rules import rank_and_scaling
-from megarl.triton_support import has_triton
 
 SHARD_BYTES = 4 << 30
-
-
-def merge_weight(base: torch.Tensor, matrix_a: torch.Tensor, matrix_b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return ``base + scaling * B @ A`` as a new tensor of base's dtype.
-
-    Args:
-        base: ``[out, in]``, or this rank's slice of it.
-        matrix_a: ``[r, in]``.
-        matrix_b: ``[out, r]``.
-        scaling: alpha / r or alpha / sqrt(r).
-    """
-    if base.is_cuda and base.ndim == 2 and has_triton():
-        from megarl.lora.kernels.merge import merge
-
-        return merge(base.detach(), matrix_a.detach(), matrix_b.detach(), scaling)
-    delta = (matrix_b.detach().float() @ matrix_a.detach().float()) * scaling
-    return (base.detach().float() + delta).to(base.dtype)
 
 
 def merge_folder(model: Path, adapter: Path, out: Path) -> int:
@@ -208,7 +192,7 @@ def _merged(
             f"the adapter of '{module}' is for a {matrix_b.shape[0]} x {matrix_a.shape[1]} layer; the "
             f"model's is {tensor.shape[0]} x {tensor.shape[1]}"
         )
-    return merge_weight(tensor, matrix_a, matrix_b, rank_and_scaling(config, targets[module])[1])
+    return add_update(tensor, Update(matrix_a, matrix_b, rank_and_scaling(config, targets[module])[1]))
 
 
 def _note_untied(folder: Path) -> None:

@@ -2,7 +2,9 @@
 """Build a model on Megatron-Core on this rank. It works alike under torchrun and inside Ray actors."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
 
 from megarl.config import TrainerConfig, checks
 from megarl.model.adapter import Attach
@@ -107,6 +109,9 @@ class MegatronModel(TrainedModel):
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         names = names_of(self.hf_config)
         return [tensor for chunk in self.chunks for tensor in base_tensors(chunk, names, self.groups, untied=untied)]
+
+    def _base_parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for chunk in self.chunks for parameter in chunk.parameters())
 
 
 def _multiple(config: TrainerConfig) -> int:

@@ -2,16 +2,17 @@
 """Export whole tensors of a sharded model, under the names of PEFT's and Hugging Face's files."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Kind, Named
 from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.model.weights.streaming import stream_full
+from megarl.model.weights.sums import deferred
 from megarl.parallel.groups import Groups
 
 
@@ -23,7 +24,8 @@ class WeightExport(CheckpointEngineMixin):
     adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, Optimizer]
-    _viewed: tuple[Any, tuple[tuple[str, torch.Tensor], ...] | None] | None = None
+    # What is kept under its kind, and the place of every parameter that it was made from.
+    _kept: dict[str, tuple[Any, tuple | None]] | None = None
 
     def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank. All ranks must consume the stream to its end, once.
@@ -35,26 +37,44 @@ class WeightExport(CheckpointEngineMixin):
         self._finish_param_gather()
         if not adapter_only:
             return stream_full(self._base_tensors(), self.groups)
-        views = self._views()
+        views = self._keep("adapter", [], self._views)
         return self.adapter.export() if views is None else views
 
-    def _views(self) -> tuple[tuple[str, torch.Tensor], ...] | None:
-        """Return the whole adapter as views of its parameters; None if a tensor has to be gathered or stacked.
+    def weights_to_send(self, kind: Kind) -> Iterable[Named]:
+        """See ``CheckpointEngineMixin``. Base and merged weights that one rank holds whole are deferred."""
+        if kind != "adapter":
+            self._finish_param_gather()
+            both = {"changed_only": kind == "merged", "merged": kind == "merged"}
+            found = self._keep(kind, self._base_parameters(), lambda: deferred(self._listed(**both)))
+            if found is not None:
+                return found
+        return super().weights_to_send(kind)
 
-        To list them takes some 50 microseconds per matrix, so the views are kept as long as the parameters stay where
-        they are.
+    def _keep(self, kind: str, base: Iterable[torch.Tensor], make: Callable[[], tuple | None]) -> tuple | None:
+        """Return what ``make`` returned, as long as the parameters stay where they are; None if ranks share tensors.
+
+        To list tensors takes some 50 microseconds for each.
+
+        Args:
+            kind: what it is kept under.
+            base: the base's parameters, if it is made of them.
+            make: lists the tensors; None if that cannot be kept.
         """
         layout = self.groups.topology
         if max(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor) > 1:
             return None  # every rank must take part
-        parameters = [parameter for _, parameter in self.adapter.parameters()]
-        key = (self.adapter.name, tuple(map(torch.Tensor.data_ptr, parameters)))
-        if self._viewed is None or self._viewed[0] != key:
-            exported = tuple(self.adapter.export())
-            places = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-            inside = all(tensor.untyped_storage().data_ptr() in places for _, tensor in exported)
-            self._viewed = key, exported if inside else None
-        return self._viewed[1]
+        parameters = [*(parameter for _, parameter in self.adapter.parameters()), *base]
+        key = (self.adapter.name, len(self.adapters), tuple(map(torch.Tensor.data_ptr, parameters)))
+        self._kept = self._kept or {}
+        if kind not in self._kept or self._kept[kind][0] != key:
+            self._kept[kind] = key, make()
+        return self._kept[kind][1]
+
+    def _views(self) -> tuple[Named, ...] | None:
+        """Return the whole adapter as views of its parameters; None if a tensor has to be stacked."""
+        exported = tuple(self.adapter.export())
+        places = {parameter.untyped_storage().data_ptr() for _, parameter in self.adapter.parameters()}
+        return exported if all(tensor.untyped_storage().data_ptr() in places for _, tensor in exported) else None
 
     def export_adapter_config(self) -> dict[str, Any]:
         """The active adapter's ``adapter_config.json``; not to be changed."""
@@ -75,11 +95,15 @@ class WeightExport(CheckpointEngineMixin):
                 is active: a receiver may hold another one's. Every other tensor of the merged model is the base's.
         """
         self._finish_param_gather()
-        tensors = self._base_tensors(untied=self.adapter.unties)
+        return stream_full(self._listed(changed_only=changed_only, merged=True), self.groups)
+
+    def _listed(self, *, changed_only: bool, merged: bool) -> list[ShardedTensor]:
+        """Return this rank's base tensors, merged or not, of all blocks or of those that an adapter changes."""
+        tensors = self._base_tensors(untied=merged and self.adapter.unties)
         if changed_only:
             changed = {block_of(name) for adapter in self.adapters.values() for name in adapter.adapted()}
             tensors = [tensor for tensor in tensors if block_of(tensor.name) in changed]
-        return stream_full(self.adapter.merged(tensors), self.groups)
+        return self.adapter.merged(tensors) if merged else tensors
 
     def save_adapter(self, path: str | Path, experts: str = "as_trained") -> None:
         """Write the adapter as a PEFT directory.
@@ -104,6 +128,10 @@ class WeightExport(CheckpointEngineMixin):
         Args:
             untied: True lists a tied output layer too, as a tensor of its own.
         """
+        raise NotImplementedError
+
+    def _base_parameters(self) -> Iterable[torch.Tensor]:
+        """Return every parameter that ``_base_tensors`` reads; more do no harm."""
         raise NotImplementedError
 
 

@@ -61,9 +61,10 @@ def test_slots(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_merged_weights(dtype: torch.dtype) -> None:
-    from tests.helpers.weight_kernels import check_merge
+    from tests.helpers.weight_kernels import check_deferred, check_merge
 
     check_merge("cuda", dtype)
+    check_deferred("cuda", dtype)
 
 
 @pytest.mark.parametrize(("transport", "gpu"), PATHS)

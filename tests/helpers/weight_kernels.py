@@ -10,6 +10,8 @@ from megarl.checkpoint_engine.receiver.host_writer import HostWrites
 from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
 from megarl.checkpoint_engine.splitmix import mix64
 from megarl.checkpoint_engine.wire import Place, Places
+from megarl.model.weights.sharded_tensor import Update
+from megarl.model.weights.sums import Deferred
 
 
 def check_digests(device: str) -> None:
@@ -95,19 +97,57 @@ def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
 
 def check_merge(device: str, dtype: torch.dtype) -> None:
     """A merged weight is the float64 sum, rounded once but for values between two that are equally near."""
-    from megarl.lora.kernels.merge import merge
+    from megarl.model.weights.sum_kernel import add
 
     generator = torch.Generator().manual_seed(2)
     for rows, columns, rank in ((70, 130, 3), (64, 128, 16), (33, 200, 70)):
         base = torch.randn(rows, columns + 5, generator=generator).to(dtype)[:, :columns]
         a = torch.randn(rank, columns, generator=generator) * 0.1
         b = torch.randn(rank, rows, generator=generator).T * 0.1
-        merged = merge(base.to(device), a.to(device), b.to(device), 0.7).cpu()
+        merged = add(base.to(device), Update(a.to(device), b.to(device), 0.7)).cpu()
         exact = base.double() + 0.7 * (b.double() @ a.double())
         assert merged.is_contiguous() and merged.dtype == dtype and (merged != base).any()
         # Half the distance of neighbours, and float32's own error.
         bound = exact.abs() * torch.finfo(dtype).eps / 2 + 1e-5
         assert ((merged.double() - exact).abs() <= bound).all(), (rows, columns, rank)
+
+
+def check_deferred(device: str, dtype: torch.dtype) -> None:
+    """Deferred tensors in a bucket, with and without an update, are what they are one by one; nothing else is written.
+
+    Rows of a fused weight's part, a range of rows, vectors, unaligned rows, and a rank above a dot's inner dimension.
+    """
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(kind).to(device)
+
+    grouped, plain, odd = random(3, 5, 24, 136), random(70, 136), random(33, 51)
+    low = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    updates = [Update(random(r, n, kind=low), random(m, r, kind=low), 0.3) for r, m, n in ((8, 216, 136), (70, 33, 51))]
+    tensors = [
+        Deferred(grouped[:, :3].flatten(1, 2), (216, 136), updates[0]),
+        Deferred(grouped[:, 3], (72, 136)),
+        Deferred(grouped[:, :3].flatten(1, 2), (216, 136), updates[0])[50:123],
+        Deferred(plain[None], (65, 136)),
+        Deferred(odd[None], (33, 51), updates[1]),
+        Deferred(random(1, 40, 1), (40,)),
+        Deferred(random(3, 12, 2)[..., :1], (36,)),
+    ]
+    offsets, end = [], 0
+    for tensor in tensors:
+        offsets.append(end)
+        end += -(-tensor.nbytes // 64) * 64
+    payload = torch.full((end,), 7, dtype=torch.uint8, device=device)
+    Deferred.writer(tensors, offsets)(payload)
+    for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        found = payload[offset : offset + tensor.nbytes].view(dtype).view(tensor.shape)
+        expected = tensor.value()
+        if tensor.update is None:
+            assert torch.equal(found, expected), number
+        # Two sums that differ in float32's last bits may be rounded to neighbours.
+        torch.testing.assert_close(found.float(), expected.float(), rtol=torch.finfo(dtype).eps, atol=2e-5)
+        assert (payload[offset + tensor.nbytes : min([o for o in offsets if o > offset], default=end)] == 7).all()
 
 
 def like(buffer: torch.Tensor, device: str) -> torch.Tensor:
@@ -123,6 +163,7 @@ def main() -> None:
     check_digests("cpu")
     check_merge("cpu", torch.float32)
     check_merge("cpu", torch.float16)
+    check_deferred("cpu", torch.float32)
     for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
         check_slots("cpu", dtype, exact)
 

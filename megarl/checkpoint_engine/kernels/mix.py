@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix words as ``splitmix.mix64`` does, and divide items among programs: shared by the kernels of this folder."""
+"""Mix words as ``splitmix.mix64`` does: shared by the kernels of this folder."""
 
-from collections.abc import Sequence
-
-import numpy as np
 import triton
 import triton.language as tl
 
@@ -20,14 +17,3 @@ def mixed(word, position):
     z = (z ^ (z >> 30)) * tl.full([], _FIRST, tl.uint64)
     z = (z ^ (z >> 27)) * tl.full([], _SECOND, tl.uint64)
     return (z ^ (z >> 31)).to(tl.int64, bitcast=True)
-
-
-def program_table(sizes: Sequence[int], block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut items into blocks.
-
-    Returns:
-        For each program the index of its item, and the index of its block in the item; int64 ``[programs]``.
-    """
-    counts = -(-np.asarray(sizes, dtype=np.int64) // block)
-    items: np.ndarray = np.repeat(np.arange(len(counts)), counts)
-    return items, np.arange(len(items)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.checkpoint_engine.kernels.mix import mixed, program_table
+from megarl.checkpoint_engine.kernels.mix import mixed
 from megarl.checkpoint_engine.wire import Places
+from megarl.triton_support import program_table
 
 # 64-bit words that a program reads at a time, and how often; bytes of a word.
 BLOCK, LOOPS, WARPS, WORD = 1024, 8, 8, 8

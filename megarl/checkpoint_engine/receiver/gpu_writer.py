@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.checkpoint_engine.kernels.mix import program_table
+from megarl.checkpoint_engine.digests import to_host
 from megarl.checkpoint_engine.kernels.slot import BLOCK, FLAT_BLOCK, Jobs, is_flat, write
 from megarl.checkpoint_engine.receiver.write_jobs import Found, Source, Write
+from megarl.triton_support import program_table
 
 NOWHERE = Source(0, torch.bfloat16, 0, (0, 0), (0, 0))
 
@@ -44,14 +45,14 @@ class GpuWrites:
         for launch in self._launches:
             size = launch.source.itemsize
             whole = payload[: payload.numel() // size * size]
-            results.append(write(whole, launch.table, launch.source, launch.target))
+            results.append(to_host(write(whole, launch.table, launch.source, launch.target)))
         return lambda: self._found(results)
 
-    def _found(self, results: list[torch.Tensor]) -> Found:
+    def _found(self, results: list[Callable[[], torch.Tensor]]) -> Found:
         """Wait for the kernels' counts, and return the names of those that are not zero."""
         found = Found([], [])
         for launch, result in zip(self._launches, results, strict=True):
-            counted = result.cpu()
+            counted = result()
             if not counted.any():
                 continue
             unlike, wrong = counted

@@ -4,7 +4,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,20 @@ class Sliceable(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class Update(NamedTuple):
+    """Update of a weight ``[out, in]``, or of a part of it, by an adapter: it adds ``scaling * B @ A``.
+
+    Attributes:
+        matrix_a: ``[r, in]``.
+        matrix_b: ``[out, r]``.
+        scaling: alpha / r or alpha / sqrt(r).
+    """
+
+    matrix_a: torch.Tensor
+    matrix_b: torch.Tensor
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,8 @@ class ShardedTensor:
             collectives match, but must not read or write it.
         copies: number of neighbouring ranks of ``axis`` that hold the same part (KV heads, where there are more ranks
             than heads).
+        view: what ``read`` reads, in the layout of the model; None if it is computed.
+        update: what ``read`` adds to it, if anything.
     """
 
     name: str
@@ -50,6 +66,8 @@ class ShardedTensor:
     axis: "Axis" = "tensor"
     owner: int | None = None
     copies: int = 1
+    view: torch.Tensor | None = None
+    update: Callable[[], Update] | None = None
 
     def held(self, groups: "Groups") -> bool:
         """Return True if this rank holds (a part of) the tensor."""
@@ -97,7 +115,7 @@ def parameter_view(name: str, view: torch.Tensor, shape: tuple[int, ...], dim: i
         with torch.no_grad():
             view.copy_(part.reshape(view.shape))
 
-    return ShardedTensor(name, shape, view.dtype, dim, read, write)
+    return ShardedTensor(name, shape, view.dtype, dim, read, write, view=view)
 
 
 def placed(tensor: ShardedTensor, axis: "Axis", owner: int | None, groups: "Groups") -> ShardedTensor:
@@ -109,7 +127,7 @@ def placed(tensor: ShardedTensor, axis: "Axis", owner: int | None, groups: "Grou
     def elsewhere(*args: Any) -> Any:
         raise RuntimeError(f"'{tensor.name}' is on expert-parallel rank {owner}, not here ({groups.expert_rank})")
 
-    return dataclasses.replace(tensor, read=elsewhere, write=elsewhere)
+    return dataclasses.replace(tensor, read=elsewhere, write=elsewhere, view=None)
 
 
 def collect(stream: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
