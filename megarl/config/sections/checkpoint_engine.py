@@ -18,11 +18,13 @@ class CheckpointEngineConfig(Section):
     """A registered transport, or ``file.py:Name`` for an object with ``open_sender`` and ``open_receiver`` (see
     ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, if the samplers are
     on the trainer's host. ``gloo``: TCP, between hosts. ``ipc``: the sender's own memory, if trainer rank 0 and all
-    engines share a GPU, or compute on CPUs of one host. ``nccl``: between GPUs. ``hccl``: between Ascend NPUs.
-    ``auto``: ``ipc`` if trainer rank 0 and all engines share a GPU, or compute on CPUs of one host; ``shm`` if they
-    share a host otherwise; else ``gloo``."""
+    engines compute on GPUs of one host, or on CPUs of one host. ``nccl``: between GPUs, each of one participant.
+    ``hccl``: between Ascend NPUs. ``auto``: ``nccl`` if trainer rank 0 and every rank of an engine have a GPU of their
+    own; ``ipc`` if they share GPUs of one host, or compute on its CPUs; ``shm`` if they share a host otherwise; else
+    ``gloo``."""
     bucket_mib: int = Field(256, ge=1)
-    """Tensors travel in buckets of at most this size, MiB. A larger tensor has a bucket of its own."""
+    """Tensors travel in buckets of at most this size, MiB. A larger one is divided into runs of rows; of an adapter it
+    has a bucket of its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)
     """Limit of one sync, seconds. A sync that takes longer ends the run."""
     base_weights: Literal["send", "disk"] = "send"

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `megarl train` with trainer and engine on a GPU each: in turns, then side by side (`train.max_staleness`).
+
+`python3 -m tests.gpu.train_two FOLDER [SHAPE] [key=value ...]`: a model of random weights. Prints the start-up and the
+seconds of each step's phases, and the asynchronous step against the longer one of sampling and training.
+"""
+
+import re
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megarl.bench.random_weights import TMPFS, save_model
+from tests.helpers.tokenizer import make_tokenizer
+from tests.helpers.train_run import TrainRun, read_rows
+
+RECIPE = """
+model: {path: MODEL, dtype: bfloat16}
+task: {name: arithmetic, reward: "reward.py:reward"}
+lora: {r: 32, lora_alpha: 64}
+parallel: {data: 1}
+sampler: {engines: 1, share_gpus: false, samples_per_prompt: 8, max_prompt_tokens: 96, max_response_tokens: 256,
+  kv_cache_gib: 40, max_num_seqs: 1024}
+train: {device: cuda, prompts_per_step: 64, learning_rate: 1.0e-5, micro_batch_tokens: 16384, save_every: 1000}
+"""
+# Differs between completions of random tokens.
+REWARD = """
+def reward(prompt, completion):
+    return sum(map(int, completion.response_ids)) % 8 / 8
+"""
+KINDS = {
+    "in turns": ["train.steps=6"],
+    "side by side": ["train.steps=12", "train.max_staleness=2", "checkpoint_engine.in_flight=continue"],
+}
+PHASES = ("seconds", "seconds/sample", "seconds/train", "seconds/sync", "sampled_tokens", "mismatch_max")
+# Steps before those that count; seconds for a run.
+WARM_UP, LIMIT = 2, 400
+
+
+def main(folder: Path, shape: str = "qwen3-0.6b", *overrides: str) -> None:
+    """Run both, and compare them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    device = next((one.partition("=")[2] for one in overrides if one.startswith("train.device=")), "cuda")
+    with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
+        model = save_model(shape, Path(scratch), "bfloat16", device, 0)
+        make_tokenizer(model)
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(RECIPE.replace("MODEL", str(model)))
+        (folder / "reward.py").write_text(REWARD)
+        found = {kind: medians(kind, recipe, *settings, *overrides) for kind, settings in KINDS.items()}
+    longer = max(found["in turns"]["seconds/sample"], found["in turns"]["seconds/train"])
+    step = found["side by side"]["seconds"]
+    print(f"side by side a step takes {step:.2f} s, {step / longer:.2f} of the longer phase in turns ({longer:.2f} s)")
+
+
+def medians(kind: str, recipe: Path, *settings: str) -> dict[str, Any]:
+    """Run a recipe; print its start-up and its steps, and return the medians of the phases."""
+    run = TrainRun(recipe, f"train.output={recipe.parent / kind.replace(' ', '-')}", *settings)
+    status = run.finish(LIMIT)
+    assert status == 0, f"{kind}: status {status}\n{run.output()[-3000:]}"
+    for line in re.findall(r"^(?:start-up:|weights:|transport).*$", run.output(), re.MULTILINE):
+        print(f"{kind}: {line}")
+    rows = [row for row in read_rows(run.folder()) if row["step"]]
+    for row in rows:
+        print(f"{kind}: step {row['step']}: " + ", ".join(f"{name} {row.get(name, 0.0):.4g}" for name in PHASES))
+    stages = sorted(name for name in rows[-1] if name.startswith(("sync/", "sync_")))
+    print(f"{kind}: last sync: " + ", ".join(f"{name} {rows[-1][name]:.4g}" for name in stages), flush=True)
+    return {name: statistics.median(row.get(name, 0.0) for row in rows[WARM_UP:]) for name in PHASES}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
