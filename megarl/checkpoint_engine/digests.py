@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import xxhash
 
+from megarl.checkpoint_engine.host_copies import to_host
 from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError
 from megarl.triton_support import has_triton
@@ -42,21 +43,6 @@ def as_bytes(sums: torch.Tensor) -> Callable[[], bytes]:
     """Return what waits for digests that a GPU forms, int64 ``[tensors]``; ``wire.DIGEST`` bytes each."""
     arrived = to_host(sums)
     return lambda: arrived().numpy().tobytes()
-
-
-def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to copy a small tensor from a GPU to the host, on the current stream; return what waits for the copy."""
-    if not tensor.is_cuda:
-        return lambda: tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    end = torch.cuda.current_stream(tensor.device).record_event()
-
-    def wait() -> torch.Tensor:
-        end.synchronize()
-        return copy
-
-    return wait
 
 
 def need_triton() -> None:

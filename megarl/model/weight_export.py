@@ -4,7 +4,7 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,18 @@ from megarl.model.weights.sums import deferred
 from megarl.parallel.groups import Groups
 
 
+class _Origin(NamedTuple):
+    """Origin of kept tensors: the active adapter and all adapters, the parameters, and their addresses."""
+
+    adapters: tuple[Adapter, ...]
+    parameters: list[torch.Tensor]
+    places: list[int]
+
+    def holds(self, adapters: tuple[Adapter, ...]) -> bool:
+        """Return True if the adapters are still these, and every parameter is where it was."""
+        return self.adapters == adapters and self.places == _places(self.parameters)
+
+
 class WeightExport(CheckpointEngineMixin):
     """The part of a trained model that gives its weights away. The exports are collectives."""
 
@@ -24,8 +36,8 @@ class WeightExport(CheckpointEngineMixin):
     adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, Optimizer]
-    # What is kept under its kind, and the place of every parameter that it was made from.
-    _kept: dict[str, tuple[Any, tuple | None]] | None = None
+    # Under its kind what is kept, and what it was made from: adapters, parameters, and the places of these.
+    _kept: dict[str, tuple[_Origin, tuple | None]] | None = None
 
     def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank. All ranks must consume the stream to its end, once.
@@ -37,44 +49,56 @@ class WeightExport(CheckpointEngineMixin):
         self._finish_param_gather()
         if not adapter_only:
             return stream_full(self._base_tensors(), self.groups)
-        views = self._keep("adapter", [], self._views)
+        views = self._keep("adapter", tuple, self._views)
         return self.adapter.export() if views is None else views
 
     def weights_to_send(self, kind: Kind) -> Iterable[Named]:
         """See ``CheckpointEngineMixin``. Base and merged weights that one rank holds whole are deferred."""
         if kind != "adapter":
             self._finish_param_gather()
-            both = {"changed_only": kind == "merged", "merged": kind == "merged"}
-            found = self._keep(kind, self._base_parameters(), lambda: deferred(self._listed(**both)))
+            found = self._keep(kind, self._base_parameters, lambda: self._deferred(merged=kind == "merged"))
             if found is not None:
                 return found
         return super().weights_to_send(kind)
 
-    def _keep(self, kind: str, base: Iterable[torch.Tensor], make: Callable[[], tuple | None]) -> tuple | None:
+    def _keep(
+        self, kind: str, base: Callable[[], Iterable[torch.Tensor]], make: Callable[[], tuple | None]
+    ) -> tuple | None:
         """Return what ``make`` returned, as long as the parameters stay where they are; None if ranks share tensors.
 
         To list tensors takes some 50 microseconds for each.
 
         Args:
             kind: what it is kept under.
-            base: the base's parameters, if it is made of them.
+            base: returns the base's parameters, if it is made of them.
             make: lists the tensors; None if that cannot be kept.
         """
         layout = self.groups.topology
         if max(layout.tensor, layout.pipeline, layout.expert, layout.expert_tensor) > 1:
             return None  # every rank must take part
-        parameters = [*(parameter for _, parameter in self.adapter.parameters()), *base]
-        key = (self.adapter.name, len(self.adapters), tuple(map(torch.Tensor.data_ptr, parameters)))
         self._kept = self._kept or {}
-        if kind not in self._kept or self._kept[kind][0] != key:
-            self._kept[kind] = key, make()
+        adapters = (self.adapter, *self.adapters.values())
+        if kind not in self._kept or not self._kept[kind][0].holds(adapters):
+            parameters = [*(parameter for _, parameter in self.adapter.parameters()), *base()]
+            self._kept[kind] = _Origin(adapters, parameters, _places(parameters)), make()
         return self._kept[kind][1]
 
     def _views(self) -> tuple[Named, ...] | None:
         """Return the whole adapter as views of its parameters; None if a tensor has to be stacked."""
         exported = tuple(self.adapter.export())
+        return exported if self._in_parameters(tensor for _, tensor in exported) else None
+
+    def _deferred(self, *, merged: bool) -> tuple[Named, ...] | None:
+        """Return the base's tensors, merged or not, to be read when they are sent; None if one has to be computed."""
+        found = deferred(self._listed(changed_only=merged, merged=merged))
+        updates = [tensor.update for _, tensor in found or () if tensor.update]
+        factors = (factor for update in updates for factor in (update.matrix_a, update.matrix_b))
+        return found if self._in_parameters(factors) else None
+
+    def _in_parameters(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Return True if all are views of the adapter's parameters, so that they have the values of every version."""
         places = {parameter.untyped_storage().data_ptr() for _, parameter in self.adapter.parameters()}
-        return exported if all(tensor.untyped_storage().data_ptr() in places for _, tensor in exported) else None
+        return all(tensor.untyped_storage().data_ptr() in places for tensor in tensors)
 
     def export_adapter_config(self) -> dict[str, Any]:
         """The active adapter's ``adapter_config.json``; not to be changed."""
@@ -133,6 +157,10 @@ class WeightExport(CheckpointEngineMixin):
     def _base_parameters(self) -> Iterable[torch.Tensor]:
         """Return every parameter that ``_base_tensors`` reads; more do no harm."""
         raise NotImplementedError
+
+
+def _places(parameters: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, parameters))
 
 
 def block_of(name: str) -> str:

@@ -44,7 +44,8 @@ def check_deferred(model: TrainedModel) -> None:
         sent, exported = model.weights_to_send(kind), dict(stream())
         assert [name for name, _ in sent] == list(exported)
         assert model.weights_to_send(kind) is sent, "listed once"
-        torch.nn.init.normal_(next(iter(model.adapter.parameters()))[1].data)
+        for _, parameter in model.adapter.parameters():
+            torch.nn.init.normal_(parameter.data)
         exported = dict(stream())
         for name, tensor in sent:
             assert isinstance(tensor, Deferred) and tensor.dtype == exported[name].dtype
