@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.interpreter import sum_in_order
+
 EPS = 1e-6
 LENGTHS = (3, 70, 1, 130)
 
@@ -126,6 +128,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    sum_in_order()
     matmul_is_exact_and_blind()
     lora_is_exact_for_each_adapter()
     rows_are_exact()
