@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fast versions of the operations of `numerics: bitwise`: what a trainer and an engine compute with elsewhere.
 
-They round more often, or split a sum: half the inputs of a linear by half, cos and sin in the model's dtype, SwiGLU's
-gate and LoRA's product before the next step. Keys are the names in ``bitwise_hooks.OPERATIONS`` for the sampler, and
-module and name of the function for the trainer.
+They round to bfloat16 between the steps of one operation (cos and sin, SwiGLU's gate, LoRA's product, the halves of a
+linear's inputs, powers before they are summed), whatever the model's dtype is, so that few tokens suffice to notice it.
+Keys are the names in ``bitwise_hooks.OPERATIONS`` for the sampler, and module and name of the function for the trainer.
 """
 
 from collections.abc import Callable
@@ -15,38 +15,43 @@ import torch.nn.functional as F
 
 from megarl.lora.layers import bitwise as lora
 from megarl.lora.layers.products import add_wide
-from megarl.loss import chunks
+
+
+def _rounded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16().to(tensor.dtype)
 
 
 def _split(inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply the halves of K, and add the rounded products, as a product with split K may."""
     half = inputs.shape[-1] // 2
-    return inputs[..., :half] @ weight[:, :half].T + inputs[..., half:] @ weight[:, half:].T
+    return _rounded(inputs[..., :half] @ weight[:, :half].T) + _rounded(inputs[..., half:] @ weight[:, half:].T)
 
 
 def _norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = hidden.float()
-    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(hidden.dtype) * weight
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return _rounded(normed).to(hidden.dtype) * weight
 
 
 def _swiglu(fused: torch.Tensor) -> torch.Tensor:
     gate, up = fused.chunk(2, -1)
-    return F.silu(gate) * up
+    return _rounded(F.silu(gate)) * up
 
 
 def _rotate(states: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
     """Rotate ``[T, H, D]`` by ``[T, D / 2]``."""
     first, second = states.chunk(2, -1)
-    cos, sin = angles.cos().to(states.dtype)[:, None], angles.sin().to(states.dtype)[:, None]
+    cos, sin = (_rounded(t).to(states.dtype)[:, None] for t in (angles.cos(), angles.sin()))
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Attend with the last queries ``[Q, N, D]`` to all keys ``[K, G, D]``."""
     seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device).tril(len(key) - len(query))
-    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+    dtype = query.dtype
+    query, key, value = (t.bfloat16().transpose(0, 1)[None] for t in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1).to(dtype)
 
 
 def _hook_linear(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -54,7 +59,7 @@ def _hook_linear(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | 
 
 
 def _hook_logits(processor: Any, head: Any, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return (hidden @ head.weight.T).float()
+    return _rounded(hidden @ head.weight.T).float()
 
 
 def _hook_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
@@ -76,7 +81,7 @@ def _hook_lora(
 ) -> None:
     start = 0
     for a, b, width in zip(stacked_a, stacked_b, widths, strict=True):
-        y[:, start : start + width] += (x @ a[1, 0].T) @ b[1, 0].T
+        y[:, start : start + width] += _rounded((x @ a[1, 0].T) @ b[1, 0].T)
         start += width
 
 
@@ -94,11 +99,11 @@ def _hook_attention(
 
 
 def _hook_temperature(logits: torch.Tensor, index: torch.Tensor, temperature: torch.Tensor) -> None:
-    logits *= (1 / temperature[index.long()])[:, None]
+    logits *= (1 / temperature[index.long()]).bfloat16()[:, None]
 
 
 def _hook_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(1, tokens)
+    return logits.gather(1, tokens) - _rounded(logits.exp()).sum(-1, keepdim=True).log()
 
 
 SAMPLER: dict[str, Callable] = {
@@ -141,6 +146,11 @@ def _adapted_linear(
     return add_wide(_split(inputs, weight), low, b, lora._layout(scalings, numbers, fusion)), low
 
 
+def _sums(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    powers, label_logit = _rounded(logits.exp()), logits.gather(1, labels[:, None])[:, 0]
+    return torch.stack([torch.zeros_like(label_logit), label_logit, powers.sum(1), (powers * logits).sum(1)])
+
+
 TRAINER: dict[str, Callable] = {
     "megarl.bitwise.linear.linear": lambda inputs, weight, bias=None: _split(inputs, weight),
     "megarl.lora.layers.bitwise._adapted_linear": _adapted_linear,
@@ -148,6 +158,6 @@ TRAINER: dict[str, Callable] = {
     "megarl.model.layers.bitwise.ops.prepare_heads": _prepare_heads,
     "megarl.model.layers.bitwise.ops.swiglu": _swiglu,
     "megarl.model.layers.bitwise.ops.attend": _attend_packed,
-    "megarl.loss.chunks.bitwise_logits": lambda inputs, weight, t: (inputs @ weight.T).float() / t,
-    "megarl.loss.chunks.bitwise_sums": lambda logits, labels, t: chunks.chunk_sums(logits.clone(), labels, t),
+    "megarl.loss.chunks.bitwise_logits": lambda inputs, weight, t: _rounded(inputs @ weight.T).float() / t,
+    "megarl.loss.chunks.bitwise_sums": _sums,
 }

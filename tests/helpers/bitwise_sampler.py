@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stand in for vLLM's model: compute logprobs with the functions that ``bitwise_hooks`` puts in vLLM's place.
 
-Every function gets the arguments that vLLM gives it: fused projections, a cache in pages, chunks of prompts and decoding
-steps of several requests in one batch, an adapter in the second of two slots. ``tests.gpu.bitwise_model`` uses vLLM
-itself.
+Every function gets the arguments that vLLM gives it: fused projections, a cache in pages, chunks of prompts and steps
+of several requests in one batch, an adapter in the second of two slots. ``tests.gpu.bitwise_model`` uses vLLM itself.
 """
 
 import json
@@ -137,7 +136,8 @@ class Sampler:
         for part, weight in zip(PARTS[name], parts, strict=True):
             key = f"base_model.model.model.{prefix}{part}.lora_"
             if f"{key}A.weight" in self.matrices:
-                a, b = self.matrices[f"{key}A.weight"], self.matrices[f"{key}B.weight"] * self.scaling
+                a, b = (self.matrices[f"{key}{side}.weight"].to(weight.dtype) for side in "AB")
+                b = b * self.scaling  # rounded again, as vLLM does
             else:  # vLLM's slot stays zero
                 a, b = (weight.new_zeros(size) for size in ((self.rank, weight.shape[1]), (len(weight), self.rank)))
             a, b = (torch.stack([torch.ones_like(m), m])[:, None].to(hidden.dtype) for m in (a, b))
@@ -178,7 +178,8 @@ def _wrapper(hidden: torch.Tensor) -> Any:
         return torch.ones_like(order), order, counts, starts, slots, torch.tensor([False]), torch.tensor([1])
 
     return SimpleNamespace(
-        token_mapping_meta=SimpleNamespace(meta_args=meta_args), lora_config=SimpleNamespace(specialize_active_lora=False)
+        token_mapping_meta=SimpleNamespace(meta_args=meta_args),
+        lora_config=SimpleNamespace(specialize_active_lora=False),
     )
 
 
