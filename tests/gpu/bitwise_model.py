@@ -4,7 +4,7 @@
 `python -m tests.gpu.bitwise_model [NAME] [key=value ...]`: NAME is a shape of `megarl.bench.shapes`, or `llama`. Keys
 are those of ``DEFAULTS``. Prints the first module that differs (`trace=1`), then for each policy version the tokens
 that differ and the seconds of sampling and of a training step. `numerics=fast` measures what bitwise costs.
-`prefill_chunk=96` computes prompts of more than 96 tokens in chunks of as many, in the batches of other requests' steps.
+`prefill_chunk=96` lets a prompt bring at most 96 tokens to a batch that has other requests too.
 """
 
 import sys

@@ -14,7 +14,7 @@ def run_interpreted(*program: str) -> None:
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     assert run.returncode == 0, run.stderr[-3000:]
 
