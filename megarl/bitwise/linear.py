@@ -9,7 +9,7 @@ from torch.library import custom_op
 from megarl.bitwise.blas import multiply
 
 
-@custom_op("megarl::linear", mutates_args=())
+@custom_op("megarl::bitwise_linear", mutates_args=())
 def linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``inputs @ weight.T + bias``, ``[T, K] -> [T, N]``; weight and bias get no gradient."""
     return multiply(inputs, weight, bias)

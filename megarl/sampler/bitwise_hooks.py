@@ -3,12 +3,15 @@
 
 vLLM's batch-invariant mode leaves its own kernels in place: cuBLAS, whose tiles depend on the batch, a norm that
 differs with and without the residual, and LoRA kernels with another tile for each batch size. So every operation
-between token ids and logprobs is replaced. ``install`` changes classes and modules of vLLM, before it builds the model.
+between token ids and logprobs is replaced: ``OPERATIONS`` lists them. ``install`` changes classes and modules of vLLM,
+before it builds the model.
 
 Tested with vLLM 0.26 (CUDA, second model runner).
 """
 
-from typing import Any
+import pkgutil
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,38 +22,6 @@ from megarl.bitwise.kernels.attention import Pages, attend
 from megarl.errors import UnsupportedError
 
 TESTED = "0.26"
-
-
-def install() -> None:
-    """Replace vLLM's operations.
-
-    Raises:
-        UnsupportedError: the release of vLLM is not tested.
-    """
-    import vllm
-    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.layernorm import RMSNorm
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.logits_processor import LogitsProcessor
-    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-    from vllm.v1.attention.backends import triton_attn
-    from vllm.v1.worker.gpu.sample import logprob, states
-
-    if not vllm.__version__.startswith(f"{TESTED}."):
-        raise UnsupportedError(
-            f"model.numerics is 'bitwise' with vLLM {vllm.__version__}; supported is {TESTED} on CUDA; use 'fast'"
-        )
-    UnquantizedLinearMethod.apply = _linear
-    LogitsProcessor._apply_head = _logits
-    RMSNorm.forward_cuda = RMSNorm.forward_native = _norm
-    SiluAndMul.forward_cuda = SiluAndMul.forward_native = _swiglu
-    RotaryEmbedding.forward_cuda = RotaryEmbedding.forward_native = _rotary
-    PunicaWrapperGPU.add_lora_linear = _lora
-    PunicaWrapperGPU.add_lora_logits = PunicaWrapperGPU.add_lora_embedding = _no_lora
-    triton_attn.unified_attention = _attention
-    states.apply_temperature = _divide
-    logprob.compute_token_logprobs = _logprobs
 
 
 def _linear(
@@ -179,3 +150,58 @@ def _divide(logits: torch.Tensor, expanded_idx_mapping: torch.Tensor, temperatur
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     largest, total, _ = logprobs.row_sums(logits)
     return logits.gather(1, token_ids.long()) - (largest + total.log())[:, None]
+
+
+class Operation(NamedTuple):
+    """A function, and what it replaces in vLLM.
+
+    Attributes:
+        run: has the arguments of what it replaces.
+        owner: a class or module of vLLM, as ``module:Class`` or ``module``.
+        names: attributes of the owner.
+    """
+
+    run: Callable[..., Any]
+    owner: str
+    names: tuple[str, ...]
+
+
+_LAYERS, _SAMPLE = "vllm.model_executor.layers", "vllm.v1.worker.gpu.sample"
+_PUNICA = "vllm.lora.punica_wrapper.punica_gpu:PunicaWrapperGPU"
+_FORWARD = ("forward_cuda", "forward_native")
+# Every operation with a result. tests/gpu/test_bitwise.py swaps each for a fast one and requires that it is noticed.
+OPERATIONS = {
+    "linear": Operation(_linear, f"{_LAYERS}.linear:UnquantizedLinearMethod", ("apply",)),
+    "logits": Operation(_logits, f"{_LAYERS}.logits_processor:LogitsProcessor", ("_apply_head",)),
+    "norm": Operation(_norm, f"{_LAYERS}.layernorm:RMSNorm", _FORWARD),
+    "swiglu": Operation(_swiglu, f"{_LAYERS}.activation:SiluAndMul", _FORWARD),
+    "rotary": Operation(_rotary, f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding", _FORWARD),
+    "lora": Operation(_lora, _PUNICA, ("add_lora_linear",)),
+    "attention": Operation(_attention, "vllm.v1.attention.backends.triton_attn", ("unified_attention",)),
+    "temperature": Operation(_divide, f"{_SAMPLE}.states", ("apply_temperature",)),
+    "logprobs": Operation(_logprobs, f"{_SAMPLE}.logprob", ("compute_token_logprobs",)),
+}
+REMOVED = Operation(_no_lora, _PUNICA, ("add_lora_logits", "add_lora_embedding"))
+
+
+def install() -> None:
+    """Replace vLLM's operations.
+
+    Raises:
+        UnsupportedError: the release of vLLM is not tested, or lacks what is to be replaced.
+    """
+    import vllm
+
+    if not vllm.__version__.startswith(f"{TESTED}."):
+        raise UnsupportedError(
+            f"model.numerics is 'bitwise' with vLLM {vllm.__version__}; supported is {TESTED} on CUDA; use 'fast'"
+        )
+    for operation in (*OPERATIONS.values(), REMOVED):
+        owner = pkgutil.resolve_name(operation.owner)
+        for name in operation.names:
+            if not hasattr(owner, name):
+                raise UnsupportedError(
+                    f"model.numerics is 'bitwise', and {operation.owner} of vLLM {vllm.__version__} has no {name}, "
+                    f"which is to be replaced; supported is {TESTED} on CUDA; use 'fast'"
+                )
+            setattr(owner, name, operation.run)

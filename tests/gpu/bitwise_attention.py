@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.bitwise.kernels.attention import Pages, attend, packed_pages
-from megarl.bitwise.kernels.attention_backward import attend_backward
+from megarl.bitwise.kernels.attention_backward import BY_KEY, LARGE_BY_QUERY, attend_backward
 from tests.gpu.bitwise_ops import compare, draw, milliseconds, say
 
 
@@ -122,13 +122,15 @@ def attention_times() -> None:
         out, sums = attend(query, pages, bounds, 128**-0.5)
         leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
         kept = _varlen(*leaves, bounds)
+        given = slope, query, key, value, out, sums, bounds, 128**-0.5
         times = (
             milliseconds(attend, query, pages, bounds, 128**-0.5),
-            milliseconds(attend_backward, slope, query, key, value, out, sums, bounds, 128**-0.5),
+            milliseconds(attend_backward, *given),
+            milliseconds(attend_backward, *given, (LARGE_BY_QUERY, BY_KEY)),
             milliseconds(_varlen, *leaves, bounds),
             milliseconds(kept.backward, slope, retain_graph=True),
         )
-        say(f"time attention {groups}x{queries}x128, {count} x {length}, ms: forward, backward; fast:",
+        say(f"time attention {groups}x{queries}x128, {count} x {length}, ms: forward, backward, with LARGE; fast:",
             ", ".join(f"{t:.3f}" for t in times))  # fmt: skip
         pages = _cache(key, value, [length] * count, 64)
         starts = torch.arange(count + 1, dtype=torch.int32, device="cuda")

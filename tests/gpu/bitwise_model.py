@@ -4,6 +4,7 @@
 `python -m tests.gpu.bitwise_model [NAME] [key=value ...]`: NAME is a shape of `megarl.bench.shapes`, or `llama`. Keys
 are those of ``DEFAULTS``. Prints the first module that differs (`trace=1`), then for each policy version the tokens
 that differ and the seconds of sampling and of a training step. `numerics=fast` measures what bitwise costs.
+`prefill_chunk=96` lets a prompt bring at most 96 tokens to a batch that has other requests too.
 """
 
 import sys
@@ -18,7 +19,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 DEFAULTS = {"numerics": "bitwise", "layers": 0, "versions": 3, "prompts": 64, "samples": 8, "response": 256,
-            "trace": 1, "eager": 0}  # fmt: skip
+            "trace": 1, "eager": 0, "temperature": 1.0, "prefill_chunk": 0}  # fmt: skip
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LLAMA = {
     "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
@@ -75,7 +76,7 @@ def rollout(engine: Any, version: int, options: dict[str, Any], vocabulary: int)
     began, futures = time.perf_counter(), []
     limits = draw.integers(1, options["response"] + 1, len(prompts))
     for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
-        sampling = Sampling(options["samples"], 1.0, 1.0, int(limit))
+        sampling = Sampling(options["samples"], options["temperature"], 1.0, int(limit))
         futures.append(engine.start_generate([prompt], version, [number], sampling))
         if number % 16 == 3:
             futures[-1].result()
@@ -112,7 +113,8 @@ def run(name: str, options: dict[str, Any], scratch: Path) -> None:
     config = config_of(name, options["layers"])
     folder = write_random(config, scratch / "model", dtype="bfloat16")
     settings = {"path": str(folder), "numerics": options["numerics"]}
-    model = megarl.build_model(settings, lora=LORA, train={"micro_batch_tokens": 16384})
+    train = {"micro_batch_tokens": 16384}
+    model = megarl.build_model(settings, lora=LORA, train=train, temperature=options["temperature"])
     loss = megarl.build_loss({"name": "grpo", "importance_cap": None})
     step(model, [megarl.Sample(np.arange(10, 700), np.arange(690) >= 5, 1.0)], loss)
     if options["trace"]:
@@ -122,7 +124,9 @@ def run(name: str, options: dict[str, Any], scratch: Path) -> None:
             print("trace FAILED", " | ".join(traceback.format_exc().splitlines()[-3:]), flush=True)
     sampler = {"samples_per_prompt": options["samples"], "max_prompt_tokens": 512, "kv_cache_gib": 12.0,
                "max_response_tokens": options["response"], "max_num_seqs": 256, "gpu_memory_utilization": 0.3,
-               "enforce_eager": bool(options["eager"])}  # fmt: skip
+               "enforce_eager": bool(options["eager"]), "temperature": options["temperature"]}  # fmt: skip
+    if options["prefill_chunk"]:
+        sampler["engine_args"] = {"long_prefill_token_threshold": options["prefill_chunk"]}
     log = scratch / "engine.log"
     began = time.perf_counter()
     try:

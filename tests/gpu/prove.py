@@ -7,7 +7,7 @@ output is a table. Every log, table and profile is in OUT/logs.tar.gz, which is 
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, compile, parity, weights     tests of this folder
+    smoke, kernels, graphs, compile, parity, weights, swaps     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -45,6 +45,7 @@ TESTS = {
     "compile": ["test_compile.py"],
     "parity": ["test_parity_cuda.py"],
     "weights": ["test_weight_path.py"],
+    "swaps": ["test_bitwise.py"],
 }
 ARCHIVING = threading.Lock()
 # Patterns of the lines to show: of a test or verification, of any other log.

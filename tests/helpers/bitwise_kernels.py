@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 
+from tests.helpers.interpreter import sum_in_order
+
 EPS = 1e-6
 LENGTHS = (3, 70, 1, 130)
 
@@ -90,7 +92,12 @@ def logprobs_are_exact() -> None:
 
 def attention_is_exact_in_pages_and_packed() -> None:
     from megarl.bitwise.kernels.attention import TILE, Pages, attend, packed_pages
-    from megarl.bitwise.kernels.attention_backward import attend_backward
+    from megarl.bitwise.kernels.attention_backward import (
+        BY_KEY,
+        BY_QUERY,
+        LARGE_BY_QUERY,
+        attend_backward,
+    )
 
     groups, queries, width, scale = 2, 3, 32, 0.2
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -102,8 +109,10 @@ def attention_is_exact_in_pages_and_packed() -> None:
     close(out, exact.detach())
     slope = draw(*exact.shape)
     exact.backward(slope.double())
-    for ours, leaf in zip(attend_backward(slope, query, key, value, out, sums, bounds, scale), leaves, strict=True):
-        close(ours, leaf.grad)
+    for blocks in ((BY_QUERY, BY_KEY), (LARGE_BY_QUERY, BY_KEY)):
+        gradients = attend_backward(slope, query, key, value, out, sums, bounds, scale, blocks)
+        for ours, leaf in zip(gradients, leaves, strict=True):
+            close(ours, leaf.grad)
     # The last 40 queries of the last sequence, over pages of the others' in any order, whose rest is not a number.
     pages = torch.full((5, 2 * TILE, groups, 2 * width), float("nan"))
     start, length = int(bounds[-2]), LENGTHS[-1]
@@ -126,6 +135,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    sum_in_order()
     matmul_is_exact_and_blind()
     lora_is_exact_for_each_adapter()
     rows_are_exact()

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 import megarl
 from megarl.verify.inputs.tiny_model import write_random
+from tests.helpers.interpreter import sum_in_order
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -66,4 +67,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sum_in_order()
     main()

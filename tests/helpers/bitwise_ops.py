@@ -16,6 +16,7 @@ from megarl.lora.layers.products import Layout, add_wide
 from megarl.model.layers.bitwise import ops
 from megarl.model.weights.fusion import HeadLayout
 from tests.helpers.bitwise_kernels import close, draw
+from tests.helpers.interpreter import sum_in_order
 
 EPS = 1e-6
 HEADS = HeadLayout(groups=2, queries=3, head_dim=16)
@@ -124,5 +125,6 @@ def head() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    sum_in_order()
     for run in (rows, heads, attention, linears, head):
         run()

@@ -2,6 +2,7 @@
 """Test properties of every source file."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,13 @@ def test_functions_are_short_enough_to_read() -> None:
         and (count := (node.end_lineno or 0) - node.lineno + 1) > MOST_LINES_OF_FUNCTION
     ]
     assert not long, f"split by step, at most {MOST_LINES_OF_FUNCTION} lines a function: {', '.join(long)}"
+
+
+def test_no_two_custom_operations_have_one_name() -> None:
+    """torch lets the module that is imported last replace the other's operation without a word."""
+    defined: dict[str, list[str]] = {}
+    for file in SOURCES:
+        for name in re.findall(r'custom_op\("([\w:]+)"', file.read_text()) if file.suffix == ".py" else ():
+            defined.setdefault(name, []).append(str(file.relative_to(ROOT)))
+    twice = {name: files for name, files in defined.items() if len(files) > 1}
+    assert not twice, f"rename one of each: {twice}"

@@ -6,14 +6,36 @@ keys' and values' (Dao, arXiv:2307.08691, algorithm 2, split in two). Both recom
 logsumexp that the forward pass kept. Shape letters are those of ``attention``.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from megarl.bitwise.kernels.attention import LOG2_E, ROWS, TILE, find_sequence
+from megarl.bitwise.kernels.attention import LOG2_E, find_sequence
 from megarl.bitwise.kernels.launch import aligned
 
-WARPS, STAGES = 8, 2
+
+class Blocks(NamedTuple):
+    """Sizes of one kernel's tiles, and launch options. They change bits of gradients, and of no logprob.
+
+    Attributes:
+        rows: queries times heads of a KV head.
+        keys: of a tile.
+        warps, stages: of Triton.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+BY_QUERY, BY_KEY = Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)
+# Loads each key half as often; tests/gpu/bitwise_attention.py measures it. For heads of 128 features on Hopper it takes
+# 209 registers a thread instead of 151, and 128 KiB instead of 96, so that a processor holds one block instead of two.
+# ``BY_KEY`` takes 254 registers. With 128 keys a tile it would spill, also with 16 warps, 32 rows or one stage.
+LARGE_BY_QUERY = Blocks(128, 64, 8, 2)
 
 
 def attend_backward(
@@ -25,6 +47,7 @@ def attend_backward(
     sums: torch.Tensor,
     bounds: torch.Tensor,
     scale: float,
+    blocks: tuple[Blocks, Blocks] = (BY_QUERY, BY_KEY),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value.
 
@@ -35,6 +58,7 @@ def attend_backward(
         sums: float32 ``[N, T]``, the second result of ``attend``.
         bounds: int32 ``[S + 1]``, first token of each sequence, then T.
         scale: factor of the logits.
+        blocks: of the kernel for queries, and of the one for keys and values.
     """
     gradient, query, key, value = (aligned(tensor) for tensor in (gradient, query, key, value))
     tokens, heads, width = query.shape
@@ -51,14 +75,13 @@ def attend_backward(
         "PADDED": padded,
         "WIDTH": width,
         "BLOCK": triton.next_power_of_2(width),
-        "ROWS": ROWS,
-        "TILE": TILE,
-        "num_warps": WARPS,
-        "num_stages": STAGES,
     }
+    queries, keys = (
+        fixed | {"ROWS": b.rows, "TILE": b.keys, "num_warps": b.warps, "num_stages": b.stages} for b in blocks
+    )
     if tokens:
-        _by_query[(tokens // (ROWS // padded) + sequences, groups)](*given, *strides, by_query, **fixed)
-        _by_key[(tokens // TILE + sequences, groups)](*given, *strides, by_key, by_value, **fixed)
+        _by_query[(tokens // (blocks[0].rows // padded) + sequences, groups)](*given, *strides, by_query, **queries)
+        _by_key[(tokens // blocks[1].keys + sequences, groups)](*given, *strides, by_key, by_value, **keys)
     return by_query, by_key, by_value
 
 

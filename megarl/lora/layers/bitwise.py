@@ -40,7 +40,7 @@ def adapted_linear(
     return _adapted_linear(inputs, weight, bias, a, b, list(layout.scalings), numbers, layout.fusion)[0]
 
 
-@custom_op("megarl::adapted_linear", mutates_args=())
+@custom_op("megarl::bitwise_adapted_linear", mutates_args=())
 def _adapted_linear(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, a: torch.Tensor, b: list[torch.Tensor],
     scalings: list[float], numbers: list[int], fusion: str,

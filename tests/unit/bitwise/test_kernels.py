@@ -18,3 +18,7 @@ def test_operations_follow_torchs_rules_and_their_gradients_are_exact() -> None:
 
 def test_a_bitwise_model_equals_the_fast_one() -> None:
     run_interpreted("-m", "tests.helpers.bitwise_layers")
+
+
+def test_one_fast_operation_on_one_side_is_noticed() -> None:
+    run_interpreted("-m", "tests.helpers.bitwise_swaps")

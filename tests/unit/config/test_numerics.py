@@ -6,13 +6,15 @@ import os
 import pytest
 
 from megarl.config import EngineConfig, LoraConfig, ModelConfig, ParallelConfig, SamplerConfig
+from megarl.config.load import parse_section
 from megarl.config.numerics import check_engine_numerics, check_trainer_numerics, summary
 from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.sections.train import TrainConfig
 from megarl.config.trainer import TrainerConfig
-from megarl.errors import UnsupportedError
-from megarl.sampler.engine_args import bitwise_arguments
+from megarl.errors import ConfigError, UnsupportedError
+from megarl.sampler.engine_args import PAGE, bitwise_arguments
 from megarl.sampler.environment import BITWISE, prepare_numerics
+from megarl.sampler.settings import engine_arguments
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128,
@@ -23,6 +25,44 @@ MODEL = ModelConfig(path="/nowhere", numerics="bitwise")
 def test_a_plain_model_is_accepted() -> None:
     check_trainer_numerics(TrainerConfig(MODEL, parallel=ParallelConfig(data=2)), SHAPE)
     check_engine_numerics(EngineConfig(MODEL), SHAPE | {"rope_parameters": {"rope_type": "llama3"}})
+
+
+def test_a_trainer_may_have_several_engines() -> None:
+    """Each engine holds the whole model, so the number of engines changes no bit; neither does the temperature."""
+    sampler = SamplerConfig(engines=2, temperature=0.7)
+    check_engine_numerics(EngineConfig(MODEL, sampler=sampler), SHAPE)
+    check_trainer_numerics(TrainerConfig(MODEL, temperature=0.7), SHAPE)
+
+
+def test_chunks_of_prompts_are_not_refused() -> None:
+    """tests/gpu/bitwise_model.py asks vLLM for them."""
+    sampler = SamplerConfig(engine_args={"long_prefill_token_threshold": 96})
+    arguments = engine_arguments(EngineConfig(MODEL, sampler=sampler), 0, "cuda")
+    assert arguments["long_prefill_token_threshold"] == 96 and arguments["attention_backend"] == "TRITON_ATTN"
+    assert arguments["block_size"] == PAGE
+
+
+@pytest.mark.parametrize("setting", ["attention_backend", "block_size", "compilation_config"])
+def test_what_bitwise_sets_cannot_be_overridden(setting: str) -> None:
+    sampler = SamplerConfig(engine_args={setting: "another"})
+    with pytest.raises(ConfigError, match=rf"sampler\.engine_args\.{setting}"):
+        engine_arguments(EngineConfig(MODEL, sampler=sampler), 0, "cuda")
+
+
+def test_megatron_cores_own_mode_is_no_setting() -> None:
+    with pytest.raises(ConfigError, match="batch_invariant_mode"):
+        parse_section(ModelConfig, "model", {"path": "/nowhere", "batch_invariant_mode": True})
+
+
+def test_tensor_parallelism_is_refused_on_either_side_with_what_is_supported() -> None:
+    trainer = TrainerConfig(MODEL, parallel=ParallelConfig(tensor=2, data=2))
+    supported = r"parallel\.tensor = 2; supported is 1 \(parallel\.data may be more\)"
+    with pytest.raises(UnsupportedError, match=rf"'bitwise' with {supported}; or use model\.numerics=fast"):
+        check_trainer_numerics(trainer, SHAPE)
+    engine = EngineConfig(MODEL, sampler=SamplerConfig(engines=2, parallel={"tensor": 2}))
+    supported = r"sampler\.parallel\.tensor = 2; supported is 1 \(sampler\.engines may be more\)"
+    with pytest.raises(UnsupportedError, match=rf"'bitwise' with {supported}; or use model\.numerics=fast"):
+        check_engine_numerics(engine, SHAPE)
 
 
 @pytest.mark.parametrize(

@@ -24,19 +24,19 @@ from megarl.model.weights.fusion import HeadLayout
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@custom_op("megarl::rms_norm", mutates_args=())
+@custom_op("megarl::bitwise_rms_norm", mutates_args=())
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise rows ``[T, W]`` by a frozen weight ``[W]``; see ``rows.rms_norm``."""
     return rows.rms_norm(hidden, weight, eps)
 
 
-@custom_op("megarl::rms_norm_backward", mutates_args=())
+@custom_op("megarl::bitwise_rms_norm_backward", mutates_args=())
 def rms_norm_backward(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the gradient of ``hidden``."""
     return norm_kernels.gradient_of(gradient, hidden, weight, eps)
 
 
-@custom_op("megarl::prepare_heads", mutates_args=())
+@custom_op("megarl::bitwise_prepare_heads", mutates_args=())
 def prepare_heads(
     fused: torch.Tensor, angles: torch.Tensor, weights: list[torch.Tensor], eps: float, layout: list[int]
 ) -> Tensors:
@@ -65,7 +65,7 @@ def prepare_heads(
     return turned[0], turned[1], value
 
 
-@custom_op("megarl::prepare_heads_backward", mutates_args=())
+@custom_op("megarl::bitwise_prepare_heads_backward", mutates_args=())
 def prepare_heads_backward(
     by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, fused: torch.Tensor, angles: torch.Tensor,
     weights: list[torch.Tensor], eps: float, layout: list[int],
@@ -75,19 +75,19 @@ def prepare_heads_backward(
     return head_kernels.gradient_of(given, fused, angles, tuple(weights), eps, HeadLayout(*layout))
 
 
-@custom_op("megarl::swiglu", mutates_args=())
+@custom_op("megarl::bitwise_swiglu", mutates_args=())
 def swiglu(fused: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, ``[T, 2 I] -> [T, I]``; see ``rows.swiglu``."""
     return rows.swiglu(fused)
 
 
-@custom_op("megarl::swiglu_backward", mutates_args=())
+@custom_op("megarl::bitwise_swiglu_backward", mutates_args=())
 def swiglu_backward(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``fused``."""
     return swiglu_kernels.gradient_of(gradient, fused)
 
 
-@custom_op("megarl::attend", mutates_args=())
+@custom_op("megarl::bitwise_attend", mutates_args=())
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,7 +106,7 @@ def attend(
     return attend_pages(query, packed_pages(key, value, bounds, longest), bounds, scale)
 
 
-@custom_op("megarl::attend_backward", mutates_args=())
+@custom_op("megarl::bitwise_attend_backward", mutates_args=())
 def attend_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
     sums: torch.Tensor, bounds: torch.Tensor, scale: float,
