@@ -49,6 +49,10 @@ class FullStep:
             for stage, chunk in enumerate(self._chunks)
             for name, parameter in chunk.named_parameters()
         ]
+        for name, parameter in parameters:
+            if ".experts." in name:
+                # Tells mcore to add an expert's gradient over the ranks that hold it, also without expert parallelism.
+                parameter.allreduce = False  # type: ignore[attr-defined]
         trained = sum(parameter.numel() for _, parameter in parameters)
         if settings.compile:
             compile_layers(self._chunks, self.device)

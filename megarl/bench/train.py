@@ -94,7 +94,13 @@ def left_out(settings: BenchSettings) -> dict[str, str]:
         reasons["te"] = "torch.compile cannot trace Transformer Engine's layers (compile=true)"
     elif importlib.util.find_spec("transformer_engine") is None:
         reasons["te"] = "Transformer Engine is not installed"
-    if family_of(model_config(settings.model, settings.layers)).moe:
+    config = model_config(settings.model, settings.layers)
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    if settings.tensor > heads:
+        reasons["full"] = (
+            f"tensor is {settings.tensor}, and gradients of copied KV heads ({heads}) would not be added up"
+        )
+    if family_of(config).moe:
         reasons[PEFT] = "transformers stacks the experts of a layer, which PEFT's all-linear does not adapt"
     elif settings.recompute_layers is not None:
         reasons[PEFT] = "Hugging Face recomputes all layers or none (recompute_layers)"

@@ -180,6 +180,8 @@ def test_the_table_compares_a_layout_with_one_rank(tmp_path: Path, monkeypatch) 
 
 def test_contenders_that_cannot_do_it_are_left_out_with_the_reason(tmp_path: Path) -> None:
     assert list(train.left_out(parse_settings("tiny-moe", ["contenders=[local,peft]"]))) == ["peft"]
+    copies = train.left_out(parse_settings("tiny", ["tensor=2", "contenders=[local,full]"]))
+    assert copies == {"full": "tensor is 2, and gradients of copied KV heads (1) would not be added up"}
     layers = parse_settings("tiny", ["recompute=full", "recompute_layers=1", "contenders=[local,full,peft]"])
     assert "all layers or none" in train.left_out(layers)["peft"]
     assert train.left_out(parse_settings("tiny", ["recompute=full", "contenders=[local,full,peft]"])) == {}
