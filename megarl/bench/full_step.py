@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megarl.bench.batch import loss_weights, make_samples
 from megarl.bench.clock import Clock, MarkedLoss
@@ -52,13 +53,15 @@ class FullStep:
         for name, parameter in parameters:
             if ".experts." in name:
                 # Tells mcore to add an expert's gradient over the ranks that hold it, also without expert parallelism.
-                parameter.allreduce = False  # type: ignore[attr-defined]
+                parameter.allreduce = False
         trained = sum(parameter.numel() for _, parameter in parameters)
         if settings.compile:
             compile_layers(self._chunks, self.device)
         self._wrapped = wrap_ddp(self._chunks, train)
-        # If the optimizer's state cannot fit, the step ends with the gradients.
-        steps = _fits(trained, self.device)
+        # If the optimizer's state cannot fit on some rank, the step ends with each rank's gradients.
+        counts = [trained] * groups.topology.world_size
+        dist.all_gather_object(counts, trained)
+        steps = _fits(max(counts), self.device)
         self._optimizer = AdapterOptimizer(self._wrapped, parameters, train) if steps else None
         self._run = graphed(self._wrapped, self.device) if settings.cuda_graphs else run_chunk
         self._stepper = PipelineStepper(

@@ -121,7 +121,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     for result in report["contenders"]:
         if result["name"] == "full" and result.get("optimizer") is False:
             notes.append(
-                "full: forward and backward only, its optimizer state does not fit; LoRA / full leaves LoRA's "
-                "optimizer out too"
+                "full: forward and backward only, its optimizer state does not fit (gradients are not added up over "
+                "ranks); LoRA / full leaves LoRA's optimizer out too"
             )
     return notes

@@ -22,8 +22,6 @@ from megarl.families import family_of
 from megarl.hub import local_model
 
 Contender = Literal["te", "local", "full", "peft"]
-
-
 # Micro-batches of a step for each pipeline stage: enough that the stages seldom wait for each other.
 FILLS_PIPELINE = 4
 
@@ -39,7 +37,7 @@ class Measured(Section):
     """Dtype of weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` uses CUDA if torch sees a GPU."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seed of weights and tokens."""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.bench import ranks, sync, train
+from megarl.bench.clock import Clock
 from megarl.bench.flops import linears_of, work_per_token
 from megarl.bench.report import table
 from megarl.bench.settings import BenchSettings, model_config, parse_rollout_settings, parse_settings
@@ -34,6 +35,24 @@ def test_the_batch_grows_with_data_and_a_pipeline_gets_micro_batches() -> None:
     assert BenchSettings.model_validate_json(settings.model_dump_json()) == settings
     assert parse_settings("tiny", ["context=2", "length=30", "sequences=2"]).train.micro_batch_tokens == 64
     assert parse_settings("tiny", ["tensor=2"]).layout.sequence_parallel
+
+
+def test_phases_of_several_micro_batches_are_added_up() -> None:
+    clock = Clock(torch.device("cpu"))
+
+    def step() -> None:
+        for _ in range(2):
+            clock.mark_next_forward()
+            time.sleep(0.01)
+            clock.mark("forward")
+            time.sleep(0.03)
+        clock.mark("backward")
+
+    clock.time(step)
+    phases = clock.medians()
+    assert set(phases) == {"forward", "backward", "total"}
+    assert phases["forward"] >= 20 and phases["backward"] >= 60
+    assert phases["total"] == pytest.approx(phases["forward"] + phases["backward"], rel=0.01)
 
 
 @pytest.mark.parametrize(
