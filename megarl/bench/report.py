@@ -60,7 +60,9 @@ def _head(report: dict[str, Any]) -> str:
     if report["batch"] > settings["sequences"]:
         batch += f" in micro-batches of {settings['sequences']}"
     switches = {"dropout": 0.0, "recompute": "none", "recompute_layers": None, "cuda_graphs": False, "compile": False}
-    chosen = "".join(f", {name}={settings[name]}" for name, off in switches.items() if settings[name] != off)
+    chosen = "".join(
+        f", {name}={str(settings[name]).lower()}" for name, off in switches.items() if settings[name] != off
+    )
     return (
         f"{settings['model']}{layers}, {report['layout']}: {batch}, r={settings['r']}, "
         f"{settings['dtype']}{chosen}, {settings['response']:.0%} of the tokens trained on; GEMM ceiling {gemm}; "
