@@ -13,14 +13,14 @@ from megarl.checkpoint_engine.folder_source import WEIGHTS
 from megarl.model.trained_model import TrainedModel
 
 
-def lora_section(rank: int) -> dict[str, Any]:
+def lora_section(rank: int, dropout: float = 0.0) -> dict[str, Any]:
     """Return the ``lora`` section."""
-    return {"r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    return {"r": rank, "lora_alpha": 2 * rank, "lora_dropout": dropout, "target_modules": "all-linear"}
 
 
-def peft_config(rank: int) -> peft.LoraConfig:
+def peft_config(rank: int, dropout: float = 0.0) -> peft.LoraConfig:
     """Return the same as a config of PEFT."""
-    return peft.LoraConfig(**lora_section(rank), task_type="CAUSAL_LM")
+    return peft.LoraConfig(**lora_section(rank, dropout), task_type="CAUSAL_LM")
 
 
 def change_adapter(model: TrainedModel, seed: int, std: float = 0.01) -> None:

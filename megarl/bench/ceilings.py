@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -33,7 +34,7 @@ def copy_rate(device: torch.device, nbytes: int) -> float:
     return nbytes / statistics.median(seconds) / 1e9
 
 
-def broadcast_rate(nbytes: int, gpus: list[int]) -> float:
+def broadcast_rate(nbytes: int, gpus: Sequence[int]) -> float:
     """Return GB/s of a NCCL broadcast of one tensor from this process's GPU to other GPUs.
 
     Args:

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class Clock:
-    """Times steps. Each phase of a step ends at a call of ``mark``."""
+    """Times steps. Each phase of a step ends at a call of ``mark``; phases of the same name are added up."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -30,13 +30,19 @@ class Clock:
         step()
         self._synchronise()
         total = (time.perf_counter() - begin) * 1e3
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        phases = {name: self._between(start, end) for (_, start), (name, end) in pairs}
+        phases: dict[str, float] = {}
+        for (_, start), (name, end) in zip(self._marks, self._marks[1:], strict=False):
+            phases[name] = phases.get(name, 0.0) + self._between(start, end)
         self.steps.append(phases | {"total": total})
 
     def mark(self, phase: str) -> None:
         """End the phase of this name here. Does not wait for the device."""
         self._marks.append((phase, self._now()))
+
+    def mark_next_forward(self) -> None:
+        """End the backward pass of the micro-batch before, if there is one."""
+        if len(self._marks) > 1:
+            self.mark("backward")
 
     def medians(self) -> dict[str, float]:
         """Return the median milliseconds of each phase over the steps since ``clear``."""

@@ -14,7 +14,7 @@ from megarl.bench.clock import Clock, MarkedLoss
 from megarl.bench.random_weights import base_filler, model_folder
 from megarl.bench.settings import BenchSettings
 from megarl.build import build_model
-from megarl.config import LossConfig, TrainConfig
+from megarl.config import LossConfig
 from megarl.loss import build_loss
 from megarl.model.megatron_model import MegatronModel
 
@@ -36,8 +36,10 @@ class MegarlStep:
         )
         self._loss = build_loss(LossConfig(importance_cap=None))
         self._clock: Clock | None = None
+        self._marks = marks_passes(settings)
         self.chunks = self._model.chunks
-        if not settings.cuda_graphs:  # a graph replays kernels without calling modules
+        if self._marks and not settings.cuda_graphs:  # a graph replays kernels without calling modules
+            self._model.chunks[-1].register_forward_pre_hook(self._mark_start)
             self._model.chunks[-1].register_forward_hook(self._mark_forward)
         trained = sum(parameter.numel() for _, parameter in self._model.adapter.parameters())
         self.info: dict[str, Any] = {"backend": backend, "trained_parameters": trained, "optimizer": True}
@@ -45,8 +47,9 @@ class MegarlStep:
     def step(self, clock: Clock) -> None:
         """Run forward, logprobs, backward and the optimizer."""
         self._clock = clock
-        metrics = self._model.forward_backward(self._batch, MarkedLoss(self._loss, clock))
-        clock.mark("backward")
+        loss = MarkedLoss(self._loss, clock) if self._marks else self._loss
+        metrics = self._model.forward_backward(self._batch, loss)
+        clock.mark("backward" if self._marks else "passes")
         self._model.optim_step(self._model.config.train.learning_rate)
         clock.mark("optimizer")
         self.info["entropy"] = metrics["entropy"]  # waits for the device
@@ -57,6 +60,10 @@ class MegarlStep:
         self._clock = None
         self.info["logprob"] = float(np.concatenate(self._model.forward(self._batch)).mean())
 
+    def _mark_start(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._clock is not None:
+            self._clock.mark_next_forward()
+
     def _mark_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if self._clock is not None:
             self._clock.mark("forward")
@@ -65,18 +72,21 @@ class MegarlStep:
 def _build(settings: BenchSettings, backend: str) -> MegatronModel:
     """Build the model; the base weights of a named shape are random."""
     sections: dict[str, Any] = {
-        "lora": lora_section(settings.r),
-        "train": TrainConfig(
-            device=settings.device,
-            seed=settings.seed,
-            micro_batch_tokens=settings.tokens,
-            cuda_graphs=settings.cuda_graphs,
-            compile=settings.compile,
-        ),
+        "lora": lora_section(settings.r, settings.dropout),
+        "parallel": settings.layout,
+        "train": settings.train,
     }
     with tempfile.TemporaryDirectory() as scratch:
-        path = str(model_folder(settings.model, Path(scratch)))
+        path = str(model_folder(settings.model, Path(scratch), settings.layers))
         section = {"path": path, "dtype": settings.dtype, "backend": backend}
         built = build_model(section, **sections, fill_base=base_filler(settings.model, settings.seed))
         assert isinstance(built, MegatronModel)
         return built
+
+
+def marks_passes(settings: BenchSettings) -> bool:
+    """Return True if forward and backward passes can be timed apart.
+
+    Those of several micro-batches overlap in a pipeline, and CUDA graphs do not say where one begins.
+    """
+    return settings.pipeline == 1 and not (settings.cuda_graphs and settings.rounds > 1)

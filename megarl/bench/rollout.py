@@ -48,7 +48,7 @@ def bench_rollout(
     with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
         report("the weights are written")
         device = resolve_device(settings.device)
-        folder = save_model(settings.model, Path(scratch), settings.dtype, device, settings.seed)
+        folder = save_model(settings.model, Path(scratch), settings.dtype, device, settings.seed, settings.layers)
         adapter = Path(scratch) / "adapter"
         save_adapter(folder, adapter, settings.r, settings.dtype, settings.seed)
         began = time.perf_counter()

@@ -63,5 +63,6 @@ SHAPES = {
     "qwen3-0.6b": Shape(1024, 28, 16, 8, 128, 3072, 151936, True, sequences=16, length=1024),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151936, False, sequences=2, length=4096),
     "qwen3-30b-a3b": Shape(2048, 48, 32, 4, 128, 768, 151936, False, sequences=2, length=4096, experts=128, active=8),
+    "tiny-moe": Shape(64, 2, 4, 2, 32, 64, 512, False, sequences=4, length=32, experts=4, active=2),
     "tiny": Shape(64, 2, 2, 1, 32, 128, 512, True, sequences=4, length=32),
 }

@@ -17,6 +17,7 @@ from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.ceilings import broadcast_rate, copy_rate
 from megarl.bench.choose import decode_rate, sampler_settings
 from megarl.bench.random_weights import TMPFS, base_filler, model_folder
+from megarl.bench.ranks import check_gpus
 from megarl.bench.settings import SyncBenchSettings
 from megarl.build import build_model
 from megarl.checkpoint_engine.phases import SyncReport
@@ -52,9 +53,10 @@ def bench_sync(
     Returns:
         ``settings``, ``transport``, ``rows`` (one per kind of weights), ``ceilings`` (GB/s), and ``disk`` if measured.
     """
+    check_gpus(settings.tensor, settings.device, f"an engine of {settings.tensor} ranks (tensor)")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
-        folder = model_folder(settings.model, Path(scratch))
+        folder = model_folder(settings.model, Path(scratch), settings.layers)
         report("the trainer builds")
         model = _build(settings, folder)
         transport = _transport(settings, model)
@@ -69,7 +71,7 @@ def bench_sync(
         if _spread(settings):
             report("the ceiling: a NCCL broadcast of as many bytes")
             for row in result["rows"]:
-                row["broadcast"] = broadcast_rate(row["nbytes"], [i + 1 for i in range(settings.engines)])
+                row["broadcast"] = broadcast_rate(row["nbytes"], range(1, 1 + settings.engines * settings.tensor))
         if settings.disk:
             report("vLLM's own way: save, and load into a running engine")
             result["disk"] = _disk(settings, model, folder, Path(scratch), out)
@@ -93,8 +95,14 @@ def _transport(settings: SyncBenchSettings, model: TrainedModel) -> str:
 
 
 def _spread(settings: SyncBenchSettings) -> bool:
-    """Return True if each engine has a GPU of its own."""
-    return settings.device != "cpu" and torch.cuda.device_count() > settings.engines
+    """Return True if each engine has GPUs of its own."""
+    return settings.device != "cpu" and torch.cuda.device_count() > settings.engines * settings.tensor
+
+
+def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
+    """Return the GPUs of an engine, as this process counts them; the trainer has GPU 0."""
+    first = 1 + engine * settings.tensor if _spread(settings) else 0
+    return list(range(first, first + settings.tensor))
 
 
 @contextlib.contextmanager
@@ -103,7 +111,6 @@ def _engines(
 ) -> Iterator[tuple[list[SamplerProcess], float]]:
     """Start the engines; yield them and the seconds that the slowest needed."""
     began = time.perf_counter()
-    spread = _spread(settings)
     with contextlib.ExitStack() as stack:
         engines = [
             stack.enter_context(
@@ -113,7 +120,7 @@ def _engines(
                     sampler=_sampler(settings),
                     checkpoint_engine={"transport": transport, "content": content},
                     device=settings.device,
-                    gpus=[i + 1 if spread else 0] if torch.cuda.is_available() else None,
+                    gpus=gpus_of(settings, i) if torch.cuda.is_available() else None,
                     log=out / f"sync-{content}-{i}.log",
                     index=i,
                 )
@@ -133,6 +140,7 @@ def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
         "max_num_seqs": REQUESTS,
         "kv_cache_gib": settings.kv_cache_gib,
         "enforce_eager": True,
+        "parallel": {"tensor": settings.tensor},
     }
     return given | sampler_settings(settings) if settings.choose else given
 
@@ -250,7 +258,13 @@ def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratc
         saved.append(time.perf_counter() - began)
     paths = [str(scratch / f"adapter-{number}") for number in range(3)]
     loaded = time_plain_engine(
-        {"path": str(folder), "dtype": settings.dtype, "rank": settings.r, "kv_cache_gib": settings.kv_cache_gib},
+        {
+            "path": str(folder),
+            "dtype": settings.dtype,
+            "rank": settings.r,
+            "kv_cache_gib": settings.kv_cache_gib,
+            "tensor": settings.tensor,
+        },
         paths,
         out / "sync-plain.log",
     )

@@ -15,9 +15,11 @@ STAGES = (
 def sync_table(report: dict[str, Any]) -> str:
     """Return the times of all kinds of weights as text, in milliseconds, with the ceilings and the peers below."""
     settings = report["settings"]
+    layers = "" if settings["layers"] is None else f" with {settings['layers']} layers"
+    ranks = f" of {settings['tensor']} ranks" if settings["tensor"] > 1 else ""
     head = (
-        f"{settings['model']}: r={settings['r']}, {settings['dtype']}, {settings['engines']} engine(s), transport "
-        f"{report['transport']}; milliseconds, medians"
+        f"{settings['model']}{layers}: r={settings['r']}, {settings['dtype']}, {settings['engines']} engine(s){ranks}, "
+        f"transport {report['transport']}; milliseconds, medians"
     )
     columns = ("weights", "tensors", "MiB", "sync", "worst", "GB/s", "of ceiling", *STAGES, "pause", "|logprob|")
     rows = aligned([columns, *(_row(row, report["ceilings"]["copy"]) for row in report["rows"])])

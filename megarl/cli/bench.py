@@ -7,21 +7,23 @@ from pathlib import Path
 
 from megarl.cli.progress import progress
 
+MODEL = "folder, hub id, qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, tiny or tiny-moe"
+
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add `bench train`, `bench sync` and `bench rollout` to the command line."""
     bench = commands.add_parser("bench", help="measure training steps, weight syncs and rollouts")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
-    train = kinds.add_parser("train", help="a training step on one device")
-    train.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="sequences, length, r, steps, contenders, ...")
+    train = kinds.add_parser("train", help="a training step, on one device or at a parallel layout")
+    train.add_argument("model", metavar="MODEL_OR_SHAPE", help=MODEL)
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="tensor, data, length, steps, contenders, ...")
     train.add_argument("--profile", action="store_true", help="write a table of the top kernels of each contender")
     train.add_argument("--graph", action="store_true", help="write the compiler's graph of a layer, both passes in one")
     train.add_argument("--out", default="runs/bench", help="folder for logs, results and profiles")
     train.set_defaults(run=_train, online=True)
     sync = kinds.add_parser("sync", help="bring new weights from the trainer into a live engine")
-    sync.add_argument("model", metavar="MODEL_OR_SHAPE", help="folder, hub id, qwen3-0.6b, qwen3-8b or tiny")
-    sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, r, rounds, ...")
+    sync.add_argument("model", metavar="MODEL_OR_SHAPE", help=MODEL)
+    sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, tensor, r, ...")
     sync.add_argument("--choose", action="store_true", help="say whether adapter or merged weights pay on this host")
     sync.add_argument("--out", default="runs/bench", help="folder for logs and results")
     sync.set_defaults(run=_sync, online=True)

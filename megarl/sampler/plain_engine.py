@@ -21,7 +21,8 @@ def time_plain_engine(settings: dict[str, Any], adapters: Sequence[str], log: Pa
     """Start a plain vLLM engine in a process of its own and load adapters into it.
 
     Args:
-        settings: ``path`` and ``dtype`` of the model (its weights are not read), ``rank``, ``kv_cache_gib``.
+        settings: ``path`` and ``dtype`` of the model (its weights are not read), ``rank``, ``kv_cache_gib``,
+            ``tensor`` (number of ranks).
         adapters: PEFT folders.
         log: file for what vLLM prints.
 
@@ -62,6 +63,7 @@ def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:
         load_format="dummy",
         skip_tokenizer_init=True,
         enforce_eager=True,
+        tensor_parallel_size=settings["tensor"],
         enable_lora=True,
         max_lora_rank=settings["rank"],
         max_loras=2,

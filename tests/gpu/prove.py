@@ -20,6 +20,20 @@ release. Stages:
     verify:MODEL:BACKEND:DTYPE[:AXIS=SIZE,SECTION.KEY=VALUE,...]
 
 `0@STAGE` shows the stage the first GPU only.
+
+Layouts, a stage each; the table has the same contender on one GPU beside them (`one_rank=false` without it). Each
+contender is built twice; `contenders=[te]` or `[te,local]` keeps a stage of a large shape within PROVE_LIMIT:
+
+    bench:qwen3-8b:tensor=2,steps=3,contenders=[te,local]
+    bench:qwen3-8b:tensor=4,steps=3,contenders=[te,local]
+    bench:qwen3-8b:pipeline=2,steps=3,contenders=[te,local]
+    bench:qwen3-8b:pipeline=4,steps=3,contenders=[te]
+    bench:qwen3-8b:context=2,steps=3,contenders=[te,local]
+    bench:qwen3-0.6b:data=4
+    bench:qwen3-30b-a3b:data=4,expert=4,layers=12,steps=3,contenders=[te,local]
+
+What CUDA graphs are refused for: `bench:qwen3-8b:dropout=0.05`, `recompute=full`, `recompute=selective`, each also with
+`compile=true`. Weight syncs: `sync:qwen3-8b:tensor=2`, `sync:qwen3-30b-a3b:layers=12,tensor=2`.
 """
 
 import os

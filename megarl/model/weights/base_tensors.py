@@ -71,6 +71,14 @@ def base_tensors(chunk: GPTModel, names: WeightMap, groups: Groups, *, untied: b
     return tensors
 
 
+def tensors_to_fill(chunk: GPTModel, names: WeightMap, groups: Groups) -> list[ShardedTensor]:
+    """List ``base_tensors``, and on the last stage its copy of tied embeddings, which is never exported."""
+    tensors = base_tensors(chunk, names, groups)
+    if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
+        tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, names.hf_config, groups))
+    return tensors
+
+
 def load_base(
     chunks: Sequence[GPTModel], path: str | Path, hf_config: Mapping[str, Any], groups: Groups | None = None
 ) -> None:
@@ -90,10 +98,7 @@ def load_base(
     folder, names = WeightFolder(path), names_of(hf_config)
     folder.check_names(names)
     for chunk in chunks:
-        tensors = base_tensors(chunk, names, groups)
-        if chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process:
-            # The last stage's copy of tied embeddings is loaded here and never exported.
-            tensors.append(_vocabulary(EMBEDDING, chunk.output_layer.weight, hf_config, groups))
+        tensors = tensors_to_fill(chunk, names, groups)
         _check_all_used(folder, folder.load(tensors, groups), chunk)
         if chunk.share_embeddings_and_output_weights and chunk.pre_process:
             _check_tied(folder, tensors[0], groups)

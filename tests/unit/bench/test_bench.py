@@ -109,8 +109,8 @@ def test_kernels_are_counted_by_kind() -> None:
 def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) -> None:
     settings = parse_settings("tiny", ["contenders=[local,peft]"])
 
-    def run(name, settings, out, flags=()):
-        good = {"name": name, "tokens_per_second": 2.0, "peak_gib": 1.0, "backend": "sdpa", "tflops": 1.0}
+    def run(name, settings, out, flags=(), label=None):
+        good = {"name": name, "ranks": 1, "tokens_per_second": 2.0, "peak_gib": 1.0, "backend": "sdpa", "tflops": 1.0}
         return {"name": name, "error": "CUDA out of memory"} if name == "local" else good
 
     monkeypatch.setattr(train, "run_contender", run)
