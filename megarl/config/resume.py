@@ -10,8 +10,8 @@ from megarl.errors import ConfigError
 # Settings that may change: where and how fast the run is computed, how long, and what is kept. A trailing * stands for
 # any ending, a leading one for any beginning. Any other setting affects what is learned.
 FREE = (
-    "parallel.*", "checkpoint_engine.*", "model.backend", "task.reward_threads", "task.reward_dry_run",
-    "task.reward_retries", "task.reward_processes",
+    "parallel.*", "checkpoint_engine.*", "model.backend", "model.numerics",
+    "task.reward_threads", "task.reward_dry_run", "task.reward_retries", "task.reward_processes",
     "sampler.engines", "sampler.parallel",
     "sampler.enforce_eager", "sampler.share_gpus", "sampler.sleep", "sampler.gpu_memory_utilization",
     "sampler.max_num_seqs", "sampler.logprobs", "sampler.reproducible",

@@ -22,7 +22,7 @@ def test_ranks_end_with_the_command(tmp_path, number, code):
         )
     started: list[psutil.Process] = []
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while "update 1 of" not in log.read_text():  # a process that run_ranks started reports this
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)

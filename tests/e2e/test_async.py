@@ -81,7 +81,7 @@ def run_folder(tmp_path_factory) -> Path:
     (recipe.parent / "echo.py").write_text(ENVIRONMENT)
     first = TrainRun(recipe, f"train.output={recipe.parent}", *SETTINGS)
     try:
-        first.wait_for("step 3 ", timeout=240)
+        first.wait_for("step 3 ", timeout=420)
         first.find_rank("TrainerRank.forward_backward").suspend()
         first.wait_for("all ranks start again (1 of at most 3, train.max_restarts)", timeout=60)
         # Version 2, or 4 if the rank was stopped after the next checkpoint.
@@ -94,7 +94,7 @@ def run_folder(tmp_path_factory) -> Path:
     [folder] = {path.parent for path in recipe.parent.glob("*/metrics.jsonl")}
     second = TrainRun(recipe, *SETTINGS, f"train.resume={folder}")
     try:
-        second.wait_for(f"step {STEPS} ", timeout=240)
+        second.wait_for(f"step {STEPS} ", timeout=420)
         assert second.finish(60) == 0, second.output()
         assert second.folder() == folder
     finally:

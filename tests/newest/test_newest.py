@@ -88,7 +88,7 @@ def test_experts_over_two_ranks_train_with_a_sampler_that_agrees_until_one_rank_
     recipe = make_recipe(tmp_path, "qwen3_moe", tied=False)
     run = TrainRun(recipe, f"train.output={tmp_path}", "parallel.expert=2", "train.steps=500", "train.max_restarts=0")
     try:
-        run.wait_for("step 3 ", timeout=240)
+        run.wait_for("step 3 ", timeout=420)
         check_end(run, run.find("ray::TrainerRank"), "trainer rank")
     finally:
         run.kill()

