@@ -16,6 +16,7 @@ import torch
 from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.ceilings import broadcast_rate, copy_rate
 from megarl.bench.choose import decode_rate, sampler_settings
+from megarl.bench.device_memory import DeviceMemory
 from megarl.bench.random_weights import TMPFS, base_filler, model_folder
 from megarl.bench.ranks import check_gpus
 from megarl.bench.settings import SyncBenchSettings
@@ -155,6 +156,7 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Time the base and then many versions; check that every engine computes what the trainer does."""
     section = {"transport": transport, "content": content, "bucket_mib": settings.bucket_mib}
+    memory = DeviceMemory([0, *gpus_of(settings, 0)])
     weights = WeightSync(model, engines, section)
     first, *others = [_timed(model, lambda: weights.sync("base")) for _ in range(1 + BASES)]
     rows = [_row("first base", [first]), _row("base", others)]
@@ -168,6 +170,7 @@ def _measure(
     row = _row(content, times)
     stages = ", ".join(f"{name} {ms:.2f}" for name, ms in row["stages_ms"].items())
     report(f"{content}: {row['nbytes'] / 2**20:.1f} MiB in {row['ms']:.2f} ms ({stages})")
+    row["memory_mib"] = memory.grown()
     row |= _differences(model, engines)
     if settings.choose:
         row["tokens_per_second"] = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
