@@ -168,6 +168,7 @@ def main(out_folder: str, *groups: str) -> int:
     out, work = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-"))
     for stage in [stage for group in groups for stage in group.split("+")]:
         command_of(stage, work)
+    out.mkdir(parents=True, exist_ok=True)
     print(f"megatron-core {mcore.release()}", flush=True)
     results: dict[str, tuple[int, float]] = {}
     for group in groups:

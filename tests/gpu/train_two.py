@@ -5,6 +5,7 @@
 seconds of each step's phases, and the asynchronous step against the longer one of sampling and training.
 """
 
+import os
 import re
 import statistics
 import sys
@@ -42,6 +43,7 @@ WARM_UP, LIMIT = 2, 400
 def main(folder: Path, shape: str = "qwen3-0.6b", *overrides: str) -> None:
     """Run both, and compare them."""
     folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1")  # the helper hides GPUs from tests otherwise
     device = next((one.partition("=")[2] for one in overrides if one.startswith("train.device=")), "cuda")
     with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
         model = save_model(shape, Path(scratch), "bfloat16", device, 0)
