@@ -206,6 +206,7 @@ def test_experts_adapters_change_places_in_a_distributed_checkpoint(tmp_path):
     assert any("experts" in name for name in saved)
 
 
+@pytest.mark.long
 def test_the_readmes_commands_run_as_written(tmp_path):
     blocks = re.findall(r"^    (?:.*\n    )*.*$", (EXAMPLE / "README.md").read_text(), flags=re.MULTILINE)
     folder = Path(sys.executable).parent

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verify the quickstart's real model at PP2, in fp32."""
 
+import pytest
+
 from megarl.cli.prepare import prepare_smollm2
 from megarl.verify.bounds import BASE_WEIGHTS, BOUNDS, ENTROPY, LOGPROBS, MERGED_LOAD, MERGED_WEIGHTS
 from megarl.verify.cases import Case
@@ -11,6 +13,7 @@ from tests.helpers.cases import make_config, place
 ONE = {"train": {"steps": 1}}
 
 
+@pytest.mark.long
 def test_smollm2_at_pp2_equals_peft(tmp_path):
     model = prepare_smollm2()
     adapter = make_adapter(model, tmp_path / "adapter")

@@ -238,6 +238,7 @@ def test_a_setting_that_is_ignored_fails_its_rows(cases, mutation, failed, passe
     assert not passed & failed_rows(report)
 
 
+@pytest.mark.long
 def test_in_bf16_a_lost_gradient_of_one_expert_fails_its_row(tmp_path):
     case = make_case(tmp_path, "moe", dtype="bfloat16", family="qwen3_moe", tied=False, num_hidden_layers=2)
     here = [place(case, "EP2xDP2", {"expert": 2, "data": 2})]

@@ -31,6 +31,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.long
 def test_glm_trains_with_transformers_and_samples_the_same_logprobs(tmp_path):
     """Its files fuse gate and up, and a part of each head is rotated."""
     run, output = train(tmp_path, "glm4")
@@ -56,6 +57,7 @@ def countdown(folder: Path, model: Path, backend: str) -> Path:
         run.kill()
 
 
+@pytest.mark.long
 def test_countdown_is_the_same_run_with_either_back_end(tmp_path):
     sizes = {"vocab_size": 100, "head_dim": 32, "eos_token_id": 0, "max_position_embeddings": 1024}
     model = make_model(tmp_path / "model", "qwen3", tied=True, **sizes)

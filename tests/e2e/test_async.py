@@ -17,6 +17,8 @@ from megarl.tasks.held_out import training_part
 from tests.helpers.sampled import peft_logprobs
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
+pytestmark = pytest.mark.long
+
 STEPS, STALENESS, PROMPTS = 10, 2, 2
 SETTINGS = (
     f"train.max_staleness={STALENESS}",

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train at a layout while an engine is killed twice: the run goes on once, then it ends, and nothing is left."""
 
+import pytest
+
 from tests.helpers.processes import describe, find_engine, is_engine
 from tests.helpers.sampled import check_sampled
 from tests.helpers.train_run import TrainRun, check_end, make_recipe, read_rows
 
 
+@pytest.mark.long
 def test_merged_weights_of_two_tensor_parallel_ranks_are_sampled_by_an_engine_and_its_successor(tmp_path):
     sections = ("parallel.data=1", "parallel.tensor=2", "checkpoint_engine.content=merged")
     sections += ("checkpoint_engine.base_weights=disk", "sampler.max_restarts=1")

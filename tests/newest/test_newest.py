@@ -60,6 +60,7 @@ def test_models_of_transformers_pass_every_row(newest, tmp_path):
     assert said.count(" yes ") == 13, said
 
 
+@pytest.mark.long
 def test_the_plugin_trains_an_adapter_that_peft_reproduces(newest):
     tests = "tests/distributed/test_plugin.py"
     # The README's commands start what the other tests of the file call, a minute of torchrun without another result.
@@ -81,6 +82,7 @@ def test_a_checkpoint_of_one_release_goes_on_in_the_other(newest, on_newest, sav
             assert not different, (family, different[:5])
 
 
+@pytest.mark.long
 def test_experts_over_two_ranks_train_with_a_sampler_that_agrees_until_one_rank_dies(
     newest_or_installed, tmp_path, monkeypatch
 ):
