@@ -16,16 +16,20 @@ from megarl.model.weights.sums import deferred
 from megarl.parallel.groups import Groups
 
 
-class _Origin(NamedTuple):
-    """Origin of kept tensors: the active adapter and all adapters, the parameters, and their addresses."""
+class _Kept(NamedTuple):
+    """Tensors that are listed once, and what they were listed from.
+
+    Attributes:
+        adapters: the active adapter, and all adapters.
+        base: the base's parameters.
+        places: addresses of the active adapter's parameters, which are listed anew each time, and of the base's.
+        tensors: the tensors; None if they cannot be kept.
+    """
 
     adapters: tuple[Adapter, ...]
-    parameters: list[torch.Tensor]
+    base: list[torch.Tensor]
     places: list[int]
-
-    def holds(self, adapters: tuple[Adapter, ...]) -> bool:
-        """Return True if the adapters are still these, and every parameter is where it was."""
-        return self.adapters == adapters and self.places == _places(self.parameters)
+    tensors: tuple | None
 
 
 class WeightExport(CheckpointEngineMixin):
@@ -36,8 +40,8 @@ class WeightExport(CheckpointEngineMixin):
     adapters: dict[str, Adapter]
     version: int
     _optimizers: dict[str, Optimizer]
-    # Under its kind what is kept, and what it was made from: adapters, parameters, and the places of these.
-    _kept: dict[str, tuple[_Origin, tuple | None]] | None = None
+    # By kind of weights.
+    _kept: dict[str, _Kept] | None = None
 
     def export_weights(self, adapter_only: bool) -> Iterable[tuple[str, torch.Tensor]]:
         """Stream whole tensors on every rank. All ranks must consume the stream to its end, once.
@@ -78,10 +82,12 @@ class WeightExport(CheckpointEngineMixin):
             return None  # every rank must take part
         self._kept = self._kept or {}
         adapters = (self.adapter, *self.adapters.values())
-        if kind not in self._kept or not self._kept[kind][0].holds(adapters):
-            parameters = [*(parameter for _, parameter in self.adapter.parameters()), *base()]
-            self._kept[kind] = _Origin(adapters, parameters, _places(parameters)), make()
-        return self._kept[kind][1]
+        own = [parameter for _, parameter in self.adapter.parameters()]
+        kept = self._kept.get(kind)
+        if kept is None or (kept.adapters, kept.places) != (adapters, _places([*own, *kept.base])):
+            listed = list(base())
+            kept = self._kept[kind] = _Kept(adapters, listed, _places([*own, *listed]), make())
+        return kept.tensors
 
     def _views(self) -> tuple[Named, ...] | None:
         """Return the whole adapter as views of its parameters; None if a tensor has to be stacked."""

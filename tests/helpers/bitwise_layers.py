@@ -10,21 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, Qwen3Config
 
 import megarl
 from megarl.verify.inputs.tiny_model import write_random
+from tests.helpers.bitwise_configs import SMALL, configs
 from tests.helpers.interpreter import sum_in_order
 
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "vocab_size": 160, "max_position_embeddings": 512,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-CONFIGS = [Qwen3Config(**SIZES, tie_word_embeddings=True), LlamaConfig(**SIZES, rope_parameters=LLAMA3)]
+CONFIGS = list(configs(SMALL | {"vocab_size": 160}).values())
 
 
 def samples() -> list[megarl.Sample]:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch._library.custom_ops import CustomOpDef
-from transformers import LlamaConfig, Qwen3Config
 
 import megarl
 from megarl.bitwise import linear
@@ -25,31 +24,18 @@ from megarl.loss import chunks
 from megarl.model.layers.bitwise import ops
 from megarl.sampler import bitwise_hooks
 from megarl.verify.inputs.tiny_model import write_random
+from tests.helpers.bitwise_configs import SMALL, configs
 from tests.helpers.bitwise_fast import SAMPLER, TRAINER
 from tests.helpers.bitwise_sampler import Sampler, Work
 from tests.helpers.interpreter import sum_in_order
 
-SMALL = {
-    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "vocab_size": 416, "max_position_embeddings": 512,
-}  # fmt: skip
 LARGE = {
     "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 1024, "vocab_size": 8192, "max_position_embeddings": 2048,
 }  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 # o_proj and k_proj have no adapter, so that a plain linear and a fused one with a gap are compared too.
 LORA = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "gate_proj", "up_proj", "down_proj"]}
 TEMPERATURE = 0.7
-
-
-def configs(sizes: dict[str, int]) -> dict[str, Any]:
-    """Return a config with norms of heads and tied embeddings, and one with Llama 3's RoPE."""
-    qwen3 = Qwen3Config(**sizes, tie_word_embeddings=True)
-    return {"qwen3": qwen3, "llama": LlamaConfig(**sizes, rope_parameters=LLAMA3, tie_word_embeddings=False)}
 
 
 def trainer_operations() -> dict[str, Any]:
