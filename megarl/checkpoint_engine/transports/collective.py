@@ -60,7 +60,7 @@ class Group:
 
     def __init__(self, backend: Backend, store: TCPStore, host: str, rank: int, size: int, timeout: float) -> None:
         self._backend, self._store = backend, store
-        self._stream = torch.cuda.Stream() if backend.device == "cuda" else None
+        self._stream = torch.cuda.Stream(priority=-1) if backend.device == "cuda" else None
         with self._errors("joining the group"):
             self._group = backend.build(PrefixStore(PREFIX, store), host, rank, size, timeout)
 
