@@ -29,9 +29,8 @@ from megarl.checkpoint_engine.wire import Book, Places
 from megarl.model.weights.sums import Deferred
 
 TIMEOUT, SHOWN = 60.0, 8
-import os
-from megarl.checkpoint_engine.transports import nccl
-nccl.HIGH_PRIORITY = os.environ.get("HIGH", "1") == "1"
+# The transfer that is profiled at both ends.
+PROFILED = 4
 
 
 def tensors_of(shape: str) -> tuple[tuple[str, Deferred], ...]:
@@ -95,10 +94,6 @@ def receive(endpoint: str) -> None:
         receiver.answer(receipt.to_bytes())
         if count in (2, PROFILED + 1):
             print("receiver", {name: round(1e3 * value, 2) for name, value in receipt.seconds.items()}, flush=True)
-
-
-# The transfer that is profiled at both ends.
-PROFILED = 4
 
 
 def print_kernels(side: str, seen: Any) -> None:

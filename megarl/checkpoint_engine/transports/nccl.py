@@ -10,9 +10,6 @@ from megarl.checkpoint_engine.transports.collective import Backend
 from megarl.errors import WeightSyncError
 
 
-HIGH_PRIORITY = True
-
-
 def build(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:
     """Return a NCCL group on this process's current GPU."""
     from torch.distributed import ProcessGroupNCCL
@@ -20,7 +17,7 @@ def build(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     # Else a broadcast that is due would wait until the kernels of other buckets have begun all their programs.
-    options.is_high_priority_stream = HIGH_PRIORITY
+    options.is_high_priority_stream = True
     return ProcessGroupNCCL(store, rank, size, options)
 
 
