@@ -26,6 +26,7 @@ def attach_all(specs: Sequence[AdapterSpec], *, seed: int = 0) -> Attach:
     """Return the function by which ``MegatronModel`` adds several adapters, in order."""
 
     def apply(chunks: list[Any], hf_config: Mapping[str, Any], groups: Any) -> list[LoraAdapter]:
+        """See ``model.adapter.Attach``. Raises what ``apply_lora`` raises."""
         return [
             apply_lora(
                 chunks,

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.helpers.bitwise_swaps import FAST, LARGE, OPERATIONS, Pair, changes, configs, unlike
+from tests.helpers.bitwise_configs import configs
+from tests.helpers.bitwise_swaps import FAST, LARGE, OPERATIONS, Pair, changes, unlike
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 LENGTHS = (300, 17, 141, 64, 5, 90)

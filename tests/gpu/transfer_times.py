@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -84,16 +86,23 @@ def receive(endpoint: str) -> None:
     while receiver.begins():
         count += 1
         inbox = Inbox(receiver, 0, book)
-        if count == PROFILED:
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                receipt = loader.take(inbox)
-                torch.cuda.synchronize()
-            print_kernels("receiver", seen)
-        else:
+        with shown_kernels("receiver", count == PROFILED):
             receipt = loader.take(inbox)
         receiver.answer(receipt.to_bytes())
         if count in (2, PROFILED + 1):
             print("receiver", {name: round(1e3 * value, 2) for name, value in receipt.seconds.items()}, flush=True)
+
+
+@contextmanager
+def shown_kernels(side: str, wanted: bool) -> Iterator[None]:
+    """Print what this process's GPU does meanwhile, if wanted."""
+    if not wanted:
+        yield
+        return
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        yield
+        torch.cuda.synchronize()
+    print_kernels(side, seen)
 
 
 def print_kernels(side: str, seen: Any) -> None:
@@ -122,28 +131,20 @@ def measure(tensors: tuple, mib: int, rounds: int) -> None:
     outbox = Outbox(sender, mib * 2**20)
     endpoint = json.dumps({"transport": "nccl", "stays": True} | sender.endpoint())
     child = subprocess.Popen([sys.executable, "-m", __spec__.name, "receive", endpoint])
-    times, stages = [], {}
+    times = []
     for version in range(1, max(rounds, PROFILED + 2) + 1):
         torch.cuda.synchronize()
         time.sleep(0.02)
         began = time.perf_counter()
         outbox.stages.begin()
-
-        def once(version: int = version) -> None:
+        with shown_kernels("sender", version == PROFILED):
             outbox.send(tensors, version, "base")
             outbox.stages.end("wire")
             sender.receipts()
             outbox.stages.end("receipts")
-
-        if version == PROFILED:
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                once()
-                torch.cuda.synchronize()
-            print_kernels("sender", seen)
-        else:
-            once()
+        if version != PROFILED:
             times.append(1e3 * (time.perf_counter() - began))
-            stages = dict(outbox.stages.seconds)
+    stages = outbox.stages.seconds
     print("sender", {name: round(1e3 * value, 2) for name, value in stages.items()})
     print(f"{mib} MiB: median {statistics.median(times[2:]):.2f} ms of {[round(one, 1) for one in times]}", flush=True)
     sender.close()
