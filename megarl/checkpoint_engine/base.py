@@ -57,8 +57,11 @@ class Sender(Protocol):
         """Send one bucket. ``payload`` came from ``buffer``."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all buckets have left. Only called if ``buffer`` returns memory of a GPU.
+    def settle(self, work: torch.Event | None = None) -> None:
+        """Wait until all buckets have left, or for an event. Only called if ``buffer`` returns memory of a GPU.
+
+        Args:
+            work: an event of the sender's own stream, which may wait for a bucket to leave.
 
         Raises:
             WeightSyncError: a receiver failed or is gone, or it took too long.
@@ -99,6 +102,14 @@ class Receiver(Protocol):
 
     def take(self) -> Frame:
         """Wait for the next frame."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the current stream, on which buckets arrive. Only called if payloads are in a GPU's memory.
+
+        Raises:
+            WeightSyncError: the sender is gone, or it took too long.
+        """
         ...
 
     def answer(self, receipt: bytes) -> None:

@@ -5,8 +5,9 @@ In host memory a digest is xxh3-64, on a GPU ``splitmix.mix64``. Both ends of a 
 kind of memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
@@ -39,10 +40,23 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
     return digests
 
 
-def as_bytes(sums: torch.Tensor) -> Callable[[], bytes]:
-    """Return what waits for digests that a GPU forms, int64 ``[tensors]``; ``wire.DIGEST`` bytes each."""
+def as_bytes(sums: torch.Tensor, counts: Sequence[int] | None = None) -> Callable[[], bytes]:
+    """Return what waits for digests that a GPU forms, and returns ``wire.DIGEST`` bytes for each tensor.
+
+    Args:
+        sums: int64 ``[ranges]``, see ``kernels.ranges``.
+        counts: number of ranges of each tensor; one by default.
+    """
     arrived = to_host(sums)
-    return lambda: arrived().numpy().tobytes()
+    return lambda: joined(arrived().numpy(), counts)
+
+
+def joined(sums: np.ndarray, counts: Sequence[int] | None = None) -> bytes:
+    """Return the digests of tensors from those of their ranges, both as in ``as_bytes``."""
+    if counts is not None and any(count != 1 for count in counts):
+        starts = np.cumsum([0, *counts[:-1]])
+        sums = np.add.reduceat(sums, starts) if len(sums) else sums
+    return sums.tobytes()
 
 
 def need_triton() -> None:

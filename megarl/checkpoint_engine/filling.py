@@ -32,6 +32,9 @@ class Deferred(Protocol):
     def value(self) -> torch.Tensor:
         """Return the tensor."""
 
+    def runs(self) -> list[torch.Tensor] | None:
+        """Return what the tensor consists of, in order, if nothing has to be computed; else None."""
+
     @staticmethod
     def writer(tensors: Sequence[Any], offsets: Sequence[int]) -> Callable[[torch.Tensor], Any]:
         """Return what writes tensors of one GPU into a buffer at byte offsets, as often as it is called."""
@@ -162,24 +165,34 @@ class Filler:
 
 def _on_gpu(filling: Filling, device: torch.device) -> Callable[[torch.Tensor], Callable[[], bytes]] | None:
     """Return ``Filling.begin`` for a bucket on ``device``; None if its tensors must be copied one by one."""
-    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table
-
     places, tensors = filling.places, filling.tensors
     if any(tensor.device != device for tensor in tensors):
         return None
-    whole = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
-    if not whole:
-        write = type(tensors[0]).writer(tensors, [place.offset for place in places])
-
-        def begin(payload: torch.Tensor) -> Callable[[], bytes]:
-            write(payload)
-            return begin_digests(payload, places)
-
-        return begin
-    if not copies(whole):
+    runs = [[tensor] if isinstance(tensor, torch.Tensor) else tensor.runs() for tensor in tensors]
+    if (copied := _by_copies(places, runs, device)) is not None:
+        return copied
+    if any(isinstance(tensor, torch.Tensor) for tensor in tensors):
         return None
-    table = flatten_table(places, whole, device)
-    return lambda payload: as_bytes(flatten(payload, table))
+    write = type(tensors[0]).writer(tensors, [place.offset for place in places])
+
+    def begin(payload: torch.Tensor) -> Callable[[], bytes]:
+        write(payload)
+        return begin_digests(payload, places)
+
+    return begin
+
+
+def _by_copies(
+    places: Places, runs: Sequence[list[torch.Tensor] | None], device: torch.device
+) -> Callable[[torch.Tensor], Callable[[], bytes]] | None:
+    """Return what copies tensors that consist of ``runs`` and digests them on the way; None if that is impossible."""
+    from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table
+
+    known = [parts for parts in runs if parts is not None and copies(parts)]
+    if len(known) < len(runs):
+        return None
+    table, counts = flatten_table(places, known, device), list(map(len, known))
+    return lambda payload: as_bytes(flatten(payload, table), counts)
 
 
 def shape_of(place: Place) -> tuple[int, ...]:

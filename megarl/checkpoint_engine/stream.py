@@ -111,11 +111,14 @@ class Outbox:
             self.sender.put(bucket.to_bytes(self._book), payload)
             self.stages.end("wire")
         if on_gpu:
-            self.sender.settle()
+            # The last bucket is full; it may still be on its way when the manifest is made.
+            self.sender.settle(torch.cuda.current_stream().record_event())
         self.stages.end("wire")
         manifest = Manifest(version, kind, joined(parts), plan.adapter_config if plan else None)
         self.stages.end("hash")
         self.sender.end(manifest.to_bytes(self._book))
+        if on_gpu:
+            self.sender.settle()
         return manifest
 
     def _fillings(self, tensors: Iterable[Named], kind: Kind, plan: Plan | None) -> Iterable[Filling]:
@@ -145,13 +148,19 @@ class Inbox:
         self._receiver, self._index, self._book = receiver, index, book
         self._parts: list[Part] = []
         self._manifest: Manifest | None = None
+        self._on_gpu = False
         self.stages = Stages()
 
-    def buckets(self) -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], object]]]:
+    def buckets(
+        self, begin: Callable[[torch.Tensor, Places], Callable[[], bytes]] = begin_digests
+    ) -> Iterator[tuple[Bucket, torch.Tensor, Callable[[], object]]]:
         """Yield each bucket's header, its bytes, ``[nbytes]`` uint8, and what raises if they are not those sent.
 
         The digests are being formed when a bucket is yielded. Those of a bucket in host memory are compared before the
         next bucket; whoever wants to know earlier calls the check. Those of one on a GPU are compared by ``finish``.
+
+        Args:
+            begin: begins to form the digests of a bucket's bytes. It may do more with them on the way.
 
         Raises:
             WeightSyncError: the transfer failed, or a tensor arrived damaged.
@@ -165,7 +174,8 @@ class Inbox:
             bucket = Bucket.from_bytes(header, self._book)
             places = bucket.tensors.places
             check_fit(places, payload.nbytes)
-            digests = Once(begin_digests(payload, places))
+            self._on_gpu = payload.is_cuda
+            digests = Once(begin(payload, places))
             self._parts.append((places, digests))
             self.stages.end("hash")
             verify = cache(_check_of(digests, bucket.tensors, payload.is_cuda))
@@ -204,6 +214,9 @@ class Inbox:
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
+        if self._on_gpu:
+            self._receiver.settle()
+        self.stages.end("load")
         arrived, sent = joined(self._parts), self._manifest
         self.stages.end("hash")
         checksum = arrived.checksum(sent.adapter_config)

@@ -54,9 +54,10 @@ def test_digests() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_slots(dtype: torch.dtype) -> None:
-    from tests.helpers.weight_kernels import check_slots
+    from tests.helpers.weight_kernels import check_copies, check_slots
 
     check_slots("cuda", dtype, exact=True)
+    check_copies("cuda", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

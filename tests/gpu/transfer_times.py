@@ -25,7 +25,8 @@ from megarl.bench.ceilings import broadcast_rate
 from megarl.bench.shapes import SHAPES
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.filling import DTYPES, shape_of
-from megarl.checkpoint_engine.receiver.write_jobs import Source, Write, prepare
+from megarl.checkpoint_engine.receiver.bucket_writes import BucketWrites
+from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
 from megarl.checkpoint_engine.stream import Inbox, Outbox
 from megarl.checkpoint_engine.wire import Book, Places
 from megarl.model.weights.sums import Deferred
@@ -58,15 +59,21 @@ class Loader:
     def take(self, inbox: Inbox) -> Any:
         """Receive one transfer; return its receipt."""
         written = []
-        for bucket, payload, verify in inbox.buckets():
-            verify()
-            places = bucket.tensors.places
+
+        def begin(payload: torch.Tensor, places: Places) -> Any:
             if places not in self._writes:
-                self._writes[places] = prepare([self._write(place) for place in places])
-            written.append(self._writes[places].run(payload))
+                self._writes[places] = BucketWrites(places, [[self._write(place)] for place in places])
+            digests, found = self._writes[places].run(payload)
+            written.append(found)
+            return digests
+
+        for _, _, verify in inbox.buckets(begin):
+            verify()
         manifest, receipt = inbox.finish()
+        began = time.perf_counter()
         for found in written:
             found().refuse(f"set of {manifest.kind} weights")
+        receipt.seconds.update(compare=time.perf_counter() - began)
         return receipt
 
     def _write(self, place: Any) -> Write:

@@ -36,7 +36,10 @@ def check_digests(device: str) -> None:
     assert first == expected(host) and first[1] == 0
     parts = [host[p.offset : p.offset + p.nbytes].clone().to(device) for p in places]
     filled = torch.zeros_like(host, device=device)
-    assert [number % 2**64 for number in flatten(filled, flatten_table(places, parts, filled.device)).tolist()] == first
+    assert [
+        number % 2**64
+        for number in flatten(filled, flatten_table(places, [[part] for part in parts], filled.device)).tolist()
+    ] == first
     for part, place in zip(parts, places, strict=True):
         assert torch.equal(filled[place.offset : place.offset + place.nbytes], part)
     covered = torch.zeros(len(host), dtype=torch.bool)
@@ -46,12 +49,77 @@ def check_digests(device: str) -> None:
     apart = [*parts, filled[1:10], filled.view(2, -1).T]
     data = [one.cpu().contiguous().view(-1).numpy().tobytes() for one in apart]
     assert [number % 2**64 for number in tensor_digests(apart).tolist()] == [mix64(one) for one in data]
-    assert copies(parts) and not copies([filled[1:9]]) and not copies([filled.view(2, -1).T])
+    assert copies([filled[8:24], filled[:3]]) and not copies([filled[:3], filled[8:24]])
+    assert not copies([filled[1:9]]) and not copies([filled.view(2, -1).T])
     for change in ((30_001, 30_001), (30_000, 30_002)):
         other = host.clone()
         other[change[0]], other[change[1]] = host[change[1]], host[change[0]] ^ (change[0] == change[1])
         changed = actual(other)
         assert changed == expected(other) and changed[:5] == first[:5] and changed[5] != first[5]
+
+
+def check_copies(device: str, dtype: torch.dtype) -> None:
+    """Runs of a bucket reach their parameters and nothing else; digests are the bucket's; bad values have names.
+
+    A whole tensor, parts of one with gaps, a vector whose bytes are no multiple of 8, and writes that are no copies.
+    """
+    from megarl.checkpoint_engine.receiver.gpu_copies import Copies
+
+    generator = torch.Generator().manual_seed(4)
+    shapes, size = {"whole": (9, 400), "cut": (64, 24), "vector": (1, 37), "rest": (6, 16)}, dtype.itemsize
+    places, end = [], 0
+    for name, shape in shapes.items():
+        nbytes = shape[0] * shape[1] * size
+        places.append(Place(name, str(dtype)[6:], shape, 0, end, nbytes))
+        end += -(-nbytes // 64) * 64
+    payload = torch.zeros(end, dtype=torch.uint8)
+    for place in places:
+        view = payload[place.offset : place.offset + place.nbytes].view(dtype)
+        view.copy_(torch.randn(view.shape, generator=generator))
+    # Tensor, its first row and rows, columns, scaling.
+    cases = {
+        "whole": [(0, 9, 400, 1.0)],
+        "cut": [(8, 16, 24, 1.0), (40, 8, 24, 1.0)],
+        "vector": [(0, 1, 37, 1.0)],
+        "rest": [(0, 6, 8, 1.0), (2, 2, 16, 0.5)],
+    }
+    held = torch.full((32, 1024), 7.0, dtype=dtype, device=device)
+    writes, row = [], 0
+    for place, parts in zip(places, cases.values(), strict=True):
+        writes.append([])
+        for first, rows, columns, scaling in parts:
+            width = place.shape[1]
+            source = Source(0, dtype, place.offset // size + first * width, (rows, columns), (width, 1))
+            target = held[row : row + 4].view(-1)[: rows * columns].view(rows, columns)
+            writes[-1].append(Write(place.name, target, source, scaling))
+            row += 4
+    copied = Copies(Places(places), writes)
+    assert copied.others == writes[3]
+    digests, found = copied.run(payload.to(device))
+    assert found() == ([], [])
+    assert digests() == b"".join(
+        mix64(payload[p.offset : p.offset + p.nbytes].numpy().tobytes()).to_bytes(8, "little") for p in places
+    )
+    for group in writes[:3]:
+        for write in group:
+            begin = write.source.offset * size
+            assert torch.equal(write.target.cpu().view(-1), payload[begin:][: write.target.nbytes].view(dtype))
+            # Only the target's part of its four rows is written.
+            write.target.fill_(7.0)
+    assert (held == 7.0).all()
+    for value in (float("inf"), float("-inf"), float("nan")):
+        for number, at in ((0, 3599), (1, 8 * 24), (2, 36), (2, 0)):
+            bad = payload.clone()
+            bad[places[number].offset :].view(dtype)[at] = value
+            assert copied.run(bad.to(device)).found() == ([places[number].name], [])
+    # What is not copied may be anything.
+    bad = payload.clone()
+    bad[places[1].offset :].view(dtype)[0] = float("inf")
+    assert copied.run(bad.to(device)).found() == ([], [])
+    moved = copied._back.sources.clone()
+    moved[0] += 8
+    copied._back = copied._back._replace(sources=moved)
+    assert copied.run(payload.to(device)).found() == ([], ["whole"])
 
 
 def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
@@ -128,6 +196,7 @@ def check_deferred(device: str, dtype: torch.dtype) -> None:
     tensors = [
         Deferred(grouped[:, :3].flatten(1, 2), (216, 136), updates[0]),
         Deferred(grouped[:, 3], (72, 136)),
+        Deferred(grouped[:, 3], (72, 136))[20:50],
         Deferred(grouped[:, :3].flatten(1, 2), (216, 136), updates[0])[50:123],
         Deferred(plain[None], (65, 136)),
         Deferred(odd[None], (33, 51), updates[1]),
@@ -140,6 +209,14 @@ def check_deferred(device: str, dtype: torch.dtype) -> None:
         end += -(-tensor.nbytes // 64) * 64
     payload = torch.full((end,), 7, dtype=torch.uint8, device=device)
     Deferred.writer(tensors, offsets)(payload)
+    for tensor in tensors:
+        runs = tensor.runs()
+        assert (runs is None) == (
+            tensor.update is not None or (len(tensor.shape) == 1 and not tensor.view.is_contiguous())
+        )
+        if runs is not None:
+            assert torch.equal(torch.cat([run.flatten() for run in runs]), tensor.value().flatten())
+            assert {run.untyped_storage().data_ptr() for run in runs} == {tensor.view.untyped_storage().data_ptr()}
     for number, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
         found = payload[offset : offset + tensor.nbytes].view(dtype).view(tensor.shape)
         expected = tensor.value()
@@ -166,6 +243,7 @@ def main() -> None:
     check_deferred("cpu", torch.float32)
     for dtype, exact in ((torch.float32, True), (torch.float16, True), (torch.bfloat16, False)):
         check_slots("cpu", dtype, exact)
+        check_copies("cpu", dtype)
 
 
 if __name__ == "__main__":

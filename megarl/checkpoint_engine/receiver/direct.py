@@ -4,10 +4,10 @@
 That is possible where vLLM's kernels read parameters in the checkpoint's layout: on GPUs, without quantisation. vLLM's
 own loaders say where each tensor goes: they are given tensors without values (``meta``) once, and what they would copy
 into which part of which parameter is noted and not done. So fusing, tensor parallelism and experts are vLLM's own, and
-a transfer afterwards is one kernel per bucket that writes and one that reads back.
+a transfer afterwards is one kernel per bucket that writes and digests, and one that reads back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from megarl.checkpoint_engine.filling import DTYPES, shape_of, tensor_bytes
 from megarl.checkpoint_engine.receiver.adapter_plan import SPACE
 from megarl.checkpoint_engine.receiver.base_weights import drop_adapters
+from megarl.checkpoint_engine.receiver.bucket_writes import BucketWrites
 from megarl.checkpoint_engine.receiver.mixtures import holds_base
 from megarl.checkpoint_engine.receiver.model_layout import Expected, layout_of
-from megarl.checkpoint_engine.receiver.write_jobs import Source, Write, Writes, prepare
+from megarl.checkpoint_engine.receiver.write_jobs import Found, Source, Write
 from megarl.checkpoint_engine.records import Manifest, Receipt
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Place, Places, listed
@@ -72,7 +73,7 @@ class DirectLoader:
         self._layout = layout_of(self._model, getattr(runner, "lora_manager", None))
         # By name, dtype and shape of a tensor.
         self._regions: dict[tuple, list[Region]] = {}
-        self._writes: dict[Places, Writes] = {}
+        self._writes: dict[Places, BucketWrites] = {}
         # Transfers that were found to be complete, by their places and by whether they were of the whole model.
         self._complete: set[tuple[Places, bool]] = set()
 
@@ -87,10 +88,15 @@ class DirectLoader:
             WeightSyncError: as ``base_weights.load_weights``; also if a parameter does not hold what was written.
             UnsupportedError: the experts are in another layout than the checkpoint's.
         """
-        written = []
-        for bucket, payload, verify in inbox.buckets():
+        written: list[Callable[[], Found]] = []
+
+        def begin(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
+            digests, found = self._writes_of(places).run(payload)
+            written.append(found)
+            return digests
+
+        for _, _, verify in inbox.buckets(begin):
             verify()
-            written.append(self._writes_of(bucket.tensors.places).run(payload))
         manifest, receipt = inbox.finish()
         for found in written:
             found().refuse(f"set of {manifest.kind} weights")
@@ -101,12 +107,12 @@ class DirectLoader:
         drop_adapters(self._runner)
         return manifest, receipt
 
-    def _writes_of(self, places: Places) -> Writes:
+    def _writes_of(self, places: Places) -> BucketWrites:
         """Return the writes of a bucket; prepared once."""
         if places not in self._writes:
             if new := [place for place in places if place[:3] not in self._regions]:
                 self._regions |= self._find(new)
-            self._writes[places] = prepare([write for place in places for write in _writes(place, self._regions)])
+            self._writes[places] = BucketWrites(places, [list(_writes(place, self._regions)) for place in places])
         return self._writes[places]
 
     def _find(self, places: list[Place]) -> dict[tuple, list[Region]]:

@@ -52,6 +52,17 @@ class Line:
         except OSError:
             return False
 
+    def check(self) -> None:
+        """Raise ``WeightSyncError`` if the other end has closed the connection."""
+        try:
+            gone = not self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            gone = True
+        if gone:
+            raise WeightSyncError(f"{self._name} is gone")
+
     def close(self) -> None:
         """Close the connection; whoever waits on it is woken."""
         with contextlib.suppress(OSError):

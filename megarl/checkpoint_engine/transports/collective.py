@@ -130,19 +130,15 @@ class CollectiveSender(LiveSender):
             torch.cuda.current_stream().wait_event(sent)
         return held
 
-    def settle(self) -> None:
-        """Wait for the last broadcasts, but not for a receiver that is gone: the group is left then, and they end."""
+    def settle(self, work: torch.Event | None = None) -> None:
+        """Wait for an event, or for all broadcasts, but not for a receiver that is gone: they end then."""
         deadline = self._begin()
-        for sent in filter(None, self._sent):
-            while not sent.query():
-                try:
-                    self._hub.check()
-                    if time.monotonic() > deadline:
-                        raise WeightSyncError(f"{self._backend.name} transfer: broadcasts did not end in time")
-                except WeightSyncError:
-                    self._leave()
-                    raise
-                time.sleep(LOOK_SECONDS)
+        try:
+            for event in filter(None, [work] if work else self._sent):
+                _wait(event, self._hub.check, deadline, self._backend.name)
+        except WeightSyncError:
+            self._leave()
+            raise
 
     def close(self) -> None:
         """Leave the group, stop the store, disconnect."""
@@ -187,6 +183,11 @@ class CollectiveReceiver(LiveReceiver):
         self._free: list[Any] = [None] * DEPTH
         self._last: int | None = None
 
+    def settle(self) -> None:
+        """Wait for the current stream, but not for a sender that is gone."""
+        deadline = time.monotonic() + self._timeout
+        _wait(torch.cuda.current_stream().record_event(), self._line.check, deadline, self._backend.name)
+
     def close(self) -> None:
         """Leave the group, and disconnect."""
         group, self._group, self._store = self._group, None, None
@@ -220,6 +221,19 @@ class CollectiveReceiver(LiveReceiver):
                 raise WeightSyncError(f"receiver {self._index} cannot reach {host}:{port}: {error}") from error
             self._group = Group(self._backend, self._store, host, self._index + 1, size, self._timeout)
         return self._group
+
+
+def _wait(event: torch.Event, check: Callable[[], object], deadline: float, name: str) -> None:
+    """Wait for an event of a device whose work may need other processes; ``check`` raises if one of them is gone.
+
+    Raises:
+        WeightSyncError: ``check`` raised it, or the deadline has passed.
+    """
+    while not event.query():
+        check()
+        if time.monotonic() > deadline:
+            raise WeightSyncError(f"{name} transfer: broadcasts did not end in time")
+        time.sleep(LOOK_SECONDS)
 
 
 def build_gloo(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:

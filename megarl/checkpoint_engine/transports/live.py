@@ -66,8 +66,8 @@ class LiveSender:
         self._move(payload)
         self._count += 1
 
-    def settle(self) -> None:
-        """Do nothing: what ``put`` sent has left."""
+    def settle(self, work: torch.Event | None = None) -> None:
+        """Do nothing: what ``put`` sent has left, and no event waits for a receiver."""
 
     def end(self, manifest: bytes) -> None:
         """Send the manifest."""
@@ -148,6 +148,9 @@ class LiveReceiver:
         # Kernels that read the sender's memory may still wait for their turn when the next bucket is asked for.
         self._unread, self._reading = self.acknowledges, payload.is_cuda
         return Frame(message[_HEAD.size + size :], payload)
+
+    def settle(self) -> None:
+        """Do nothing: no work of the device waits for the sender."""
 
     def answer(self, receipt: bytes) -> None:
         """Send the receipt to the sender."""

@@ -69,7 +69,7 @@ class ShmSender:
         _publish(self._folder / f"{self._count:05}.head", header)
         self._count += 1
 
-    def settle(self) -> None:
+    def settle(self, work: torch.Event | None = None) -> None:
         """Do nothing: the buckets are in host memory."""
 
     def end(self, manifest: bytes) -> None:

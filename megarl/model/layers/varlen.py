@@ -11,6 +11,8 @@ from torch.nn.attention.varlen import varlen_attn
 # What this release of torch can do. Looked up here, because torch.compile cannot trace it.
 _SETTINGS = frozenset(inspect.signature(varlen_attn).parameters)
 HAS_WINDOWS, HAS_GROUPS = "window_size" in _SETTINGS, "enable_gqa" in _SETTINGS
+# From this compute capability on torch takes cuDNN's kernel, which wants a key and a value for each query head.
+CUDNN_CAPABILITY = 10
 
 
 class Bounds(Protocol):
@@ -50,9 +52,10 @@ def attend_varlen(
     query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
     before = -1 if window is None else window - 1
     options: dict[str, Any] = {"window_size": (before, 0)} if HAS_WINDOWS else {"is_causal": True}
-    if HAS_GROUPS:
-        options["enable_gqa"] = True
-    else:  # torch 2.11
+    if _shares_keys():
+        # torch's flash attention reads shared keys and values; torch 2.11 has no setting for it.
+        options |= {"enable_gqa": True} if HAS_GROUPS else {}
+    else:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     result = varlen_attn(
@@ -67,6 +70,12 @@ def attend_varlen(
         **options,
     )
     return (result[0] if isinstance(result, tuple) else result)[..., :width]
+
+
+@torch.compiler.assume_constant_result
+def _shares_keys() -> bool:
+    """Return True if the kernel for this GPU lets query heads share keys and values."""
+    return torch.cuda.get_device_capability()[0] < CUDNN_CAPABILITY
 
 
 def _pad_last(tensor: torch.Tensor, size: int) -> torch.Tensor:

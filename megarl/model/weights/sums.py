@@ -79,6 +79,17 @@ class Deferred:
             return part
         return add_update(part, self.update._replace(matrix_b=self.update.matrix_b[rows]))
 
+    def runs(self) -> list[torch.Tensor] | None:
+        """Return views of the weight that make up the tensor, in order; None if it has to be computed or is empty."""
+        if self.update is not None or not self.nbytes:
+            return None
+        if len(self.shape) == 1:
+            return [self.value()] if self.view.is_contiguous() else None
+        # The rows of each segment.
+        height, last = self.view.shape[1], self.first + self.shape[0]
+        bounds = [(max(self.first - top, 0), last - top) for top in range(0, len(self.view) * height, height)]
+        return [part[low:high] for part, (low, high) in zip(self.view, bounds, strict=True) if low < min(high, height)]
+
     @staticmethod
     def writer(tensors: "Sequence[Deferred]", offsets: Sequence[int]) -> Callable[[torch.Tensor], Any]:
         """Return what writes tensors of one GPU into a buffer, ``[nbytes]`` uint8, while bases and factors stay there.

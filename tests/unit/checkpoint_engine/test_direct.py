@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.checkpoint_engine.digests import begin_digests
 from megarl.checkpoint_engine.filling import as_they_come, view_of
 from megarl.checkpoint_engine.receiver import direct
 from megarl.checkpoint_engine.wire import Places
@@ -73,7 +74,8 @@ def load(loader: direct.DirectLoader, given: dict[str, torch.Tensor], limit: int
         payload = torch.zeros(filling.places.end, dtype=torch.uint8, device=filling.tensors[0].device)
         for place, tensor in zip(filling.places, filling.tensors, strict=True):
             view_of(payload, place).copy_(tensor)
-        assert loader._writes_of(filling.places).run(payload)() == ([], [])
+        digests, found = loader._writes_of(filling.places).run(payload)
+        assert found() == ([], []) and digests() == begin_digests(payload, filling.places)()
     loader._check_complete(Places(place for filling in buckets for place in filling.places), whole=True)
     return len(buckets)
 
