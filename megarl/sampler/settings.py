@@ -77,7 +77,8 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
     check_engine_args(sampler.engine_args, owned)
     if not eager:
         sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
-        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+        # Every request has an adapter, so that graphs for batches without one would only take time to capture.
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
     return bitwise_arguments(arguments, config.model.numerics) | sampler.engine_args
 
 

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run `megarl train` with trainer and engine on a GPU each: in turns, then side by side (`train.max_staleness`).
 
-`python3 -m tests.gpu.train_two FOLDER [SHAPE] [key=value ...]`: a model of random weights. Prints the start-up and the
-seconds of each step's phases, and the asynchronous step against the longer one of sampling and training.
+`python3 -m tests.gpu.train_two FOLDER [SHAPE] [only=KIND] [key=value ...]`: a model of random weights. Prints the
+start-up and the seconds of each step's phases, and the asynchronous step against the longer one of sampling and
+training. ``only=`` runs one of the two: ``turns`` or ``side``. FOLDER gets the logs of all processes.
 """
 
 import os
 import re
+import shutil
 import statistics
 import sys
 import tempfile
@@ -40,8 +42,11 @@ PHASES = ("seconds", "seconds/sample", "seconds/train", "seconds/sync", "sampled
 WARM_UP, LIMIT = 2, 400
 
 
-def main(folder: Path, shape: str = "qwen3-0.6b", *overrides: str) -> None:
-    """Run both, and compare them."""
+def main(folder: Path, shape: str = "qwen3-0.6b", *given: str) -> None:
+    """Run both, and compare them; or one of them."""
+    only = {one.removeprefix("only=") for one in given if one.startswith("only=")}
+    overrides = [one for one in given if not one.startswith("only=")]
+    chosen = {kind: settings for kind, settings in KINDS.items() if not only or only & set(kind.split())}
     folder.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0,1")  # the helper hides GPUs from tests otherwise
     device = next((one.partition("=")[2] for one in overrides if one.startswith("train.device=")), "cuda")
@@ -51,7 +56,11 @@ def main(folder: Path, shape: str = "qwen3-0.6b", *overrides: str) -> None:
         recipe = folder / "recipe.yaml"
         recipe.write_text(RECIPE.replace("MODEL", str(model)))
         (folder / "reward.py").write_text(REWARD)
-        found = {kind: medians(kind, recipe, *settings, *overrides) for kind, settings in KINDS.items()}
+        found = {kind: medians(kind, recipe, *settings, *overrides) for kind, settings in chosen.items()}
+    for kind, values in found.items():
+        print(f"{kind}: medians: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    if len(found) < len(KINDS):
+        return
     longer = max(found["in turns"]["seconds/sample"], found["in turns"]["seconds/train"])
     step = found["side by side"]["seconds"]
     print(f"side by side a step takes {step:.2f} s, {step / longer:.2f} of the longer phase in turns ({longer:.2f} s)")
@@ -61,6 +70,8 @@ def medians(kind: str, recipe: Path, *settings: str) -> dict[str, Any]:
     """Run a recipe; print its start-up and its steps, and return the medians of the phases."""
     run = TrainRun(recipe, f"train.output={recipe.parent / kind.replace(' ', '-')}", *settings)
     status = run.finish(LIMIT)
+    for log in run.folder().glob("logs/*"):
+        shutil.copy(log, recipe.parent / f"{kind.split()[-1]}-{log.name}")
     assert status == 0, f"{kind}: status {status}\n{run.output()[-3000:]}"
     for line in re.findall(r"^(?:start-up:|weights:|transport).*$", run.output(), re.MULTILINE):
         print(f"{kind}: {line}")
