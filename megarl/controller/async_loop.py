@@ -3,9 +3,12 @@
 
 A producer samples and scores groups ahead of the trainer. Each token's behaviour logprob is the one that it was drawn
 with, and its version is known; ``loss.importance_cap`` corrects for the versions in between.
+
+Busy engines answer the canary late, so the loop goes on meanwhile. It waits for the answer before it trains on tokens
+of that version, or evaluates it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -13,7 +16,8 @@ import numpy as np
 
 from megarl.controller.ending import until_the_step_ends
 from megarl.controller.loop import (
-    check_canary,
+    begin_canary,
+    evaluation_is_due,
     finish,
     first_evaluation,
     first_sync,
@@ -30,6 +34,9 @@ from megarl.controller.schedule import learning_rate
 from megarl.controller.state import RunState
 from megarl.controller.updates import run_updates
 
+# Waits for a version's canary, and returns its metrics.
+Check = Callable[[], dict[str, float]]
+
 
 def run(state: RunState) -> None:
     """Train to ``train.steps``. Syncs first, since the samplers need the initial weights."""
@@ -39,21 +46,31 @@ def run(state: RunState) -> None:
     with Producer(
         state.config, state.episodes or state.samplers, state.stream, score, step=state.step, version=state.updates
     ) as producer:
+        checked: Check = dict
         while state.step < state.config.train.steps:
-            step(state, producer)
+            checked = step(state, producer, checked)
             if state.step % state.config.train.save_every == 0 or state.step == state.config.train.steps:
                 save(state, snapshot(state, producer))
 
 
-def step(state: RunState, producer: Producer) -> None:
-    """Do one step: take the oldest complete groups, train, sync while the engines go on."""
+def step(state: RunState, producer: Producer, checked: Check) -> Check:
+    """Do one step: take the oldest complete groups, train, sync while the engines go on.
+
+    Args:
+        state: the run's state.
+        producer: samples groups.
+        checked: waits for the canary of the present version; see ``begin_canary``.
+
+    Returns:
+        The same of the next version. The last version's canary has been waited for.
+    """
     train = state.config.train
     state.seconds = {}
     with saved_if_interrupted(state, partial(snapshot, state, producer)), timed(state, "sample"):
         groups = producer.take()
     with until_the_step_ends(state):
         rollout = reduce(Rollout.with_more, [group.rollout for group in groups])
-        measured = staleness(groups, state.updates) | producer.fill()
+        measured = checked() | staleness(groups, state.updates) | producer.fill()
         keep_completions(state, rollout)
         with timed(state, "train"):
             rates = [learning_rate(state.updates + i, train) for i in range(train.updates_per_step)]
@@ -62,10 +79,14 @@ def step(state: RunState, producer: Producer) -> None:
         state.updates += len(rates)
         with timed(state, "sync"):
             report = state.recovery.sync()
-        metrics |= check_canary(state) | measured | report.metrics()
+        checking = begin_canary(state)
+        metrics |= measured | report.metrics()
         state.step += 1
         metrics |= producer.advance(state.step, state.updates)
+        if state.step == train.steps or evaluation_is_due(state):
+            metrics |= checking()
     finish(state, rollout, metrics, partial(snapshot, state, producer))
+    return checking
 
 
 def snapshot(state: RunState, producer: Producer) -> dict[str, Any]:

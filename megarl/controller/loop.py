@@ -4,7 +4,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from megarl.controller.ending import end_if_asked, until_the_step_ends
@@ -38,14 +38,19 @@ def first_evaluation(state: RunState) -> None:
         state.recorder.track({"step": state.step, "version": state.updates, **metrics})
 
 
+def evaluation_is_due(state: RunState) -> bool:
+    """Return True if the current version is to be evaluated."""
+    step, train = state.step, state.config.train
+    due = step == 0 or step >= train.steps or (train.eval_every and step % train.eval_every == 0)
+    return state.evaluation is not None and bool(due)
+
+
 def evaluate(state: RunState) -> dict[str, float]:
     """Evaluate the current version if its step is due; return the metrics.
 
     Nothing is synced meanwhile, so the engines keep the version.
     """
-    train = state.config.train
-    due = state.step == 0 or state.step >= train.steps or (train.eval_every and state.step % train.eval_every == 0)
-    if state.evaluation is None or not due:
+    if state.evaluation is None or not evaluation_is_due(state):
         return {}
     with timed(state, "eval"):
         evaluated = state.evaluation.run(state.samplers, state.updates, state.samplers.look)
@@ -97,21 +102,34 @@ def first_sync(state: RunState) -> None:
 
 
 def check_canary(state: RunState) -> dict[str, float]:
-    """Compare trainer and engines on a fixed sequence; return the difference for the metrics.
+    """Compare trainer and engines on a fixed sequence; see ``begin_canary``."""
+    return begin_canary(state)()
 
-    Raises:
-        WeightSyncError: see ``Canary.check``. No engine generates from then on.
+
+def begin_canary(state: RunState) -> Callable[[], dict[str, float]]:
+    """Ask trainer and engines for the logprobs of a fixed sequence.
+
+    Returns:
+        What waits for the engines, and returns the difference for the metrics. It may be called again. It raises
+        ``WeightSyncError`` as ``Canary.check``; no engine generates from then on.
     """
-    if state.canary is None:
-        return {}
+    canary, version = state.canary, state.updates
+    if canary is None:
+        return dict
     with timed(state, "canary"):
-        tokens = state.canary.tokens
-        trainer = state.trainers.score(tokens, state.config.checkpoint_engine.timeout_seconds)
-        try:
-            return {"canary": state.canary.check(state.updates, trainer, state.samplers.score(tokens, state.updates))}
-        except WeightSyncError as error:
-            state.manager.refuse(str(error))
-            raise
+        trainer = state.trainers.score(canary.tokens, state.config.checkpoint_engine.timeout_seconds)
+        scored = state.samplers.start_score(canary.tokens, version)
+
+    @cache
+    def check() -> dict[str, float]:
+        with timed(state, "canary"):
+            try:
+                return {"canary": canary.check(version, trainer, scored())}
+            except WeightSyncError as error:
+                state.manager.refuse(str(error))
+                raise
+
+    return check
 
 
 def step(state: RunState) -> None:

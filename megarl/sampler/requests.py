@@ -26,6 +26,8 @@ from megarl.types import Completion
 
 # Seconds between two looks at requests that are to end. One that vLLM did not know yet is aborted at the next look.
 LOOK_SECONDS = 0.02
+# vLLM's priority of a request that begins before those that wait, whose priority is 0.
+FIRST = -1
 
 
 class Requests:
@@ -82,6 +84,8 @@ class Requests:
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1.
 
+        It begins before all requests that wait.
+
         Raises:
             StaleVersionError, WeightSyncError, WorkerError: as ``complete``.
         """
@@ -92,7 +96,9 @@ class Requests:
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=kind)
         with self._running(version) as (request_id, used):
             sent = {"prompt_token_ids": tokens.tolist()}
-            stream = self._engine().generate(sent, parameters, request_id=request_id, lora_request=self._adapter(used))
+            stream = self._engine().generate(
+                sent, parameters, request_id=request_id, lora_request=self._adapter(used), priority=FIRST
+            )
             output = await self._last(stream)
         logprobs = output.prompt_logprobs if output is not None else None
         if logprobs is None or len(logprobs) != len(tokens):

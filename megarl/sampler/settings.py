@@ -60,6 +60,7 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "enable_sleep_mode": sampler.sleep,
         "kv_cache_memory_bytes": int(sampler.kv_cache_gib * 2**30),
         "gpu_memory_utilization": sampler.gpu_memory_utilization,
+        "scheduling_policy": "priority",  # lets the canary in first
         "logprobs_mode": "processed_logprobs",  # of the distribution that tokens are drawn from
         "enable_lora": config.checkpoint_engine.content == "adapter",
         "worker_extension_cls": EXTENSION,
@@ -77,8 +78,7 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
     check_engine_args(sampler.engine_args, owned)
     if not eager:
         sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
-        # Every request has an adapter, so that graphs for batches without one would only take time to capture.
-        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False}
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return bitwise_arguments(arguments, config.model.numerics) | sampler.engine_args
 
 

@@ -61,6 +61,10 @@ def cases(tmp_path_factory):
     return [make_case(folder, name, tied=False, num_hidden_layers=2, **settings) for name, settings in CASES.items()]
 
 
-@pytest.mark.parametrize("layouts", LAUNCHES, ids=lambda layouts: ",".join(layouts))
+@pytest.mark.parametrize(
+    "layouts",
+    [LAUNCHES[0], pytest.param(LAUNCHES[1], marks=pytest.mark.long)],
+    ids=lambda layouts: ",".join(layouts),
+)
 def test_stacked_adapters_equal_pefts(cases, layouts):
     check(verify_places([place(case, name, layout) for name, layout in layouts.items() for case in cases]))

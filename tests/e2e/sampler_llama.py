@@ -40,6 +40,7 @@ def llama(folder: Path) -> dict[str, Any]:
         results["base_only"] = raised(lambda: rig.generate(prompts(1), 0))
         results |= versions(rig)
         results |= overlapping(lambda count: overlap(rig, count), "overlapped")
+        results |= overlapping(lambda count: score_first(rig, count), "score_overlapped")
         results |= overlapping(lambda count: third_version(rig, count), "third_overlapped")
         results["moves"] = moves(rig)
         results |= patterns(rig)
@@ -96,6 +97,21 @@ def overlap(rig: Rig, count: int) -> dict[str, Any]:
         "held_during": held,
         "held_after": rig.call(rig.sampler.resident())[0],
     }
+
+
+def score_first(rig: Rig, count: int) -> dict[str, Any]:
+    """Check that a canary's request begins before those that wait, with four times the sequences that run at once."""
+    version = rig.sampler.version
+    assert version is not None
+    most = rig.config.sampler.max_num_seqs // rig.config.sampler.samples_per_prompt
+    count = max(count, 4 * most)
+    running = rig.start_requests(rig.sampler.generate(prompts(count), version), count)
+    waiting = rig.sampler.gate.in_flight > 3 * most
+    rig.call(rig.sampler.score(np.arange(20, 60), version))
+    left = rig.sampler.gate.in_flight
+    running.result(120)
+    # Behind all others it would begin when the last ones run.
+    return {"score_overlapped": waiting, "score_first": left > most + 1}
 
 
 def third_version(rig: Rig, count: int) -> dict[str, Any]:

@@ -93,6 +93,11 @@ def test_a_third_live_version_is_refused_and_the_engine_lives(llama: dict) -> No
     assert llama["after_third"] < 1e-4
 
 
+def test_a_score_begins_before_requests_that_wait(llama: dict) -> None:
+    assert llama["score_overlapped"], "the requests ended too early to prove anything"
+    assert llama["score_first"]
+
+
 @pytest.mark.parametrize("way", ["drain", "abort", "continue"])
 @pytest.mark.parametrize("scenario", ["llama", "merged"])
 def test_requests_in_flight_end_move_or_go_on_and_every_token_is_of_its_version(

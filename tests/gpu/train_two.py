@@ -37,9 +37,16 @@ KINDS = {
     "in turns": ["train.steps=6"],
     "side by side": ["train.steps=12", "train.max_staleness=2", "checkpoint_engine.in_flight=continue"],
 }
-PHASES = ("seconds", "seconds/sample", "seconds/train", "seconds/sync", "sampled_tokens", "mismatch_max")
-# Steps before those that count; seconds for a run.
-WARM_UP, LIMIT = 2, 400
+PHASES = (
+    "seconds",
+    *(f"seconds/{phase}" for phase in ("sample", "train", "sync", "canary")),
+    "sampled_tokens",
+    "mismatch_max",
+)
+# Steps before those that count: side by side the first ones use up what was sampled before the first update.
+WARM_UP = {"in turns": 2, "side by side": 5}
+# Seconds for a run.
+LIMIT = 400
 
 
 def main(folder: Path, shape: str = "qwen3-0.6b", *given: str) -> None:
@@ -56,9 +63,9 @@ def main(folder: Path, shape: str = "qwen3-0.6b", *given: str) -> None:
         recipe = folder / "recipe.yaml"
         recipe.write_text(RECIPE.replace("MODEL", str(model)))
         (folder / "reward.py").write_text(REWARD)
-        found = {kind: medians(kind, recipe, *settings, *overrides) for kind, settings in chosen.items()}
+        found = {kind: means(kind, recipe, *settings, *overrides) for kind, settings in chosen.items()}
     for kind, values in found.items():
-        print(f"{kind}: medians: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
+        print(f"{kind}: means: " + ", ".join(f"{name} {value:.4g}" for name, value in values.items()))
     if len(found) < len(KINDS):
         return
     longer = max(found["in turns"]["seconds/sample"], found["in turns"]["seconds/train"])
@@ -66,8 +73,8 @@ def main(folder: Path, shape: str = "qwen3-0.6b", *given: str) -> None:
     print(f"side by side a step takes {step:.2f} s, {step / longer:.2f} of the longer phase in turns ({longer:.2f} s)")
 
 
-def medians(kind: str, recipe: Path, *settings: str) -> dict[str, Any]:
-    """Run a recipe; print its start-up and its steps, and return the medians of the phases."""
+def means(kind: str, recipe: Path, *settings: str) -> dict[str, Any]:
+    """Run a recipe; print its start-up and its steps, and return the means of the phases."""
     run = TrainRun(recipe, f"train.output={recipe.parent / kind.replace(' ', '-')}", *settings)
     status = run.finish(LIMIT)
     for log in run.folder().glob("logs/*"):
@@ -80,7 +87,8 @@ def medians(kind: str, recipe: Path, *settings: str) -> dict[str, Any]:
         print(f"{kind}: step {row['step']}: " + ", ".join(f"{name} {row.get(name, 0.0):.4g}" for name in PHASES))
     stages = sorted(name for name in rows[-1] if name.startswith(("sync/", "sync_")))
     print(f"{kind}: last sync: " + ", ".join(f"{name} {rows[-1][name]:.4g}" for name in stages), flush=True)
-    return {name: statistics.median(row.get(name, 0.0) for row in rows[WARM_UP:]) for name in PHASES}
+    counted = rows[WARM_UP[kind] :]
+    return {name: statistics.mean(row.get(name, 0.0) for row in counted) for name in PHASES}
 
 
 if __name__ == "__main__":

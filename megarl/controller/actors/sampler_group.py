@@ -108,21 +108,28 @@ class SamplerGroup:
         self.dispatcher.cancel(futures)
 
     def score(self, tokens: np.ndarray, version: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """Return engines' logprobs of a sequence; see ``VllmSampler.score``.
+        """Return engines' logprobs of a sequence; see ``start_score``."""
+        return self.start_score(tokens, version, names)()
+
+    def start_score(
+        self, tokens: np.ndarray, version: int, names: Sequence[str] | None = None
+    ) -> Callable[[], dict[str, np.ndarray]]:
+        """Ask engines for the logprobs of a sequence; see ``VllmSampler.score``.
 
         Args:
             tokens, version: the sequence, and the version that must be resident.
             names: of the engines; default: all that are open.
 
         Returns:
-            Name -> float32 ``[T - 1]``. An engine that died is lost, and left out.
+            What waits for the answers: name -> float32 ``[T - 1]``. An engine that died is lost, and left out.
         """
         chosen = [
             engine
             for engine in self.engines
             if (engine.name in names if names is not None else engine.lost is None and not engine.closed)
         ]
-        return self._each({engine: engine.actor.score.remote(tokens, version) for engine in chosen})
+        calls = {engine: engine.actor.score.remote(tokens, version) for engine in chosen}
+        return lambda: self._each(calls)
 
     def sleep(self) -> int:
         """Let all engines give their GPU memory back until ``wake``; return the bytes that became free."""

@@ -20,5 +20,7 @@ def test_a_bitwise_model_equals_the_fast_one() -> None:
     run_interpreted("-m", "tests.helpers.bitwise_layers")
 
 
+@pytest.mark.long
 def test_one_fast_operation_on_one_side_is_noticed() -> None:
+    """The same on a GPU: tests/gpu/test_bitwise.py."""
     run_interpreted("-m", "tests.helpers.bitwise_swaps")

@@ -12,6 +12,7 @@ import numpy as np
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.config import parse_config
 from megarl.controller import async_loop
+from megarl.controller.canary import Canary
 from megarl.controller.state import RunState
 from megarl.tasks.base import Reward
 from megarl.types import Completion
@@ -80,10 +81,11 @@ class Run:
                 "checkpoint_engine": {"canary": False},
             }
         )
-        self.trained, self.rows, self.saved = [], [], []
+        self.trained, self.rows, self.saved, self.events = [], [], [], []
         self.engines = Engines(slow)
 
         def optim_step(rate):
+            self.events.append("train")
             time.sleep(train_seconds)
             return {}
 
@@ -109,11 +111,33 @@ class Run:
                 note=lambda report: None,
                 write_rollout=lambda step, rollout, decode: self.trained.append([p.place for p in rollout.prompts]),
                 rollout_written=lambda: 0.0,
-                step=self.rows.append,
+                step=self.record,
                 checkpoint=lambda trainers, step, kept: self.saved.append(json.loads(json.dumps(kept))),
             ),
             staff=SimpleNamespace(restarts={"engine": 0, "trainer": 0}),
         )
+
+    def record(self, row):
+        self.events.append("record")
+        self.rows.append(row)
+
+    def with_canary(self, wrong=None):
+        """Let engines answer a canary when they are waited for; they disagree about version ``wrong``."""
+
+        def start_score(tokens, version):
+            self.events.append(f"ask {version}")
+
+            def answer():
+                self.events.append(f"answer {version}")
+                return {"sampler 0": np.full(3, float(version == wrong))}
+
+            return answer
+
+        self.state.canary = Canary("float32", np.arange(4))
+        self.state.trainers.score = lambda tokens, seconds: np.zeros(3)
+        self.state.samplers.start_score = start_score
+        self.state.manager.refuse = self.events.append
+        return self
 
     def forward(self, samples):
         """Return what the trainer would."""

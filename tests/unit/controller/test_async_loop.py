@@ -11,7 +11,7 @@ import pytest
 from megarl.config import parse_config
 from megarl.controller.rollouts.buffer import GroupBuffer, check_memory
 from megarl.controller.rollouts.data import seed_of
-from megarl.errors import ConfigError, RewardError, WorkerError
+from megarl.errors import ConfigError, RewardError, WeightSyncError, WorkerError
 from megarl.launch import run as launch
 from megarl.types import Completion
 from tests.unit.controller.async_rig import BATCH, STEPS, Run, first_places
@@ -50,6 +50,25 @@ def test_groups_that_got_too_old_are_repeated_or_trained():
     assert max(row["buffered_groups"] + row["running_groups"] for row in repeated.rows) > 0
     for run in (repeated, trained):
         assert len(run.flat) == len(set(run.flat)) == STEPS * BATCH
+
+
+def test_a_canary_is_waited_for_when_its_versions_tokens_are_trained_on():
+    run = Run(2).with_canary().go()
+    expected = ["ask 0", "answer 0"]
+    for version in range(1, STEPS + 1):
+        # The first version's was answered before anything was sampled.
+        expected += [f"answer {version - 1}"] * (version > 1) + ["train", f"ask {version}"]
+        expected += [f"answer {version}"] * (version == STEPS) + ["record"]
+    assert run.events == expected
+    assert ["canary" in row for row in run.rows] == [False, *[True] * (STEPS - 1)]
+
+
+@pytest.mark.parametrize("wrong", [0, 3, STEPS])
+def test_nothing_is_trained_on_after_a_canary_that_failed(wrong):
+    run = Run(2).with_canary(wrong)
+    with pytest.raises(WeightSyncError, match=f"canary: sampler 0 and the trainer differ .* version {wrong}"):
+        run.go()
+    assert run.events.count("train") == wrong and "canary" in run.events[-1]
 
 
 @pytest.mark.parametrize("step", [1, 5, STEPS - 1])
