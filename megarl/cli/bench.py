@@ -38,7 +38,7 @@ def _train(arguments: argparse.Namespace) -> None:
     """Print the table, and the whole report as one line of JSON."""
     from megarl.bench.report import table
     from megarl.bench.settings import parse_settings
-    from megarl.bench.train import bench_train
+    from megarl.bench.training.train import bench_train
 
     settings = parse_settings(arguments.model, arguments.overrides)
     with progress("starting") as show:
@@ -54,8 +54,8 @@ def _sync(arguments: argparse.Namespace) -> None:
 
     chosen = ["choose=true"] if arguments.choose else []
     settings = parse_sync_settings(arguments.model, [*arguments.overrides, *chosen])
-    from megarl.bench.sync import bench_sync
-    from megarl.bench.sync_report import sync_table
+    from megarl.bench.syncing.report import sync_table
+    from megarl.bench.syncing.sync import bench_sync
 
     with progress("starting") as show:
         report = bench_sync(settings, Path(arguments.out).expanduser(), report=show)
@@ -68,8 +68,8 @@ def _rollout(arguments: argparse.Namespace) -> None:
     from megarl.bench.settings import parse_rollout_settings
 
     settings = parse_rollout_settings(arguments.model, arguments.overrides)
-    from megarl.bench.rollout import bench_rollout
-    from megarl.bench.rollout_report import rollout_table
+    from megarl.bench.rollouts.report import rollout_table
+    from megarl.bench.rollouts.rollout import bench_rollout
 
     with progress("starting") as show:
         report = bench_rollout(settings, Path(arguments.out).expanduser(), report=show)

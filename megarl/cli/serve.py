@@ -39,10 +39,10 @@ def serve(arguments: argparse.Namespace) -> None:
 
     from megarl.cli.target import find_target
     from megarl.sampler import prepare_environment
-    from megarl.sampler.device_checks import check_device
+    from megarl.sampler.engine.device_checks import check_device
+    from megarl.sampler.engine.settings import check_sampled
     from megarl.sampler.environment import resolve_device
     from megarl.sampler.openai_server import server_arguments
-    from megarl.sampler.settings import check_sampled
 
     try:
         more = shlex.split(arguments.more)

@@ -19,7 +19,7 @@ from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
 from megarl.launch.staff import Staff
 from megarl.launch.transport import check_transport
-from megarl.sampler.device_checks import check_device
+from megarl.sampler.engine.device_checks import check_device
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0

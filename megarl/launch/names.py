@@ -19,8 +19,8 @@ from megarl.loss.advantages import build_advantages
 from megarl.model.inspection import inspect_folder
 from megarl.model.weights.full_config import names_of
 from megarl.plugins import absolute
-from megarl.sampler.device_checks import check_device
-from megarl.sampler.settings import check_sampled
+from megarl.sampler.engine.device_checks import check_device
+from megarl.sampler.engine.settings import check_sampled
 from megarl.tasks import TaskContext
 from megarl.tasks.options import absolute_files
 

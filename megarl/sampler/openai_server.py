@@ -3,7 +3,7 @@
 
 from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
-from megarl.sampler.settings import BATCHED_TOKENS, engine_arguments
+from megarl.sampler.engine.settings import BATCHED_TOKENS, engine_arguments
 
 # Arguments of a training engine that the server keeps; the others make it wait for weights, or fit it to training.
 KEPT = ("dtype", "tensor_parallel_size", "enforce_eager")

@@ -29,11 +29,11 @@ from megarl.config.load import parse_section
 from megarl.config.sections.eval import Sampling
 from megarl.errors import WorkerError
 from megarl.hub import local_section
-from megarl.sampler.device_checks import check_device
+from megarl.sampler.drawing.fetched_logprobs import Source
+from megarl.sampler.engine.device_checks import check_device
+from megarl.sampler.engine.settings import check_sampled
 from megarl.sampler.environment import resolve_device
-from megarl.sampler.fetched_logprobs import Source
 from megarl.sampler.serve import STOP
-from megarl.sampler.settings import check_sampled
 from megarl.types import Completion
 
 # A child that was asked to stop is killed after this many seconds. vLLM gives its own processes 5 to 15.

@@ -19,18 +19,18 @@ from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
 from megarl.errors import MegarlError
 from megarl.families import add_family
-from megarl.sampler.arrivals import Arrivals
-from megarl.sampler.batching import Batching
-from megarl.sampler.build import build_engine, start_error
-from megarl.sampler.engine_link import EngineLink
+from megarl.sampler.drawing.arrivals import Arrivals
+from megarl.sampler.drawing.batching import Batching
+from megarl.sampler.drawing.engine_link import EngineLink
+from megarl.sampler.drawing.fetched_logprobs import Source
+from megarl.sampler.drawing.gate import VersionGate
+from megarl.sampler.drawing.requests import Requests
+from megarl.sampler.drawing.sleep import Sleep
+from megarl.sampler.engine.build import build_engine, start_error
+from megarl.sampler.engine.settings import longest_sequence, stop_tokens
 from megarl.sampler.environment import resolve_device
-from megarl.sampler.fetched_logprobs import Source
-from megarl.sampler.gate import VersionGate
 from megarl.sampler.prompt_checks import check_prompt
-from megarl.sampler.requests import Requests
 from megarl.sampler.seeds import seed_from
-from megarl.sampler.settings import longest_sequence, stop_tokens
-from megarl.sampler.sleep import Sleep
 from megarl.types import Completion
 
 

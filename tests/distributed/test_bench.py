@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megarl.bench.ranks import run_contender
 from megarl.bench.settings import BenchSettings, parse_settings
+from megarl.bench.training.ranks import run_contender
 from tests.helpers.ranks import run_ranks
 
 FAST = ["dtype=float32", "sequences=2", "length=12", "warmup=1", "steps=1"]
@@ -15,7 +15,7 @@ FAST = ["dtype=float32", "sequences=2", "length=12", "warmup=1", "steps=1"]
 
 def measured(name: Any, settings: BenchSettings, folder: str) -> dict[str, Any]:
     """Measure on this rank."""
-    from megarl.bench.contender import measure
+    from megarl.bench.training.contender import measure
     from megarl.parallel.groups import destroy_groups
 
     result = measure(name, name, settings, Path(folder))

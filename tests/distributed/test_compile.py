@@ -119,7 +119,7 @@ def operators(rank_folder: str) -> None:
 
 def write_joint_graph(folder: str) -> None:
     """Write the graph of a layer, as `megarl bench train --graph` does."""
-    from megarl.bench.joint_graph import write_graph
+    from megarl.bench.training.joint_graph import write_graph
 
     model = build(Path(folder), {}, "float32", "qwen3")
     batch = model.pack(make_samples(4, SHAPE["vocab_size"], seed=0), np.full(4, 0.05))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.sections.eval import Sampling
-from megarl.sampler.fetched_logprobs import _own_logprobs
+from megarl.sampler.drawing.fetched_logprobs import _own_logprobs
 from tests.e2e.sampler_rig import Rig, prompts
 
 # Requests whose logprobs vLLM returns; at each step one of them must run.

@@ -18,7 +18,7 @@ import transformers
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig, parse_config
-from megarl.sampler.gate import VersionGate
+from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.vllm_sampler import VllmSampler
 
 LORA = {"r": 8, "lora_alpha": 24, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

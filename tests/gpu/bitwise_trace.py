@@ -67,8 +67,8 @@ def vllm_trace(folder: str, adapter: str, out: str, prompt: list[int]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    from megarl.sampler.engine_args import bitwise_arguments
-    from megarl.sampler.settings import EXTENSION
+    from megarl.sampler.engine.arguments import bitwise_arguments
+    from megarl.sampler.engine.settings import EXTENSION
 
     arguments = bitwise_arguments({"enforce_eager": True}, "bitwise")
     engine = LLM(

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megarl.bench.ceilings import broadcast_rate
 from megarl.bench.shapes import SHAPES
+from megarl.bench.syncing.ceilings import broadcast_rate
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.filling import DTYPES, shape_of
 from megarl.checkpoint_engine.receiver.bucket_writes import BucketWrites

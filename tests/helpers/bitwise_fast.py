@@ -69,7 +69,7 @@ def _hook_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor | None = None)
 
 
 def _hook_rotary(embedding: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> Any:
-    from megarl.sampler.bitwise_hooks import _frequencies
+    from megarl.sampler.worker.bitwise_hooks import _frequencies
 
     angles = positions.float()[:, None] * _frequencies(embedding).to(query.device)
     width = embedding.head_size

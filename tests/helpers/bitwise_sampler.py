@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from megarl.sampler import bitwise_hooks
-from megarl.sampler.engine_args import PAGE
+from megarl.sampler.engine.arguments import PAGE
+from megarl.sampler.worker import bitwise_hooks
 
 Work = list[tuple[int, int, int]]  # of one step: a request, its first new token, and the token after its last new one
 PARTS = {

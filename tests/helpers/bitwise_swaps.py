@@ -22,7 +22,7 @@ from megarl.bitwise import linear
 from megarl.lora.layers import bitwise as lora
 from megarl.loss import chunks
 from megarl.model.layers.bitwise import ops
-from megarl.sampler import bitwise_hooks
+from megarl.sampler.worker import bitwise_hooks
 from megarl.verify.inputs.tiny_model import write_random
 from tests.helpers.bitwise_configs import SMALL, configs
 from tests.helpers.bitwise_fast import SAMPLER, TRAINER

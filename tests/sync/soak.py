@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 
 from megarl.checkpoint_engine.transports.shm_folders import ROOT
-from megarl.sampler import requests
+from megarl.sampler.drawing import requests
 from tests.e2e.sampler_rig import LORA, PeftTrainer, Rig, make_model, prompts, run_config
 from tests.helpers.processes import find_engine
 

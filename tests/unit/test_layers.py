@@ -26,6 +26,17 @@ COMMON = {
     "triton_support",
 }
 
+SAMPLING = COMMON | {
+    "peft",
+    "checkpoint_engine.wire",
+    "checkpoint_engine.records",
+    "checkpoint_engine.choice",
+    "checkpoint_engine.receiver*",
+    "sampler.environment",
+    "sampler.seeds",
+}
+MEASURED = COMMON | {"parallel", "loss", "model", "lora", "build", "checkpoint_engine", "sampler"}
+
 # Part -> the other parts that it may import. The longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
@@ -64,9 +75,12 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
     "checkpoint_engine.records": COMMON | {"checkpoint_engine.wire"},
-    "sampler": COMMON
-    | {"peft", "bitwise", "checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.choice"}
-    | {"checkpoint_engine.receiver*"},
+    "sampler": SAMPLING | {"sampler.engine", "sampler.drawing"},
+    "sampler.engine": SAMPLING,
+    "sampler.drawing": SAMPLING | {"sampler.engine"},
+    # vLLM imports it in its workers, by name.
+    "sampler.worker": SAMPLING | {"bitwise", "sampler.drawing.fetched_logprobs"},
+    "sampler.plain": SAMPLING,
     "report": COMMON,
     "evaluation": COMMON | {"tasks"},
     "controller": COMMON
@@ -105,7 +119,10 @@ INTERNAL: dict[str, set[str]] = {
         "evaluation",
         "tokenizer",
     },
-    "bench": COMMON | {"parallel", "loss", "model", "lora", "build", "checkpoint_engine", "sampler"},
+    "bench": MEASURED,
+    "bench.training": MEASURED | {"bench"},
+    "bench.syncing": MEASURED | {"bench"},
+    "bench.rollouts": MEASURED | {"bench"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "hf", "build", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}

@@ -36,7 +36,7 @@ class SamplerEngine:
         Returns:
             Seconds of ``imports``, of ``vLLM``'s start, and of those of its parts that its log tells.
         """
-        from megarl.sampler.build import import_vllm
+        from megarl.sampler.engine.build import import_vllm
 
         began = time.perf_counter()
         import_vllm()
@@ -122,7 +122,7 @@ class SamplerEngine:
         except LostError:
             raise
         except WorkerError as error:
-            from megarl.sampler.build import GONE
+            from megarl.sampler.engine.build import GONE
 
             cause = root_exception(self._log, self._log_begins)
             if cause is None and GONE.search(str(error)):

@@ -14,7 +14,7 @@ from megarl.launch.run import prepare_task
 from megarl.model.inspection import inspect_folder
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
-from megarl.sampler.settings import stop_tokens
+from megarl.sampler.engine.settings import stop_tokens
 from megarl.verify.inputs.samples import make_samples
 from megarl.verify.inputs.settings import verify_tree
 from megarl.verify.inputs.tiny_model import write_random

@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megarl.bitwise.frequencies import inverse_frequencies, llama3_frequencies
 from megarl.bitwise.kernels.attention import TILE
-from megarl.sampler.engine_args import PAGE
+from megarl.sampler.engine.arguments import PAGE
 
 
 def test_plain_frequencies_are_transformers() -> None:

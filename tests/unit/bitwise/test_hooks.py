@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from megarl.errors import UnsupportedError
-from megarl.sampler.bitwise_hooks import OPERATIONS, REMOVED, install
+from megarl.sampler.worker.bitwise_hooks import OPERATIONS, REMOVED, install
 
 EVERY = (*OPERATIONS.values(), REMOVED)
 

@@ -6,7 +6,7 @@ import pytest
 from megarl.config import override_config
 from megarl.config.sections.eval import Sampling
 from megarl.errors import ConfigError
-from megarl.sampler.settings import longest_sequence
+from megarl.sampler.engine.settings import longest_sequence
 
 RECIPE = {
     "model": {"path": "model"},

@@ -12,9 +12,9 @@ from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.sections.train import TrainConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.sampler.engine_args import PAGE, bitwise_arguments
+from megarl.sampler.engine.arguments import PAGE, bitwise_arguments
+from megarl.sampler.engine.settings import engine_arguments
 from megarl.sampler.environment import BITWISE, prepare_numerics
-from megarl.sampler.settings import engine_arguments
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "head_dim": 128,

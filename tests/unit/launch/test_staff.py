@@ -12,7 +12,7 @@ from megarl.errors import ConfigError, LostError, WorkerError
 from megarl.launch.plan import Plan, plan_placement
 from megarl.launch.staff import Staff
 from megarl.launch.transport import check_transport
-from megarl.sampler.build import start_error
+from megarl.sampler.engine.build import start_error
 from tests.unit.launch.test_plan import nodes, run
 
 NAMES = ["trainer rank 0", "trainer rank 1", "sampler 0", "sampler 1"]

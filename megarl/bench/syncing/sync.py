@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run `megarl bench sync`: time how new weights come from a trainer into live engines, beside ceilings and peers."""
+
+import contextlib
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.bench.adapters import change_adapter, lora_section
+from megarl.bench.random_weights import TMPFS, base_filler, model_folder
+from megarl.bench.settings import SyncBenchSettings
+from megarl.bench.syncing.ceilings import broadcast_rate, copy_rate
+from megarl.bench.syncing.choose import decode_rate, sampler_settings
+from megarl.bench.syncing.device_memory import DeviceMemory
+from megarl.bench.training.ranks import check_gpus
+from megarl.build import build_model
+from megarl.checkpoint_engine.phases import SyncReport
+from megarl.checkpoint_engine.weight_sync import WeightSync
+from megarl.config import TrainConfig
+from megarl.config.sections.eval import Sampling
+from megarl.model.trained_model import TrainedModel
+from megarl.parallel.groups import destroy_groups
+from megarl.sampler.plain.engine import time_plain_engine
+from megarl.sampler.process import SamplerProcess
+from megarl.types import Sample
+
+# Tokens that trainer and engine both score after the syncs; sizes of an engine.
+SCORED, REQUESTS, RESPONSE = 64, 8, 64
+# Syncs of the base after the first, which also connects, plans and compiles.
+BASES = 5
+# Syncs while requests run, and the seconds before each.
+PAUSES, REST_SECONDS = 15, 0.4
+# The longest that a request may take, seconds.
+GENERATE_SECONDS = 120.0
+
+
+def bench_sync(
+    settings: SyncBenchSettings, out: Path, *, report: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Measure syncs of every content.
+
+    Args:
+        settings: what to measure.
+        out: folder for the engines' logs.
+        report: called with a line before each part.
+
+    Returns:
+        ``settings``, ``transport``, ``rows`` (one per kind of weights), ``ceilings`` (GB/s), and ``disk`` if measured.
+    """
+    check_gpus(settings.tensor, settings.device, f"an engine of {settings.tensor} ranks (tensor)")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
+        folder = model_folder(settings.model, Path(scratch), settings.layers)
+        report("the trainer builds")
+        model = _build(settings, folder)
+        transport = _transport(settings, model)
+        result: dict[str, Any] = {"settings": settings.model_dump(), "transport": transport, "rows": []}
+        for content in settings.contents:
+            report(f"{content}: {settings.engines} engines start; log: {out}/sync-{content}-0.log")
+            with _engines(settings, folder, content, transport, out) as (engines, seconds):
+                result["engine_start_seconds"] = seconds
+                result["rows"] += _measure(settings, model, engines, content, transport, report)
+        largest = max(row["nbytes"] for row in result["rows"])
+        result["ceilings"] = {"copy": copy_rate(model.groups.device, largest)}
+        if _spread(settings):
+            report("the ceiling: a NCCL broadcast of as many bytes")
+            for row in result["rows"]:
+                row["broadcast"] = broadcast_rate(row["nbytes"], range(1, 1 + settings.engines * settings.tensor))
+        if settings.disk:
+            report("vLLM's own way: save, and load into a running engine")
+            result["disk"] = _disk(settings, model, folder, Path(scratch), out)
+        destroy_groups()
+        return result
+
+
+def _build(settings: SyncBenchSettings, folder: Path) -> TrainedModel:
+    train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
+    section = {"path": str(folder), "dtype": settings.dtype}
+    fill = base_filler(settings.model, settings.seed)
+    model = build_model(section, lora=lora_section(settings.r), train=train, fill_base=fill)
+    change_adapter(model, settings.seed)
+    return model
+
+
+def _transport(settings: SyncBenchSettings, model: TrainedModel) -> str:
+    if settings.transport != "auto":
+        return settings.transport
+    return "nccl" if model.groups.device.type == "cuda" and _spread(settings) else "ipc"
+
+
+def _spread(settings: SyncBenchSettings) -> bool:
+    """Return True if each engine has GPUs of its own."""
+    return settings.device != "cpu" and torch.cuda.device_count() > settings.engines * settings.tensor
+
+
+def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
+    """Return the GPUs of an engine, as this process counts them; the trainer has GPU 0."""
+    first = 1 + engine * settings.tensor if _spread(settings) else 0
+    return list(range(first, first + settings.tensor))
+
+
+@contextlib.contextmanager
+def _engines(
+    settings: SyncBenchSettings, folder: Path, content: str, transport: str, out: Path
+) -> Iterator[tuple[list[SamplerProcess], float]]:
+    """Start the engines; yield them and the seconds that the slowest needed."""
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        engines = [
+            stack.enter_context(
+                SamplerProcess(
+                    {"path": str(folder), "dtype": settings.dtype},
+                    lora=lora_section(settings.r),
+                    sampler=_sampler(settings),
+                    checkpoint_engine={"transport": transport, "content": content},
+                    device=settings.device,
+                    gpus=gpus_of(settings, i) if torch.cuda.is_available() else None,
+                    log=out / f"sync-{content}-{i}.log",
+                    index=i,
+                )
+            )
+            for i in range(settings.engines)
+        ]
+        for engine in engines:
+            engine.wait()
+        yield engines, time.perf_counter() - began
+
+
+def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
+    given = {
+        "samples_per_prompt": 2,
+        "max_prompt_tokens": SCORED,
+        "max_response_tokens": RESPONSE,
+        "max_num_seqs": REQUESTS,
+        "kv_cache_gib": settings.kv_cache_gib,
+        "enforce_eager": True,
+        "parallel": {"tensor": settings.tensor},
+    }
+    return given | sampler_settings(settings) if settings.choose else given
+
+
+def _measure(
+    settings: SyncBenchSettings,
+    model: TrainedModel,
+    engines: list[SamplerProcess],
+    content: str,
+    transport: str,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Time the base and then many versions; check that every engine computes what the trainer does."""
+    section = {"transport": transport, "content": content, "bucket_mib": settings.bucket_mib}
+    memory = DeviceMemory([0, *gpus_of(settings, 0)])
+    weights = WeightSync(model, engines, section)
+    first, *others = [_timed(model, lambda: weights.sync("base")) for _ in range(1 + BASES)]
+    rows = [_row("first base", [first]), _row("base", others)]
+    weights.sync()
+    times = []
+    report(f"{content}: {settings.rounds} syncs")
+    for number in range(settings.rounds):
+        change_adapter(model, settings.seed + number + 1)
+        model.version += 1
+        times.append(_timed(model, weights.sync))
+    row = _row(content, times)
+    stages = ", ".join(f"{name} {ms:.2f}" for name, ms in row["stages_ms"].items())
+    report(f"{content}: {row['nbytes'] / 2**20:.1f} MiB in {row['ms']:.2f} ms ({stages})")
+    row["memory_mib"] = memory.grown()
+    row |= _differences(model, engines)
+    if settings.choose:
+        row["tokens_per_second"] = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
+        report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
+    if content == "adapter":
+        report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
+        row["pause_ms"] = _pause(model, engines[0], weights, report)
+    weights.close()
+    return [*rows, row]
+
+
+def _timed(model: TrainedModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:
+    """Return the seconds from the end of the device's work until the new version serves, and the report."""
+    if model.groups.device.type == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    done = sync()
+    return time.perf_counter() - began, done
+
+
+def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
+    reports = [report for _, report in times]
+    stages = {
+        name: statistics.median(getattr(one, part).get(name, 0.0) for one in reports) * 1e3
+        for part in ("seconds", "stages")
+        for name in getattr(reports[-1], part)
+    }
+    return {
+        "kind": kind,
+        "nbytes": reports[-1].nbytes,
+        "tensors": reports[-1].count,
+        "ms": statistics.median(seconds for seconds, _ in times) * 1e3,
+        "worst_ms": max(seconds for seconds, _ in times) * 1e3,
+        "syncs": len(times),
+        "stages_ms": stages,
+    }
+
+
+def _differences(model: TrainedModel, engines: list[SamplerProcess]) -> dict[str, float]:
+    """Compare the logprobs of trainer and engines on random tokens: the largest and the mean difference."""
+    tokens = np.random.default_rng(0).integers(0, model.hf_config["vocab_size"], SCORED)
+    expected = model.forward(model.pack([Sample(tokens, np.arange(SCORED) > 0)]), temperature=1.0)[0]
+    found = np.abs([engine.score(tokens, model.version) - expected for engine in engines])
+    return {"logprob_difference": float(found.max()), "logprob_difference_mean": float(found.mean())}
+
+
+def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
+    """Return by how many milliseconds a sync delays a request that runs: median over syncs of the longest delay.
+
+    Requests of one token follow each other. One that a sync or its end falls into is compared with the usual one.
+    """
+    prompt = np.random.default_rng(1).integers(0, model.hf_config["vocab_size"], 8)
+    one = Sampling(samples=1, temperature=1.0, top_p=1.0, max_tokens=1)
+    requests: list[tuple[float, float]] = []
+    syncs: list[tuple[float, float]] = []
+    enough = threading.Event()
+
+    def ask() -> None:
+        """Send requests, one after the other."""
+        while not enough.is_set():
+            began = time.perf_counter()
+            engine.turn(prompt, len(requests), None, one).result(GENERATE_SECONDS)
+            requests.append((began, time.perf_counter()))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    for _ in range(PAUSES):
+        time.sleep(REST_SECONDS)
+        model.version += 1
+        began = time.perf_counter()
+        weights.sync()
+        syncs.append((began, time.perf_counter()))
+    time.sleep(REST_SECONDS)
+    enough.set()
+    asking.join()
+    usual = statistics.median(end - start for start, end in requests)
+    hit = [[end - start for start, end in requests if end > began and start < ended + usual] for began, ended in syncs]
+    report(f"adapter: {len(requests)} requests of {usual * 1e3:.1f} ms; a sync hits {len(hit[0])}")
+    return statistics.median(max(times) - usual for times in hit) * 1e3
+
+
+def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:
+    """Time PEFT's file format through memory-backed files into a plain vLLM engine."""
+    saved = []
+    for number in range(3):
+        began = time.perf_counter()
+        model.save_adapter(scratch / f"adapter-{number}")
+        saved.append(time.perf_counter() - began)
+    paths = [str(scratch / f"adapter-{number}") for number in range(3)]
+    loaded = time_plain_engine(
+        {
+            "path": str(folder),
+            "dtype": settings.dtype,
+            "rank": settings.r,
+            "kv_cache_gib": settings.kv_cache_gib,
+            "tensor": settings.tensor,
+        },
+        paths,
+        out / "sync-plain.log",
+    )
+    return {"save_ms": statistics.median(saved) * 1e3, **loaded}

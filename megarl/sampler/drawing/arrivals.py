@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receive weights into one engine and make them the ones that are sampled from, or let it refuse to generate."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.wire import Kind
+from megarl.errors import WeightSyncError
+from megarl.sampler.drawing.gate import VersionGate
+from megarl.sampler.drawing.readiness import Readiness
+from megarl.sampler.drawing.requests import Requests
+from megarl.sampler.engine.settings import LIVE_VERSIONS
+
+# vLLM may hold a request's blocks for a moment after its last token; meanwhile its cache cannot be emptied.
+RESET_SECONDS = 10.0
+
+
+class Arrivals:
+    """Receives weights into an engine and switches to them. Any failure makes the engine refuse to generate.
+
+    Args:
+        requests: the engine's requests and its gate.
+        call: function: a worker's method, its arguments -> the answers of all workers.
+        reset_cache: function that empties the prefix cache; False while a request holds blocks.
+        patience: seconds that a sync waits for requests.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        call: Callable[..., Awaitable[list[Any]]],
+        reset_cache: Callable[[], Awaitable[bool]],
+        patience: float,
+    ) -> None:
+        self._requests, self._call, self._reset_cache, self._patience = requests, call, reset_cache, patience
+        self._readiness = Readiness(lambda: self._gate, lambda *arguments: call("megarl_arm", *arguments))
+
+    @property
+    def _gate(self) -> VersionGate:
+        return self._requests.gate
+
+    async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
+        """See ``VllmSampler.receive``."""
+        with self._refusing_on_error():
+            self._gate.check_usable()
+            announced = json.loads(endpoint)
+            version, kind = announced["version"], announced["kind"]
+            self._gate.check_kind(kind)
+            if kind == "adapter" and announced.get("stays"):
+                await self._readiness.use(announced, first)
+                self._gate.arm(version, kind, [])
+                return []
+            self._readiness.forget()
+            kept = await self._make_room(version, kind)
+            answers = await self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
+            receipts = [answer for answer in answers if answer]
+            self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
+            return receipts
+
+    async def flip(self, version: int, kind: Kind, checksum: str) -> None:
+        """See ``VllmSampler.flip``."""
+        with self._refusing_on_error():
+            self._gate.check_flip(version, kind, checksum)
+            if kind != "adapter":
+                await self._empty_prefix_cache()
+                self._gate.flip()
+                if self._gate.resident is not None:
+                    self._requests.resume()
+                return
+            async with self._requests.drained(self._patience):
+                self._gate.flip()
+            self._requests.resume()  # after a base, requests wait for the adapter
+            await self._requests.move(version, self._patience)
+            self._readiness.renew()
+
+    async def readmit(self) -> None:
+        """See ``VllmSampler.readmit``."""
+        with self._refusing_on_error():
+            self._gate.refuse("it is being readmitted")
+            await self._requests.end_all(self._patience)
+            await self._call("megarl_reset")
+        self._requests.gate = self._gate.renewed()
+        self._readiness.forget()
+
+    async def _make_room(self, version: int, kind: Kind) -> list[int]:
+        """Let nothing use what the weights replace; return the versions whose adapters must stay."""
+        if kind == "adapter":
+            return self._gate.make_room(version, LIVE_VERSIONS)
+        if self._gate.resident is not None:
+            await self._requests.pause(self._patience)
+        self._gate.overwrite(kind)
+        return []
+
+    async def _empty_prefix_cache(self) -> None:
+        """Drop all cached keys and values, which are those of the weights before."""
+        deadline = asyncio.get_running_loop().time() + RESET_SECONDS
+        while not await self._reset_cache():
+            if asyncio.get_running_loop().time() > deadline:
+                raise WeightSyncError("vLLM could not empty its prefix cache after the weights changed")
+            await asyncio.sleep(0.01)
+
+    @contextmanager
+    def _refusing_on_error(self) -> Iterator[None]:
+        """Close the gate if anything in the block fails, cancellation included."""
+        try:
+            yield
+        except BaseException as error:
+            self._gate.refuse(str(error) or repr(error))
+            self._requests.resume()  # those that wait are refused
+            raise

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time vLLM's own way to a new adapter: files, loaded by a plain engine. The peer of `megarl bench sync`.
+
+``python -m megarl.sampler.plain.engine SETTINGS PATH ...`` prints the result as the last line, in JSON.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import WorkerError
+from megarl.sampler.environment import prepare_environment
+
+
+def time_plain_engine(settings: dict[str, Any], adapters: Sequence[str], log: Path) -> dict[str, float]:
+    """Start a plain vLLM engine in a process of its own and load adapters into it.
+
+    Args:
+        settings: ``path`` and ``dtype`` of the model (its weights are not read), ``rank``, ``kv_cache_gib``,
+            ``tensor`` (number of ranks).
+        adapters: PEFT folders.
+        log: file for what vLLM prints.
+
+    Returns:
+        ``start_seconds`` of the engine, ``load_ms`` of an adapter (median).
+
+    Raises:
+        WorkerError: the engine failed.
+    """
+    return run_json("megarl.sampler.plain.engine", [json.dumps(settings), *adapters], log)
+
+
+def run_json(module: str, arguments: Sequence[str], log: Path) -> dict[str, Any]:
+    """Run a module with a plain vLLM engine, and return what it prints last, as JSON.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    with log.open("w") as handle:
+        run = subprocess.run(
+            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=handle, text=True
+        )
+    if run.returncode:
+        raise WorkerError(f"the plain vLLM engine ended with status {run.returncode}; its log: {log}")
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:
+    """Load each adapter once, after the first as a warm-up."""
+    prepare_environment()
+    from vllm import LLM
+    from vllm.lora.request import LoRARequest
+
+    began = time.perf_counter()
+    engine = LLM(
+        settings["path"],
+        dtype=settings["dtype"],
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        tensor_parallel_size=settings["tensor"],
+        enable_lora=True,
+        max_lora_rank=settings["rank"],
+        max_loras=2,
+        max_cpu_loras=4,
+        max_model_len=128,
+        max_num_seqs=16,
+        gpu_memory_utilization=0.3,  # looked at only when it starts; the trainer may have the rest
+        kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30),
+    ).llm_engine
+    started, loads = time.perf_counter() - began, []
+    for number, path in enumerate(adapters, start=1):
+        began = time.perf_counter()
+        engine.add_lora(LoRARequest(f"adapter-{number}", number, path))
+        loads.append(time.perf_counter() - began)
+    print(json.dumps({"start_seconds": started, "load_ms": statistics.median(loads[1:]) * 1e3}), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])
