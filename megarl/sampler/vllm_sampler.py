@@ -27,7 +27,7 @@ from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.drawing.requests import Requests
 from megarl.sampler.drawing.sleep import Sleep
 from megarl.sampler.engine.build import build_engine, start_error
-from megarl.sampler.engine.settings import longest_sequence, stop_tokens
+from megarl.sampler.engine.settings import live_versions, longest_sequence, stop_tokens
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.prompt_checks import check_prompt
 from megarl.sampler.seeds import seed_from
@@ -70,6 +70,7 @@ class VllmSampler:
             lambda: self._link.call(self._link.engine().reset_prefix_cache()),
             # Less than the manager waits for the sync, to say why.
             config.checkpoint_engine.timeout_seconds / 2,
+            live_versions(config),
         )
         self._sleep = Sleep(self._requests, self._link.engine, self._link.call, self._link.rpc)
         self.batching = Batching(self._link.engine, config.checkpoint_engine.timeout_seconds)
@@ -241,11 +242,7 @@ class VllmSampler:
         await self._arrivals.flip(version, kind, checksum)
 
     async def use_base(self, version: int) -> None:
-        """Make the base model alone, without an adapter, the version that is sampled from.
-
-        Args:
-            version: number of the version; no other has it.
-        """
+        """Make the base model alone, without an adapter, the version that is sampled from; its number is new."""
         self._requests.base_versions.add(version)
         self.gate.stage([Receipt(version, "adapter", 0, 0, 0, "base")])
         self.gate.check_flip(version, "adapter", "base")

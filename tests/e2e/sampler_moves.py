@@ -16,11 +16,14 @@ def moves(rig: Rig, kind: Any = "adapter") -> dict[str, Any]:
     """Sync while requests run that are for no version: each way of ``checkpoint_engine.in_flight``."""
     results: dict[str, Any] = {}
     config = rig.sampler._requests._config
-    for number, way in enumerate(("drain", "abort", "continue")):
+    ways = ("drain", "abort", "continue") + ("overlap",) * (kind == "adapter")
+    for number, way in enumerate(ways):
         settings = config.checkpoint_engine.model_copy(update={"in_flight": way})
         rig.sampler._requests._config = replace(config, checkpoint_engine=settings)
         old = 200 + 2 * number
         results[way] = overlapping(lambda count, old=old, way=way: move(rig, kind, way, old, count), "overlapped")
+    if kind == "adapter":
+        results["third"] = overlapping(lambda count: third(rig, count), "overlapped")
     rig.sampler._requests._config = config
     return results
 
@@ -40,6 +43,7 @@ def move(rig: Rig, kind: Any, way: str, old: int, count: int) -> dict[str, Any]:
     late = rig.start(rig.sampler.sample(prompts(2), [1, 2]))
     ran = not running.done()
     syncing.result(60)
+    beside = not running.done()
     held = rig.call(rig.sampler.resident())[0]
     ones = [one for group in running.result(120) for one in group]
     made_by_new = sum(one.versions[-1] == new for one in ones)
@@ -49,7 +53,12 @@ def move(rig: Rig, kind: Any, way: str, old: int, count: int) -> dict[str, Any]:
     return {
         "score_error": float(np.abs(scored - rig.trainer.logprobs(tokens[:1], tokens[1:], 1.0)).max()),
         # Some requests were still running when the new version came, and with "continue" had drawn some tokens.
-        "overlapped": {"drain": ran, "abort": ran and made_by_new, "continue": ran and changed}[way],
+        "overlapped": {
+            "drain": ran,
+            "overlap": beside,
+            "abort": ran and made_by_new,
+            "continue": ran and changed,
+        }[way],
         "error": version_error(rig, ones, (old, new)),
         "made_by_new": made_by_new,
         "changed": changed,
@@ -58,6 +67,18 @@ def move(rig: Rig, kind: Any, way: str, old: int, count: int) -> dict[str, Any]:
         # The old version is dropped as soon as the workers wait for the next one.
         "held": new + 1 in held[0] and set(held[0]) <= {old + 1, new + 1} if kind == "adapter" else held[0] == [],
     }
+
+
+def third(rig: Rig, count: int) -> dict[str, Any]:
+    """Sync two versions while requests draw from a third; the engine has two slots, and ``in_flight`` is overlap."""
+    rig.manager.sync(300, "adapter")
+    running = rig.start_requests(rig.sampler.sample(prompts(count), list(range(count))), count)
+    rig.manager.sync(301, "adapter")
+    beside = rig.sampler.gate._in_flight[300]
+    rig.manager.sync(302, "adapter")
+    waited = not rig.sampler.gate._in_flight[300]
+    drawn = {int(version) for group in running.result(120) for one in group for version in one.versions}
+    return {"overlapped": beside > 0, "waited": waited, "drawn": sorted(drawn)}
 
 
 def version_error(rig: Rig, ones: list[Completion], versions: tuple[int, int]) -> float:

@@ -35,7 +35,7 @@ def reward(prompt, completion):
 """
 KINDS = {
     "in turns": ["train.steps=6"],
-    "side by side": ["train.steps=12", "train.max_staleness=2", "checkpoint_engine.in_flight=continue"],
+    "side by side": ["train.steps=12", "train.max_staleness=2", "checkpoint_engine.in_flight=overlap"],
 }
 PHASES = (
     "seconds",

@@ -30,9 +30,11 @@ class CheckpointEngineConfig(Section):
     base_weights: Literal["send", "disk"] = "send"
     """Source of the sampler's base weights at the start and on resume. ``send``: the trainer sends them; ``disk``: vLLM
     reads them from ``model.path``."""
-    in_flight: Literal["drain", "abort", "continue"] = "drain"
+    in_flight: Literal["drain", "overlap", "abort", "continue"] = "drain"
     """What becomes of requests that run when a new version has arrived in the engine. ``drain``: they end under the
     old version, and new requests wait for that; if it takes longer than half of ``timeout_seconds``, the run ends.
+    ``overlap``: they end under the old version, and new requests begin under the new one at once. An engine then holds
+    three versions, and a sync waits as long while all three have requests. Needs ``content`` adapter.
     ``abort``: what they have drawn is dropped, and they start again under the new version. ``continue``: they keep
     their tokens and go on under the new version, which computes the KV of the tokens so far anew;
     ``Completion.versions`` tells the version of each token. Nothing runs during a sync unless training is

@@ -13,7 +13,6 @@ from megarl.errors import WeightSyncError
 from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.drawing.readiness import Readiness
 from megarl.sampler.drawing.requests import Requests
-from megarl.sampler.engine.settings import LIVE_VERSIONS
 
 # vLLM may hold a request's blocks for a moment after its last token; meanwhile its cache cannot be emptied.
 RESET_SECONDS = 10.0
@@ -27,6 +26,7 @@ class Arrivals:
         call: function: a worker's method, its arguments -> the answers of all workers.
         reset_cache: function that empties the prefix cache; False while a request holds blocks.
         patience: seconds that a sync waits for requests.
+        slots: number of versions that the engine can hold at once.
     """
 
     def __init__(
@@ -35,9 +35,13 @@ class Arrivals:
         call: Callable[..., Awaitable[list[Any]]],
         reset_cache: Callable[[], Awaitable[bool]],
         patience: float,
+        slots: int,
     ) -> None:
         self._requests, self._call, self._reset_cache, self._patience = requests, call, reset_cache, patience
-        self._readiness = Readiness(lambda: self._gate, lambda *arguments: call("megarl_arm", *arguments))
+        self._slots = slots
+        self._readiness = Readiness(
+            lambda: self._gate, lambda *arguments: call("megarl_arm", *arguments), slots, self._leave_slot
+        )
 
     @property
     def _gate(self) -> VersionGate:
@@ -89,11 +93,15 @@ class Arrivals:
     async def _make_room(self, version: int, kind: Kind) -> list[int]:
         """Let nothing use what the weights replace; return the versions whose adapters must stay."""
         if kind == "adapter":
-            return self._gate.make_room(version, LIVE_VERSIONS)
+            await self._leave_slot()
+            return self._gate.make_room(version, self._slots)
         if self._gate.resident is not None:
             await self._requests.pause(self._patience)
         self._gate.overwrite(kind)
         return []
+
+    async def _leave_slot(self) -> None:
+        await self._requests.leave_slot(self._slots, self._patience)
 
     async def _empty_prefix_cache(self) -> None:
         """Drop all cached keys and values, which are those of the weights before."""

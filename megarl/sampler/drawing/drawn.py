@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from megarl.errors import WorkerError
+from megarl.types import Completion
+
 # vLLM's finish reason of an aborted request.
 ABORTED = "abort"
 
@@ -34,3 +37,26 @@ class Drawn:
         self.logprobs += logprobs.tolist()
         self.versions += [version] * len(output.token_ids)
         self.finish_reason = output.finish_reason
+
+    def completion(self, prompt: np.ndarray, name: str) -> Completion:
+        """Convert to a Completion.
+
+        Args:
+            prompt: int64 ``[P]``.
+            name: the engine's, for messages.
+
+        Raises:
+            WorkerError: anything is incomplete.
+        """
+        logprobs = np.asarray(self.logprobs, dtype=np.float32)
+        if self.finish_reason not in ("stop", "length") or not self.ids:
+            raise WorkerError(f"{name}: a completion ended with {self.finish_reason!r}")
+        if not np.isfinite(logprobs).all():
+            raise WorkerError(f"{name}: a completion has a logprob that is not finite")
+        return Completion(
+            prompt_ids=np.asarray(prompt, dtype=np.int64),
+            response_ids=np.asarray(self.ids, dtype=np.int64),
+            logprobs=logprobs,
+            versions=np.asarray(self.versions, dtype=np.int64),
+            finish_reason=self.finish_reason,
+        )

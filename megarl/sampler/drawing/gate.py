@@ -53,6 +53,11 @@ class VersionGate:
         """Number of requests that are being answered."""
         return sum(self._in_flight.values())
 
+    @property
+    def live(self) -> int:
+        """Number of adapters that are resident or serve requests."""
+        return sum(version == self._resident or self._in_flight[version] > 0 for version in self._loaded)
+
     @contextmanager
     def request(self, version: int) -> Iterator[None]:
         """Keep ``version`` resident for the duration of a request.

@@ -9,7 +9,6 @@ from typing import Any
 
 from megarl.errors import MegarlError
 from megarl.sampler.drawing.gate import VersionGate
-from megarl.sampler.engine.settings import LIVE_VERSIONS
 
 
 class Readiness:
@@ -22,10 +21,18 @@ class Readiness:
         gate: function that returns the engine's gate.
         arm: function: endpoint, receiver index of the first worker, LoRA ids that are used -> ``megarl_arm`` of all
             workers.
+        slots: number of versions that the engine can hold at once.
+        leave_slot: returns when there is an idle slot, or at once if none is waited for.
     """
 
-    def __init__(self, gate: Callable[[], VersionGate], arm: Callable[[bytes, int, list[int]], Awaitable[Any]]) -> None:
-        self._gate, self._arm = gate, arm
+    def __init__(
+        self,
+        gate: Callable[[], VersionGate],
+        arm: Callable[[bytes, int, list[int]], Awaitable[Any]],
+        slots: int,
+        leave_slot: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._gate, self._arm, self._slots, self._leave_slot = gate, arm, slots, leave_slot
         # Endpoint without version and kind, and the first receiver index: of the last transfer, and of the next.
         self._sender: tuple[dict[str, Any], int] | None = None
         self._ready: tuple[dict[str, Any], int] | None = None
@@ -42,7 +49,8 @@ class Readiness:
             await self._renewal
         sender = ({name: value for name, value in endpoint.items() if name not in ("version", "kind")}, first)
         if self._ready != sender:
-            await self._call(sender, self._gate().make_room(endpoint["version"], LIVE_VERSIONS))
+            await self._leave_slot()
+            await self._call(sender, self._gate().make_room(endpoint["version"], self._slots))
         self._sender, self._ready = sender, None
 
     def renew(self) -> None:
@@ -54,9 +62,10 @@ class Readiness:
         self._sender = self._ready = None
 
     async def _renew(self) -> None:
-        kept = self._gate().retire_idle()
-        if self._sender is not None and len(kept) < LIVE_VERSIONS:
-            with contextlib.suppress(MegarlError):  # the next sync meets the same error, and reports it
+        with contextlib.suppress(MegarlError):  # the next sync meets the same error, and reports it
+            await self._leave_slot()
+            kept = self._gate().retire_idle()
+            if self._sender is not None and len(kept) < self._slots:
                 await self._call(self._sender, kept)
                 self._ready = self._sender
 

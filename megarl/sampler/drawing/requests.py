@@ -79,7 +79,7 @@ class Requests:
         every = [Drawn() for _ in range(count)]
         await self._ask(prompt, every, seed, version, sampling)
         await asyncio.gather(*(self._go_on(prompt, one, seed + j, sampling) for j, one in enumerate(every)))
-        return [self._completion(prompt, one) for one in every]
+        return [one.completion(prompt, self._name) for one in every]
 
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
         """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1.
@@ -194,7 +194,7 @@ class Requests:
             WeightSyncError: requests still run after ``timeout`` seconds.
         """
         self._admitted.clear()
-        if self._config.checkpoint_engine.in_flight == "drain":
+        if self._config.checkpoint_engine.in_flight in ("drain", "overlap"):
             await self._wait(lambda: bool(self._movable), timeout, "end")
         else:
             await self._abort(lambda version: True, timeout)
@@ -220,13 +220,28 @@ class Requests:
             self.resume()
 
     async def move(self, version: int, timeout: float) -> None:
-        """End the requests that draw from other versions than ``version``; they are sent again under it.
+        """End the requests that draw from other versions than ``version``, to be sent again under it.
+
+        Not with ``in_flight: drain`` and ``overlap``, where they end by themselves.
 
         Raises:
             WeightSyncError: vLLM did not end them within ``timeout`` seconds.
         """
-        if self._config.checkpoint_engine.in_flight != "drain":
+        if self._config.checkpoint_engine.in_flight in ("abort", "continue"):
             await self._abort(lambda used: used != version, timeout)
+
+    async def leave_slot(self, slots: int, timeout: float) -> None:
+        """With ``in_flight: overlap``, wait until older versions' requests leave an idle slot.
+
+        Args:
+            slots: number of versions that the engine can hold at once.
+            timeout: seconds.
+
+        Raises:
+            WeightSyncError: all slots are in use after ``timeout`` seconds, or the engine refuses.
+        """
+        if self._config.checkpoint_engine.in_flight == "overlap":
+            await self._wait(lambda: self.gate.live >= slots, timeout, "end and leave a slot")
 
     async def _abort(self, chosen: Callable[[int], bool], timeout: float) -> None:
         """Abort the requests whose versions are chosen, and wait until they have ended."""
@@ -259,23 +274,8 @@ class Requests:
         if busy() and wanted:
             raise WeightSyncError(
                 f"{self._name}: {len(self._movable)} requests did not {wanted} within half of "
-                f"checkpoint_engine.timeout_seconds; checkpoint_engine.in_flight: abort or continue does not wait"
+                "checkpoint_engine.timeout_seconds; checkpoint_engine.in_flight: abort or continue does not wait"
             )
-
-    def _completion(self, prompt: np.ndarray, drawn: Drawn) -> Completion:
-        """Convert to a Completion. Raises ``WorkerError`` if anything is incomplete."""
-        logprobs = np.asarray(drawn.logprobs, dtype=np.float32)
-        if drawn.finish_reason not in ("stop", "length") or not drawn.ids:
-            raise WorkerError(f"{self._name}: a completion ended with {drawn.finish_reason!r}")
-        if not np.isfinite(logprobs).all():
-            raise WorkerError(f"{self._name}: a completion has a logprob that is not finite")
-        return Completion(
-            prompt_ids=np.asarray(prompt, dtype=np.int64),
-            response_ids=np.asarray(drawn.ids, dtype=np.int64),
-            logprobs=logprobs,
-            versions=np.asarray(drawn.versions, dtype=np.int64),
-            finish_reason=drawn.finish_reason,
-        )
 
 
 def _lora_request(version: int) -> Any:

@@ -22,9 +22,10 @@ from megarl.sampler.engine.unlisted import support_of
 
 # vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Policy versions that an engine holds at once: the old one may still decode while the new one is added. Each needs a
-# slot. One version more than slots would evict an adapter in use, which kills the engine.
-LIVE_VERSIONS = 2
+# Policy versions that an engine holds at once, each in a slot: the old one may still decode while the new one is added;
+# with ``in_flight: overlap`` two that decode while a third is added. One version more than slots would evict an adapter
+# in use, which kills the engine.
+LIVE_VERSIONS, OVERLAPPING_VERSIONS = 2, 3
 # Tokens of one engine step. On CPU chunked prefill is off, because it crashes with per-request seeds (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 # Modules whose adapters vLLM holds in another layout than a linear's, or not at all.
@@ -69,8 +70,8 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
     if arguments["enable_lora"]:
         arguments |= {
             "max_lora_rank": max_lora_rank(config),
-            "max_loras": LIVE_VERSIONS,
-            "max_cpu_loras": 2 * LIVE_VERSIONS,  # evicting an adapter in use would kill the engine
+            "max_loras": live_versions(config),
+            "max_cpu_loras": 2 * live_versions(config),  # evicting an adapter in use would kill the engine
         }
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
@@ -80,6 +81,11 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return bitwise_arguments(arguments, config.model.numerics) | sampler.engine_args
+
+
+def live_versions(config: EngineConfig) -> int:
+    """Return the number of policy versions that an engine holds at once."""
+    return OVERLAPPING_VERSIONS if config.checkpoint_engine.in_flight == "overlap" else LIVE_VERSIONS
 
 
 def longest_sequence(config: EngineConfig) -> int:
@@ -126,8 +132,8 @@ def check_sampled(config: EngineConfig) -> None:
     """Refuse models and settings that the sampler is not known to compute correctly, before anything is started.
 
     Raises:
-        ConfigError: the folder has no readable config.json, the model cannot draw a stop token, or the KV cache cannot
-            hold one sequence.
+        ConfigError: the folder has no readable config.json, the model cannot draw a stop token, the KV cache cannot
+            hold one sequence, or merged weights are to overlap.
         UnsupportedError: the model's family or attention, or an adapter of the embedding or lm_head, is not supported;
             or stop texts with requests that go on under a new version.
     """
@@ -136,6 +142,12 @@ def check_sampled(config: EngineConfig) -> None:
             f"checkpoint_engine.in_flight is 'continue' with sampler.stop {config.sampler.stop}: a stop text could "
             "begin under one version and end under the next, where vLLM would not find it; use abort or drain, or end "
             "completions by the model's eos_token_id"
+        )
+    if config.checkpoint_engine.in_flight == "overlap" and config.checkpoint_engine.content == "merged":
+        raise ConfigError(
+            "checkpoint_engine.in_flight is 'overlap' with checkpoint_engine.content 'merged': merged weights replace "
+            "each other in place, so an engine holds one version; use content: adapter, or in_flight: drain, abort or "
+            "continue"
         )
     if config.sampler.engine_args:
         engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets

@@ -17,7 +17,12 @@ class Engine:
 
     def __init__(self) -> None:
         self.gate, self.calls, self.failure = VersionGate(True), [], None
-        self.readiness = Readiness(lambda: self.gate, self.arm)
+        self.readiness = Readiness(lambda: self.gate, self.arm, 2, self.leave_slot)
+        self.left = asyncio.Event()
+        self.left.set()
+
+    async def leave_slot(self) -> None:
+        await self.left.wait()
 
     async def arm(self, endpoint: bytes, first: int, kept: list[int]) -> None:
         self.calls.append((json.loads(endpoint), first, kept))
@@ -67,6 +72,23 @@ def test_versions_in_use_keep_their_slots() -> None:
             with pytest.raises(WeightSyncError, match="2 would be live version 3"):
                 await engine.sync(2)
         await engine.sync(2)
+        assert engine.calls[2][2] == [2]
+
+    asyncio.run(syncs(Engine()))
+
+
+def test_the_workers_wait_as_soon_as_a_slot_is_left() -> None:
+    async def syncs(engine: Engine) -> None:
+        await engine.calls_after(0)
+        engine.left.clear()
+        with engine.gate.request(0):
+            await engine.calls_after(1)
+            assert len(engine.calls) == 2
+        syncing = asyncio.ensure_future(engine.sync(2))
+        await asyncio.sleep(0.01)
+        assert not syncing.done()
+        engine.left.set()
+        await syncing
         assert engine.calls[2][2] == [2]
 
     asyncio.run(syncs(Engine()))

@@ -124,6 +124,24 @@ def test_a_drain_holds_new_requests_until_the_version_is_current():
     assert [one.versions.tolist() for one in asyncio.run(run())] == [[2], [2]]
 
 
+def test_overlapping_versions_wait_only_for_a_slot():
+    async def run():
+        requests, first = await begin("overlap", Engine())
+        await sync(requests, 2, timeout=0.5)
+        second = await requests.complete(PROMPT, seed=1)
+        assert not first.done() and [one.versions.tolist() for one in second] == [[2], [2]]
+        await requests.leave_slot(3, 0.1)
+        with pytest.raises(WeightSyncError, match="1 requests did not end and leave a slot within half of"):
+            await requests.leave_slot(2, 0.1)
+        waiting = asyncio.ensure_future(requests.leave_slot(2, 5.0))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        first.cancel()
+        await waiting
+
+    asyncio.run(run())
+
+
 def test_requests_for_one_version_neither_move_nor_hold_a_drain_up():
     async def run(way):
         engine = Engine()
@@ -132,7 +150,7 @@ def test_requests_for_one_version_neither_move_nor_hold_a_drain_up():
         assert not task.done() and len(engine.asked) == 1
         task.cancel()
 
-    for way in ("drain", "abort", "continue"):
+    for way in ("drain", "overlap", "abort", "continue"):
         asyncio.run(run(way))
 
 

@@ -267,6 +267,17 @@ def test_graphs_are_captured_for_sizes_that_can_occur(tmp_path: Path, sections, 
     assert "compilation_config" not in settings.engine_arguments(engine, 0, "cpu")
 
 
+def test_overlapping_versions_have_three_slots_and_need_adapters(tmp_path: Path) -> None:
+    slots = [
+        settings.engine_arguments(config(tmp_path, checkpoint_engine={"in_flight": way}).engine, 0, "cpu")["max_loras"]
+        for way in ("drain", "overlap")
+    ]
+    assert slots == [2, 3]
+    merged = config(tmp_path, checkpoint_engine={"in_flight": "overlap", "content": "merged"}).engine
+    with pytest.raises(ConfigError, match=r"in_flight is 'overlap' .* use content: adapter, or in_flight: drain"):
+        settings.check_sampled(merged)
+
+
 def test_the_users_own_compilation_config_is_kept(tmp_path: Path) -> None:
     own = {"cudagraph_mode": "PIECEWISE"}
     engine = config(tmp_path, sampler={"engine_args": {"compilation_config": own}}).engine
