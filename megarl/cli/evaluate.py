@@ -109,7 +109,7 @@ def _evaluate_model(
     from megarl.cli.target import TargetEngine
     from megarl.controller.actors.logs import log_file
     from megarl.controller.rollouts.evaluation import Evaluation
-    from megarl.controller.rollouts.judges import dry_response, start_judge
+    from megarl.controller.rollouts.rewarding.judges import dry_response, start_judge
     from megarl.evaluation.sets import build_sets
     from megarl.hub import offline_children
     from megarl.tasks import TaskContext, build_task

@@ -11,8 +11,8 @@ from megarl.controller.ending import end_if_asked, until_the_step_ends
 from megarl.controller.rollouts.comparison import with_trainer_logprobs
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.judging import judge, rules_of, score
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.rewarding.judging import judge, rules_of, score
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.schedule import learning_rate
 from megarl.controller.state import RunState

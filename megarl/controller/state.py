@@ -14,11 +14,11 @@ from megarl.controller.gradients import GradientCheck
 from megarl.controller.recording.metrics import Recorder
 from megarl.controller.recovery import Recovery, Staff
 from megarl.controller.rollouts.data import PromptStream
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.episodes import Episodes
 from megarl.controller.rollouts.evaluation import Evaluation
-from megarl.controller.rollouts.judges import Judge
-from megarl.controller.rollouts.judging import Decode
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.playing.episodes import Episodes
+from megarl.controller.rollouts.rewarding.judges import Judge
+from megarl.controller.rollouts.rewarding.judging import Decode
 
 
 @dataclass

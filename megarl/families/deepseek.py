@@ -94,7 +94,7 @@ def _attention_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logit_scale(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return YaRN's factor of the attention logits. ``megarl.model.layers.rope`` has its frequencies."""
+    """Return YaRN's factor of the attention logits. ``megarl.model.layers.attention.rope`` has its frequencies."""
     rope = hf["rope_parameters"]
     if rope["rope_type"] != "yarn":
         return {}

@@ -13,7 +13,7 @@ import torch
 from transformers import AttentionInterface
 
 from megarl.errors import UnsupportedError
-from megarl.model.layers.attention import PackedSequences, attend_runs
+from megarl.model.layers.attention.core import PackedSequences, attend_runs
 
 # Name of the function in transformers' register.
 NAME = "megarl_packed"

@@ -24,7 +24,7 @@ from megarl.controller.recording.start_times import StartTimes
 from megarl.controller.rollouts.buffer import check_memory
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
 from megarl.controller.rollouts.evaluation import Evaluation
-from megarl.controller.rollouts.judges import dry_response, dry_run, start_judge
+from megarl.controller.rollouts.rewarding.judges import dry_response, dry_run, start_judge
 from megarl.controller.state import RunState
 from megarl.errors import ConfigError, MegarlError
 from megarl.evaluation.sets import build_sets

@@ -168,7 +168,7 @@ def _check_attention(model: GPTModel) -> None:
             raise UnsupportedError(
                 f"self_attention of layer {index} is mcore's {type(layer.self_attention).__name__}, which does not sum "
                 "the gradient of the rotary key over tensor-parallel ranks; supported is LatentAttention "
-                "(megarl.model.layers.latent_attention)"
+                "(megarl.model.layers.attention.latent_attention)"
             )
 
 

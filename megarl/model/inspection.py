@@ -6,7 +6,7 @@ from pathlib import Path
 from megarl.config import ParallelConfig
 from megarl.config.checks import check_layout_fits_model
 from megarl.families import family_of
-from megarl.model.layers.rope import rope_of
+from megarl.model.layers.attention.rope import rope_of
 from megarl.model.weights.full_config import FullConfig, names_of
 from megarl.model.weights.hf_folder import WeightFolder, read_config
 

@@ -9,8 +9,8 @@ import torch
 from megarl.config import TrainerConfig, checks
 from megarl.model.adapter import Attach
 from megarl.model.checkpoint.identity import identify
+from megarl.model.layers.attention.rope import rope_of
 from megarl.model.layers.build import build_chunks
-from megarl.model.layers.rope import rope_of
 from megarl.model.optimizer.adapter_optimizer import make_optimizers
 from megarl.model.optimizer.ddp import without_reduction, wrap_ddp
 from megarl.model.step.compiled import CompilationCount, compile_layers

@@ -103,7 +103,8 @@ def check(results: list[dict[str, Any]], cases: list[str]) -> None:
 
 def operators(rank_folder: str) -> None:
     """Check the operators that communicate: schema, fake, autograd and traces with dynamic shapes."""
-    from megarl.model.layers import regions, traced_attention
+    from megarl.model.layers import regions
+    from megarl.model.layers.attention import traced_attention
     from megarl.parallel.device import backend, pick_device
 
     dist.init_process_group(backend(pick_device("cpu")))

@@ -49,8 +49,8 @@ def attention_of_one_process() -> list[torch.Tensor]:
 
 def attention_of_ranks(sizes: list[int]) -> dict[int, Any]:
     """On each rank, return its part of the same and its positions, for each CP size. Padding holds large numbers."""
-    from megarl.model.layers.attention import PackedAttention, PackedSequences
-    from megarl.model.layers.zigzag import padded_length, rank_tokens
+    from megarl.model.layers.attention.core import PackedAttention, PackedSequences
+    from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
 
     dist.init_process_group("gloo")
     results = {}
@@ -111,7 +111,8 @@ MUTATIONS = {
 
 def remove(name: str, patch: pytest.MonkeyPatch) -> None:
     """Break one part of context parallelism on this rank."""
-    from megarl.model.layers import attention, gpt
+    from megarl.model.layers import gpt
+    from megarl.model.layers.attention import core as attention
     from megarl.model.optimizer import adapter_optimizer
     from megarl.model.step import packing, schedule
 

@@ -72,7 +72,8 @@ MUTATIONS = ("the rotary key's sum", "the bias on the choice")
 
 def train_mutants(here: Place) -> dict[str, dict[str, str]]:
     """On each rank, return `megarl verify`'s findings out of bounds for V3 at TP2, with each part removed in turn."""
-    from megarl.model.layers import experts, latent_attention
+    from megarl.model.layers import experts
+    from megarl.model.layers.attention import latent_attention
 
     results = {}
     for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):

@@ -106,7 +106,7 @@ def _error(ours: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """Attend as the fast path does."""
-    from megarl.model.layers.attention import PackedSequences, attend_runs
+    from megarl.model.layers.attention.core import PackedSequences, attend_runs
 
     lengths = tuple(bounds.diff().tolist())
     return attend_runs(query, key, value, PackedSequences.from_lengths(lengths, query.device), None)

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.model.layers.attention import PackedSequences, attend_runs
-from megarl.model.layers.zigzag import rank_tokens
+from megarl.model.layers.attention.core import PackedSequences, attend_runs
+from megarl.model.layers.attention.zigzag import rank_tokens
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -9,7 +9,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.model.layers.attention import PackedAttention
+from megarl.model.layers.attention.core import PackedAttention
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.gpt import RMSNorm
 from megarl.model.layers.pointwise import SwiGLU

@@ -6,8 +6,8 @@ Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and
 
 import torch
 
-from megarl.checkpoint_engine.receiver.host_writer import HostWrites
-from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
+from megarl.checkpoint_engine.receiver.writers.host import HostWrites
+from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.splitmix import mix64
 from megarl.checkpoint_engine.wire import Place, Places
 from megarl.model.weights.sharded_tensor import Update
@@ -63,7 +63,7 @@ def check_copies(device: str, dtype: torch.dtype) -> None:
 
     A whole tensor, parts of one with gaps, a vector whose bytes are no multiple of 8, and writes that are no copies.
     """
-    from megarl.checkpoint_engine.receiver.gpu_copies import Copies
+    from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
 
     generator = torch.Generator().manual_seed(4)
     shapes, size = {"whole": (9, 400), "cut": (64, 24), "vector": (1, 37), "rest": (6, 16)}, dtype.itemsize
@@ -125,7 +125,7 @@ def check_copies(device: str, dtype: torch.dtype) -> None:
 def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
     """A slot holds what ``HostWrites`` writes: cut, transposed, scaled, padded, or zeros; bad values have names."""
     generator = torch.Generator().manual_seed(1)
-    from megarl.checkpoint_engine.receiver.gpu_writer import GpuWrites
+    from megarl.checkpoint_engine.receiver.writers.gpu import GpuWrites
 
     payload = torch.zeros(1 << 16, dtype=torch.uint8)
     payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))

@@ -21,8 +21,8 @@ from megarl.checkpoint_engine.wire import Book
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
 from megarl.config.sections.eval import Sampling
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.rewards import RewardProcess
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.rewarding.rewards import RewardProcess
 from megarl.controller.trackers.base import TrackedRun
 from megarl.controller.trackers.feeds import Feeds
 from megarl.families import FAMILIES, add_family

@@ -18,11 +18,12 @@ from vllm.platforms import current_platform
 
 from megarl.checkpoint_engine.base import Receiver, open_receiver
 from megarl.checkpoint_engine.choice import own_memory
-from megarl.checkpoint_engine.receiver import cpu_kernels, cpu_mixtures, plain_mixtures, routers
-from megarl.checkpoint_engine.receiver.base_weights import load_weights
-from megarl.checkpoint_engine.receiver.direct import DirectLoader, takes_direct_writes
-from megarl.checkpoint_engine.receiver.mixtures import check_engine
-from megarl.checkpoint_engine.receiver.slots import Slots
+from megarl.checkpoint_engine.receiver import cpu_kernels
+from megarl.checkpoint_engine.receiver.adapters.slots import Slots
+from megarl.checkpoint_engine.receiver.experts import cpu_mixtures, plain_mixtures, routers
+from megarl.checkpoint_engine.receiver.experts.mixtures import check_engine
+from megarl.checkpoint_engine.receiver.weights.base_weights import load_weights
+from megarl.checkpoint_engine.receiver.weights.direct import DirectLoader, takes_direct_writes
 from megarl.checkpoint_engine.records import Receipt, check_sync
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Book, listed

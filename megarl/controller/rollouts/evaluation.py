@@ -12,10 +12,10 @@ from megarl.config.sections.eval import Sampling
 from megarl.controller.actors.dispatch import Home
 from megarl.controller.actors.logs import log_file
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.episodes import Turns, ask_engine
-from megarl.controller.rollouts.judges import Judge, dry_run, start_judge
-from megarl.controller.rollouts.judging import Decode, Rules, judge, score
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.playing.episodes import Turns, ask_engine
+from megarl.controller.rollouts.rewarding.judges import Judge, dry_run, start_judge
+from megarl.controller.rollouts.rewarding.judging import Decode, Rules, judge, score
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.evaluation.results import SetResult, check_reward, measure
 from megarl.evaluation.sets import EvalSet

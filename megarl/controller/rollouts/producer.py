@@ -10,7 +10,7 @@ from megarl.config import RunConfig
 from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.buffer import GroupBuffer, ScoredGroup
 from megarl.controller.rollouts.data import EncodedPrompt, Place, PromptStream, seed_of
-from megarl.controller.rollouts.episodes import Episodes
+from megarl.controller.rollouts.playing.episodes import Episodes
 from megarl.controller.rollouts.rollout import Rollout
 from megarl.environments.episode import Played
 from megarl.types import Completion

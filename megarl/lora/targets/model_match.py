@@ -12,9 +12,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl.errors import UnsupportedError
 from megarl.families import family_of
+from megarl.model.layers.attention.rope import Rope, rope_of
 from megarl.model.layers.build import architecture
 from megarl.model.layers.packed_config import PackedConfig
-from megarl.model.layers.rope import Rope, rope_of
 from megarl.model.weights.full_config import full_config
 from megarl.parallel.groups import Groups
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.families import FAMILIES, family_of
-from megarl.model.layers.rope import rope_of
+from megarl.model.layers.attention.rope import rope_of
 from megarl.model.weights.full_config import HARMLESS, HARMLESS_PREFIXES
 from megarl.model.weights.hf_folder import WeightFolder, parse_json, read_config
 

@@ -11,11 +11,11 @@ from megatron.core.transformer.enums import ModelType
 
 from megarl.config import ModelConfig, ParallelConfig, TrainConfig, back_ends, checks
 from megarl.families import Family, family_of
+from megarl.model.layers.attention.rope import Rope, bitwise_rope, rope_of
 from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.layers.gpt import PackedGPTModel
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.recompute import recompute_settings
-from megarl.model.layers.rope import Rope, bitwise_rope, rope_of
 from megarl.model.weights.full_config import full_config
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups

@@ -8,7 +8,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.model.layers.attention import PACKED_FORMAT, PackedAttention
+from megarl.model.layers.attention.core import PACKED_FORMAT, PackedAttention
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.experts import release_graphs
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear

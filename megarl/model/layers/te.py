@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megarl.model.layers.attention import PackedAttention, PackedSequences
+from megarl.model.layers.attention.core import PackedAttention, PackedSequences
 from megarl.model.layers.block import Parts, block_of
 
 

@@ -9,7 +9,7 @@ from megatron.core.transformer import TransformerLayer
 from torch._dynamo import maybe_mark_dynamic
 
 from megarl import progress
-from megarl.model.layers.attention import PackedSequences
+from megarl.model.layers.attention.core import PackedSequences
 
 
 class PackedLayer(TransformerLayer):

@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import random
 from torch.func import functional_call
 
 from megarl.errors import UnsupportedError
-from megarl.model.layers.attention import PackedSequences
+from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
 from megarl.model.step.packing import MicroBatch
 from megarl.model.step.schedule import RunChunk

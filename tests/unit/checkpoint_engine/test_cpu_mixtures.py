@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.checkpoint_engine.receiver import cpu_mixtures
-from megarl.checkpoint_engine.receiver.cpu_mixtures import _Slots, run_experts
+from megarl.checkpoint_engine.receiver.experts import cpu_mixtures
+from megarl.checkpoint_engine.receiver.experts.cpu_mixtures import _Slots, run_experts
 from megarl.errors import UnsupportedError
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOSEN, SLOTS, RANK = 11, 12, 10, 6, 2, 3, 4

@@ -9,7 +9,7 @@ import torch
 
 from megarl.checkpoint_engine.digests import begin_digests
 from megarl.checkpoint_engine.filling import as_they_come, view_of
-from megarl.checkpoint_engine.receiver import direct
+from megarl.checkpoint_engine.receiver.weights import direct
 from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError
 

@@ -8,7 +8,8 @@ pytest.importorskip("vllm.lora.layers")
 
 from peft import LoraConfig
 
-from megarl.checkpoint_engine.receiver import adapter_plan, stacked_experts
+from megarl.checkpoint_engine.receiver.adapters import adapter_plan
+from megarl.checkpoint_engine.receiver.experts import stacked_experts
 from megarl.errors import WeightSyncError
 from tests.unit.checkpoint_engine.test_mixtures import (
     EXPERTS,

@@ -13,9 +13,9 @@ import pytest
 from megarl.config import LossConfig, TrainConfig
 from megarl.controller.recording.background import Background
 from megarl.controller.rollouts.data import EncodedPrompt, PromptStream
-from megarl.controller.rollouts.judging import Rules, score
-from megarl.controller.rollouts.length_penalty import trained_scores
-from megarl.controller.rollouts.scoring import Scorer
+from megarl.controller.rollouts.rewarding.judging import Rules, score
+from megarl.controller.rollouts.rewarding.length_penalty import trained_scores
+from megarl.controller.rollouts.rewarding.scoring import Scorer
 from megarl.controller.schedule import learning_rate
 from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError

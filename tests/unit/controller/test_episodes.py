@@ -10,10 +10,10 @@ import pytest
 
 from megarl.config import LossConfig, TaskConfig
 from megarl.config.sections.eval import Sampling
-from megarl.controller.rollouts import episode_process
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.judging import Rules, judge
+from megarl.controller.rollouts.playing import episode_process
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.rewarding.judging import Rules, judge
 from megarl.errors import ConfigError, DataError, EpisodeError, WorkerError
 from megarl.loss.advantages import group_advantages
 from megarl.sampler.seeds import seed_from

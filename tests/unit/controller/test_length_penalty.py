@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from megarl.config import LossConfig, parse_config
-from megarl.controller.rollouts.length_penalty import trained_scores
+from megarl.controller.rollouts.rewarding.length_penalty import trained_scores
 from megarl.errors import ConfigError
 from megarl.types import Completion, Trajectory
 

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from megarl.config import TaskConfig
-from megarl.controller.rollouts.judges import start_judge
-from megarl.controller.rollouts.reward_pool import RewardPool
-from megarl.controller.rollouts.rewards import RewardProcess
-from megarl.controller.rollouts.scoring import Group
+from megarl.controller.rollouts.rewarding.judges import start_judge
+from megarl.controller.rollouts.rewarding.pool import RewardPool
+from megarl.controller.rollouts.rewarding.rewards import RewardProcess
+from megarl.controller.rollouts.rewarding.scoring import Group
 from megarl.errors import ConfigError, RewardError, WorkerError
 from megarl.tasks import Reward, TaskContext
 from megarl.tasks.base import NOTHING

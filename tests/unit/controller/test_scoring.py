@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from megarl.controller.rollouts.scoring import Scorer
+from megarl.controller.rollouts.rewarding.scoring import Scorer
 from megarl.errors import RewardError
 from megarl.tasks.base import Reward
 from megarl.types import DecodedCompletion, Prompt

@@ -11,8 +11,8 @@ from torch.library import opcheck
 from megarl.errors import UnsupportedError
 from megarl.lora.layers.traced_dropout import dropout
 from megarl.lora.layers.traced_linear import adapted_linear
-from megarl.model.layers.attention import PackedSequences, attend_runs
-from megarl.model.layers.traced_attention import attend
+from megarl.model.layers.attention.core import PackedSequences, attend_runs
+from megarl.model.layers.attention.traced_attention import attend
 from megarl.model.step import compiled
 from megarl.model.step.pass_clock import PassClock
 

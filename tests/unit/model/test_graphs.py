@@ -6,7 +6,7 @@ import torch
 from megatron.core.tensor_parallel import random
 
 from megarl.errors import UnsupportedError
-from megarl.model.layers.attention import PackedSequences
+from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.step.graphs import SIZES, _without_randomness, graphed, token_unit
 
 

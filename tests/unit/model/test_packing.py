@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.errors import DataError
-from megarl.model.layers.zigzag import padded_length, rank_tokens
+from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
 from megarl.model.step.packing import flat_offsets, micro_batches, pack, split_by_sample
 from megarl.types import Sample
 

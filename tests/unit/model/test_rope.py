@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from megarl.errors import MegarlError, UnsupportedError
-from megarl.model.layers.rope import rope_of
+from megarl.model.layers.attention.rope import rope_of
 from tests.helpers.models import FAMILIES, ROPES, SHAPE, rope
 
 LLAMA = {"model_type": "llama", **SHAPE}

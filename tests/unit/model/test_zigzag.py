@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.model.layers.zigzag import key_rows, padded_length, rank_runs, rank_tokens
+from megarl.model.layers.attention.zigzag import key_rows, padded_length, rank_runs, rank_tokens
 
 PACKS = st.tuples(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(1, 6))
 

@@ -13,13 +13,13 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megarl.bitwise.linear import linear
-from megarl.model.layers.attention import PackedAttention, PackedSequences
+from megarl.model.layers.attention.core import PackedAttention, PackedSequences
+from megarl.model.layers.attention.self_attention import PackedSelfAttention
 from megarl.model.layers.bitwise import ops
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.gpt import RMSNorm
 from megarl.model.layers.mlp import PackedMLP
 from megarl.model.layers.pointwise import SwiGLU
-from megarl.model.layers.self_attention import PackedSelfAttention
 
 
 class BitwiseNorm(RMSNorm):

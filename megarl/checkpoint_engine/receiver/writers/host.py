@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megarl.checkpoint_engine.receiver.write_jobs import Found, Source, Write
+from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
 from megarl.checkpoint_engine.stream import is_finite
 
 

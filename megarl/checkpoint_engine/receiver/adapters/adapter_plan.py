@@ -16,9 +16,9 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from megarl.checkpoint_engine.filling import DTYPES
-from megarl.checkpoint_engine.receiver import mixtures, routers, stacked_experts
+from megarl.checkpoint_engine.receiver.experts import mixtures, routers, stacked_experts
 from megarl.checkpoint_engine.receiver.fused import cut_rows, fuse_shapes, fused_parts
-from megarl.checkpoint_engine.receiver.write_jobs import Source, Write
+from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
 from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX

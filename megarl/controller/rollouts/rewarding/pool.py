@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.controller.rollouts.rewards import POLL_SECONDS, RewardProcess
-from megarl.controller.rollouts.scoring import Group
+from megarl.controller.rollouts.rewarding.rewards import POLL_SECONDS, RewardProcess
+from megarl.controller.rollouts.rewarding.scoring import Group
 from megarl.futures import results
 from megarl.tasks import TaskContext
 from megarl.tasks.base import Reward

@@ -10,8 +10,8 @@ from megarl.checkpoint_engine.digests import joined
 from megarl.checkpoint_engine.filling import DTYPES
 from megarl.checkpoint_engine.host_copies import to_host
 from megarl.checkpoint_engine.kernels.ranges import WORD, Range, copy_out, read_back_table, table_of
-from megarl.checkpoint_engine.receiver.bucket_writes import Begun
-from megarl.checkpoint_engine.receiver.write_jobs import Found, Write
+from megarl.checkpoint_engine.receiver.weights.bucket_writes import Begun
+from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write
 from megarl.checkpoint_engine.wire import Place, Places
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.lora.model_manager import LoRAModelManager
 
-from megarl.checkpoint_engine.receiver.mixtures import experts_of, is_experts
+from megarl.checkpoint_engine.receiver.experts.mixtures import experts_of, is_experts
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import UnsupportedError
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.episode_process import EpisodeProcess
-from megarl.controller.rollouts.reward_pool import RewardPool
-from megarl.controller.rollouts.rewards import DRY_RESPONSE, RewardProcess
+from megarl.controller.rollouts.playing.episode_process import EpisodeProcess
+from megarl.controller.rollouts.rewarding.pool import RewardPool
+from megarl.controller.rollouts.rewarding.rewards import DRY_RESPONSE, RewardProcess
 from megarl.tasks import TaskContext
 from megarl.tasks.base import Reward
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint_engine.receiver.mixtures import PLAIN_KERNELS, holds_base
+from megarl.checkpoint_engine.receiver.experts.mixtures import PLAIN_KERNELS, holds_base
 from megarl.errors import UnsupportedError
 
 # Class of the kernels that keep a packed copy, on CPUs. vLLM (0.32) packs when it makes the kernel, never again.

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megarl.model.layers.traced_attention import TracedPack
-from megarl.model.layers.varlen import HAS_WINDOWS, attend_varlen
-from megarl.model.layers.zigzag import key_rows, rank_runs
+from megarl.model.layers.attention.traced_attention import TracedPack
+from megarl.model.layers.attention.varlen import HAS_WINDOWS, attend_varlen
+from megarl.model.layers.attention.zigzag import key_rows, rank_runs
 
 # Neither "sbhd" nor "thd". With any other format mcore applies RoPE from one angle per token, which PackedGPTModel
 # prepares, and does not loop over the sequences of a pack.

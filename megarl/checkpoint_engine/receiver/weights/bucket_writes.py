@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from megarl.checkpoint_engine.digests import begin_digests
-from megarl.checkpoint_engine.receiver.write_jobs import Found, Write, Writes, prepare
+from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write, Writes, prepare
 from megarl.checkpoint_engine.wire import Places
 
 
@@ -39,7 +39,7 @@ class BucketWrites:
         self._places, self._copies = places, None
         others = [write for group in writes for write in group]
         if others and others[0].target.is_cuda:
-            from megarl.checkpoint_engine.receiver.gpu_copies import Copies
+            from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
 
             self._copies = Copies(places, writes)
             others = self._copies.others

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.attention import SelfAttention
 
-from megarl.model.layers.attention import PackedSequences
+from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.pointwise import apply_rope, wants_kernels
 from megarl.model.layers.regions import traced

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from megarl.controller.rollouts.child import Child, portable, run_child
-from megarl.controller.rollouts.reward_attempt import Attempt, Running, Spot
-from megarl.controller.rollouts.scoring import Group, Scorer
+from megarl.controller.rollouts.rewarding.attempt import Attempt, Running, Spot
+from megarl.controller.rollouts.rewarding.scoring import Group, Scorer
 from megarl.errors import MegarlError, RewardError, first_few
 from megarl.tasks import Task, TaskContext, build_task
 from megarl.tasks.base import NOTHING, Reward

@@ -8,9 +8,9 @@ import numpy as np
 
 from megarl.config import RunConfig
 from megarl.controller.rollouts.data import EncodedPrompt
-from megarl.controller.rollouts.length_penalty import trained_scores
+from megarl.controller.rollouts.rewarding.length_penalty import trained_scores
+from megarl.controller.rollouts.rewarding.scoring import Group
 from megarl.controller.rollouts.rollout import Rollout, SequenceAdvantages
-from megarl.controller.rollouts.scoring import Group
 from megarl.environments.episode import Played
 from megarl.errors import DataError, LossInputError
 from megarl.loss.advantages import Advantages, build_advantages

@@ -67,7 +67,7 @@ class EpisodeProcess(Child):
             log: file of the process's output.
             model: folder of the model, for its tokenizer.
         """
-        super().__init__("megarl.controller.rollouts.episode_worker", log)
+        super().__init__("megarl.controller.rollouts.playing.episode_worker", log)
         self._task = context.config
         self._numbers, self._lock, self._sending = itertools.count(), threading.Lock(), threading.Lock()
         self._running: dict[int, tuple[_Group, int]] = {}

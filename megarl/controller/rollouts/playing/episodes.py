@@ -13,7 +13,7 @@ from megarl.config.sections.eval import Sampling
 from megarl.controller.actors.dispatch import Home
 from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
-from megarl.controller.rollouts.episode_process import Ask, EpisodeProcess
+from megarl.controller.rollouts.playing.episode_process import Ask, EpisodeProcess
 from megarl.environments.episode import Played
 from megarl.errors import ConfigError
 from megarl.futures import finished

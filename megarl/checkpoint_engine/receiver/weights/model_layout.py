@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase
 
-from megarl.checkpoint_engine.receiver import mixtures, plain_mixtures
-from megarl.checkpoint_engine.receiver.adapter_plan import output_sizes, rename_mapper
+from megarl.checkpoint_engine.receiver.adapters.adapter_plan import output_sizes, rename_mapper
+from megarl.checkpoint_engine.receiver.experts import mixtures, plain_mixtures
 from megarl.checkpoint_engine.receiver.fused import fused_name
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError

@@ -9,7 +9,7 @@ import torch
 
 from megarl.checkpoint_engine.host_copies import to_host
 from megarl.checkpoint_engine.kernels.slot import BLOCK, FLAT_BLOCK, Jobs, is_flat, write
-from megarl.checkpoint_engine.receiver.write_jobs import Found, Source, Write
+from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
 from megarl.triton_support import program_table
 
 NOWHERE = Source(0, torch.bfloat16, 0, (0, 0), (0, 0))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from peft import LoraConfig
 
-from megarl.checkpoint_engine.receiver.mixtures import PROJECTIONS, experts_of, shapes
+from megarl.checkpoint_engine.receiver.experts.mixtures import PROJECTIONS, experts_of, shapes
 from megarl.errors import WeightSyncError
 from megarl.families.base import DOWN, GATE_UP
 

@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import checkpoint
 from megatron.core.transformer import MegatronModule, MLATransformerConfig
 
-from megarl.model.layers.attention import PackedAttention, PackedSequences
+from megarl.model.layers.attention.core import PackedAttention, PackedSequences
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import apply_rope
 from megarl.model.layers.regions import (

@@ -4,7 +4,7 @@
 import time
 from collections.abc import Sequence
 
-from megarl.controller.rollouts.scoring import Group, Place
+from megarl.controller.rollouts.rewarding.scoring import Group, Place
 from megarl.errors import MegarlError
 from megarl.tasks.base import Reward
 

@@ -74,9 +74,9 @@ class Writes(Protocol):
 def prepare(writes: Sequence[Write]) -> Writes:
     """Return how the writes of one bucket are made where their buffers are."""
     if writes and writes[0].target.is_cuda:
-        from megarl.checkpoint_engine.receiver.gpu_writer import GpuWrites
+        from megarl.checkpoint_engine.receiver.writers.gpu import GpuWrites
 
         return GpuWrites(writes)
-    from megarl.checkpoint_engine.receiver.host_writer import HostWrites
+    from megarl.checkpoint_engine.receiver.writers.host import HostWrites
 
     return HostWrites(writes)
