@@ -2,7 +2,7 @@
 """Write the tensors of a bucket into parameters, digest the bucket, and read back what was written.
 
 On a GPU one kernel reads the bucket once for both, wherever a run of a tensor's bytes becomes a run of a parameter's;
-another digests the parameters (``gpu_copies``). Whatever is cut, padded or scaled is written by ``write_jobs``.
+another digests the parameters (``gpu_copies``). Whatever is cut, padded or scaled is written by ``writers``.
 """
 
 from collections.abc import Callable, Sequence

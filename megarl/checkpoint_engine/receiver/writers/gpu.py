@@ -25,7 +25,7 @@ class _Launch(NamedTuple):
 
 
 class GpuWrites:
-    """See ``write_jobs.Writes``. Works on the current stream."""
+    """See ``jobs.Writes``. Works on the current stream."""
 
     def __init__(self, writes: Sequence[Write]) -> None:
         self._device = writes[0].target.device
@@ -39,7 +39,7 @@ class GpuWrites:
         ]
 
     def run(self, payload: torch.Tensor) -> Callable[[], Found]:
-        """See ``write_jobs.Writes``. All kernels are launched when this returns."""
+        """See ``jobs.Writes``. All kernels are launched when this returns."""
         payload = payload.to(self._device)
         results = []
         for launch in self._launches:

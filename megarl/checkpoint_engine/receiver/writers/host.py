@@ -10,13 +10,13 @@ from megarl.checkpoint_engine.stream import is_finite
 
 
 class HostWrites:
-    """See ``write_jobs.Writes``."""
+    """See ``jobs.Writes``."""
 
     def __init__(self, writes: Sequence[Write]) -> None:
         self._writes = writes
 
     def run(self, payload: torch.Tensor) -> Callable[[], Found]:
-        """See ``write_jobs.Writes``. All is done when this returns."""
+        """See ``jobs.Writes``. All is done when this returns."""
         found = Found([], [])
         for write in self._writes:
             target = write.target

@@ -39,7 +39,7 @@ def attend_varlen(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend sequence by sequence; arguments as ``attention.attend_runs`` has them. torch.compile can trace it.
+    """Attend sequence by sequence; arguments as ``core.attend_runs`` has them. torch.compile can trace it.
 
     Where a sequence has more keys than queries, its causal mask is aligned to the lower right: query i sees keys up to
     i + keys - queries (``col_idx_limit_right`` in torch's aten/src/ATen/native/transformers/cuda/flash_attn/mask.h).
