@@ -54,13 +54,10 @@ class Line:
 
     def check(self) -> None:
         """Raise ``WeightSyncError`` if the other end has closed the connection."""
-        try:
-            gone = not self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return
-        except OSError:
-            gone = True
-        if gone:
+        poll = select.poll()
+        poll.register(self.socket.fileno(), select.POLLIN)
+        # A message is readable too.
+        if poll.poll(0.0) and not self.wait():
             raise WeightSyncError(f"{self._name} is gone")
 
     def close(self) -> None:

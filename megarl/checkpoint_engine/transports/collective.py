@@ -135,7 +135,7 @@ class CollectiveSender(LiveSender):
         deadline = self._begin()
         try:
             for event in filter(None, [work] if work else self._sent):
-                _wait(event, self._hub.check, deadline, self._backend.name)
+                wait(event, self._hub.check, deadline, self._backend.name)
         except WeightSyncError:
             self._leave()
             raise
@@ -186,7 +186,7 @@ class CollectiveReceiver(LiveReceiver):
     def settle(self) -> None:
         """Wait for the current stream, but not for a sender that is gone."""
         deadline = time.monotonic() + self._timeout
-        _wait(torch.cuda.current_stream().record_event(), self._line.check, deadline, self._backend.name)
+        wait(torch.cuda.current_stream().record_event(), self._line.check, deadline, self._backend.name)
 
     def close(self) -> None:
         """Leave the group, and disconnect."""
@@ -223,7 +223,7 @@ class CollectiveReceiver(LiveReceiver):
         return self._group
 
 
-def _wait(event: torch.Event, check: Callable[[], object], deadline: float, name: str) -> None:
+def wait(event: torch.Event, check: Callable[[], object], deadline: float, name: str) -> None:
     """Wait for an event of a device whose work may need other processes; ``check`` raises if one of them is gone.
 
     Raises:
