@@ -40,23 +40,25 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
     return digests
 
 
-def as_bytes(sums: torch.Tensor, counts: Sequence[int] | None = None) -> Callable[[], bytes]:
+def as_bytes(sums: torch.Tensor, starts: np.ndarray | None = None) -> Callable[[], bytes]:
     """Return what waits for digests that a GPU forms, and returns ``wire.DIGEST`` bytes for each tensor.
 
     Args:
         sums: int64 ``[ranges]``, see ``kernels.ranges``.
-        counts: number of ranges of each tensor; one by default.
+        starts: see ``starts_of``; one range of each tensor by default.
     """
     arrived = to_host(sums)
-    return lambda: joined(arrived().numpy(), counts)
+    return lambda: sums_of_tensors(arrived().numpy(), starts).tobytes()
 
 
-def joined(sums: np.ndarray, counts: Sequence[int] | None = None) -> bytes:
-    """Return the digests of tensors from those of their ranges, both as in ``as_bytes``."""
-    if counts is not None and any(count != 1 for count in counts):
-        starts = np.cumsum([0, *counts[:-1]])
-        sums = np.add.reduceat(sums, starts) if len(sums) else sums
-    return sums.tobytes()
+def starts_of(counts: Sequence[int]) -> np.ndarray | None:
+    """Return the first range of each tensor, from the numbers of their ranges; None if each has one."""
+    return None if all(count == 1 for count in counts) else np.cumsum([0, *counts[:-1]])
+
+
+def sums_of_tensors(sums: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
+    """Return the digests of tensors from those of their ranges, int64; ``starts`` as ``starts_of`` returns them."""
+    return sums if starts is None else np.add.reduceat(sums, starts)
 
 
 def need_triton() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from megarl.checkpoint_engine.digests import as_bytes, begin_digests, need_triton
+from megarl.checkpoint_engine.digests import as_bytes, begin_digests, need_triton, starts_of
 from megarl.checkpoint_engine.plan import plan_buckets
 from megarl.checkpoint_engine.wire import Place, Places, Plan, known
 from megarl.errors import WeightSyncError
@@ -191,8 +191,8 @@ def _by_copies(
     known = [parts for parts in runs if parts is not None and copies(parts)]
     if len(known) < len(runs):
         return None
-    table, counts = flatten_table(places, known, device), list(map(len, known))
-    return lambda payload: as_bytes(flatten(payload, table), counts)
+    table, starts = flatten_table(places, known, device), starts_of(list(map(len, known)))
+    return lambda payload: as_bytes(flatten(payload, table), starts)
 
 
 def shape_of(place: Place) -> tuple[int, ...]:

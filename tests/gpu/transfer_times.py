@@ -25,7 +25,7 @@ from megarl.bench.shapes import SHAPES
 from megarl.bench.syncing.ceilings import broadcast_rate
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.filling import DTYPES, shape_of
-from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites
+from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites, write_transfer
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.stream import Inbox, Outbox
 from megarl.checkpoint_engine.wire import Book, Places
@@ -50,31 +50,20 @@ def tensors_of(shape: str) -> tuple[tuple[str, Deferred], ...]:
 
 
 class Loader:
-    """Writes buckets into tensors of this GPU, as `receiver.direct` does into vLLM's."""
+    """Writes buckets into tensors of this GPU, as `DirectLoader` does into vLLM's."""
 
     def __init__(self) -> None:
-        self._writes: dict[Places, Any] = {}
+        self._writes: dict[Places, BucketWrites] = {}
         self._targets: list[torch.Tensor] = []  # the writes know only their addresses
 
     def take(self, inbox: Inbox) -> Any:
         """Receive one transfer; return its receipt."""
-        written = []
+        return write_transfer(inbox, self._writes_of)[1]
 
-        def begin(payload: torch.Tensor, places: Places) -> Any:
-            if places not in self._writes:
-                self._writes[places] = BucketWrites(places, [[self._write(place)] for place in places])
-            digests, found = self._writes[places].run(payload)
-            written.append(found)
-            return digests
-
-        for _, _, verify in inbox.buckets(begin):
-            verify()
-        manifest, receipt = inbox.finish()
-        began = time.perf_counter()
-        for found in written:
-            found().refuse(f"set of {manifest.kind} weights")
-        receipt.seconds.update(compare=time.perf_counter() - began)
-        return receipt
+    def _writes_of(self, places: Places) -> BucketWrites:
+        if places not in self._writes:
+            self._writes[places] = BucketWrites(places, [[self._write(place)] for place in places])
+        return self._writes[places]
 
     def _write(self, place: Any) -> Write:
         dtype, (*rows, columns) = DTYPES[place.dtype], shape_of(place)

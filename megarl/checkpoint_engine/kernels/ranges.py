@@ -17,7 +17,7 @@ from megarl.triton_support import program_table
 # 64-bit words that a program reads at a time, and how often; bytes of a word.
 BLOCK, LOOPS, WARPS, WORD = 1024, 8, 8, 8
 # Of two or four values in a word: the bits of their exponents, and those of their signs.
-_EXPONENTS = {
+_EXPONENTS: dict[torch.dtype | None, tuple[int, int]] = {
     torch.float32: (0x7F800000_7F800000, 0x80000000_80000000),
     torch.float16: (0x7C007C00_7C007C00, 0x80008000_80008000),
     torch.bfloat16: (0x7F807F80_7F807F80, 0x80008000_80008000),
@@ -64,7 +64,7 @@ class Table(NamedTuple):
 
 def table_of(ranges: Sequence[Range], device: torch.device) -> Table:
     """Bring ranges to the device in one copy."""
-    bits = [_EXPONENTS.get(one.dtype, (0, 0)) if one.dtype else (0, 0) for one in ranges]
+    bits = [_EXPONENTS.get(one.dtype, (0, 0)) for one in ranges]
     columns = [
         [one.source for one in ranges],
         [one.target for one in ranges],
@@ -90,7 +90,8 @@ def read_back_table(ranges: Sequence[Range], table: Table) -> Table:
 
 def range_digests(payload: torch.Tensor, places: Places) -> torch.Tensor:
     """Return ``splitmix.mix64`` of each place in a buffer ``[nbytes]`` uint8: int64 ``[places]``, on its device."""
-    return digest(payload, _known_table(places, payload.device))
+    table = _known_table(places, payload.device)
+    return _run(payload, table, _sums(table), None, read="buffer", write=None)
 
 
 def copies(runs: Sequence[torch.Tensor]) -> bool:
@@ -123,14 +124,7 @@ def flatten_table(places: Places, runs: Sequence[Sequence[torch.Tensor]], device
 
 def flatten(payload: torch.Tensor, table: Table) -> torch.Tensor:
     """Copy ranges into a buffer ``[nbytes]`` uint8; return their digests, int64 ``[ranges]``."""
-    sums = torch.zeros(len(table.sizes), dtype=torch.int64, device=payload.device)
-    return _run(payload, table, sums, None, read="address", write="buffer")
-
-
-def digest(payload: torch.Tensor, table: Table) -> torch.Tensor:
-    """Return the digests of ranges of a buffer ``[nbytes]`` uint8, int64 ``[ranges]``."""
-    sums = torch.zeros(len(table.sizes), dtype=torch.int64, device=payload.device)
-    return _run(payload, table, sums, None, read="buffer", write=None)
+    return _run(payload, table, _sums(table), None, read="address", write="buffer")
 
 
 def copy_out(payload: torch.Tensor, table: Table, back: Table) -> torch.Tensor:
@@ -145,7 +139,7 @@ def copy_out(payload: torch.Tensor, table: Table, back: Table) -> torch.Tensor:
         int64 ``[3, ranges]``: digests of what was in the buffer, and of what the targets hold; words with a value that
         is not finite.
     """
-    result = torch.zeros(3, len(table.sizes), dtype=torch.int64, device=payload.device)
+    result = _sums(table, 3)
     _run(payload, table, result[0], result[2], read="buffer", write="address")
     _run(payload, back, result[1], None, read="address", write=None)
     return result
@@ -156,8 +150,7 @@ def tensor_digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     whole = [tensor if copies([tensor]) else tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
     first = whole[0].view(-1).view(torch.uint8)
     table = table_of([Range(tensor.data_ptr(), 0, tensor.nbytes) for tensor in whole], first.device)
-    sums = torch.zeros(len(whole), dtype=torch.int64, device=first.device)
-    return _run(first, table, sums, None, read="address", write=None)
+    return _run(first, table, _sums(table), None, read="address", write=None)
 
 
 def _ranges_of(places: Places, runs: Sequence[Sequence[torch.Tensor]]) -> Iterator[Range]:
@@ -171,6 +164,11 @@ def _ranges_of(places: Places, runs: Sequence[Sequence[torch.Tensor]]) -> Iterat
 @lru_cache(maxsize=512)
 def _known_table(places: Places, device: torch.device) -> Table:
     return table_of([Range(place.offset, place.offset, place.nbytes) for place in places], device)
+
+
+def _sums(table: Table, *rows: int) -> torch.Tensor:
+    """Return zeros, int64 ``[*rows, ranges]``, to which a launch adds."""
+    return torch.zeros(*rows, len(table.sizes), dtype=torch.int64, device=table.sizes.device)
 
 
 def _run(

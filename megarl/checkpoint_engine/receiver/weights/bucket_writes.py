@@ -12,6 +12,8 @@ import torch
 
 from megarl.checkpoint_engine.digests import begin_digests
 from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write, Writes, prepare
+from megarl.checkpoint_engine.records import Manifest, Receipt
+from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Places
 
 
@@ -54,6 +56,31 @@ class BucketWrites:
             digests, found = self._copies.run(payload)
             waits.append(found)
         return Begun(digests, lambda: _together([wait() for wait in waits]))
+
+
+def write_transfer(inbox: Inbox, writes_of: Callable[[Places], BucketWrites]) -> tuple[Manifest, Receipt]:
+    """Write all buckets of a transfer.
+
+    Args:
+        inbox: the transfer.
+        writes_of: returns the writes of a bucket, from its tensors.
+
+    Raises:
+        WeightSyncError: as ``Inbox.finish``; or a value is not finite, or a parameter does not hold what was written.
+    """
+    written: list[Callable[[], Found]] = []
+
+    def begin(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
+        digests, found = writes_of(places).run(payload)
+        written.append(found)
+        return digests
+
+    for _, _, verify in inbox.buckets(begin):
+        verify()
+    manifest, receipt = inbox.finish()
+    for found in written:
+        found().refuse(f"set of {manifest.kind} weights")
+    return manifest, receipt
 
 
 def _together(found: list[Found]) -> Found:

@@ -7,7 +7,7 @@ into which part of which parameter is noted and not done. So fusing, tensor para
 a transfer afterwards is one kernel per bucket that writes and digests, and one that reads back.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from megarl.checkpoint_engine.filling import DTYPES, shape_of, tensor_bytes
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SPACE
 from megarl.checkpoint_engine.receiver.experts.mixtures import holds_base
 from megarl.checkpoint_engine.receiver.weights.base_weights import drop_adapters
-from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites
+from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites, write_transfer
 from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, layout_of
-from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
+from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.records import Manifest, Receipt
 from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Place, Places, listed
@@ -88,18 +88,7 @@ class DirectLoader:
             WeightSyncError: as ``base_weights.load_weights``; also if a parameter does not hold what was written.
             UnsupportedError: the experts are in another layout than the checkpoint's.
         """
-        written: list[Callable[[], Found]] = []
-
-        def begin(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
-            digests, found = self._writes_of(places).run(payload)
-            written.append(found)
-            return digests
-
-        for _, _, verify in inbox.buckets(begin):
-            verify()
-        manifest, receipt = inbox.finish()
-        for found in written:
-            found().refuse(f"set of {manifest.kind} weights")
+        manifest, receipt = write_transfer(inbox, self._writes_of)
         places = manifest.tensors.places
         if (places, whole) not in self._complete:
             self._check_complete(places, whole)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from megarl.checkpoint_engine.digests import joined
+from megarl.checkpoint_engine.digests import starts_of, sums_of_tensors
 from megarl.checkpoint_engine.filling import DTYPES
 from megarl.checkpoint_engine.host_copies import to_host
 from megarl.checkpoint_engine.kernels.ranges import WORD, Range, copy_out, read_back_table, table_of
@@ -28,16 +28,17 @@ class Copies:
 
     def __init__(self, places: Places, writes: Sequence[Sequence[Write]]) -> None:
         self.others: list[Write] = []
-        ranges, self._names, self._counts = list[Range](), list[str](), list[int]()
+        ranges, self._names, counts = list[Range](), list[str](), list[int]()
         for place, group in zip(places, writes, strict=True):
             copied = sorted(self._copied(place, group))
             before = len(ranges)
             for begin, end, target in _with_gaps(copied, place.nbytes):
                 dtype = DTYPES[place.dtype] if target else None
                 ranges.append(Range(place.offset + begin, target, end - begin, begin, dtype))
-            self._counts.append(len(ranges) - before)
-            self._names.extend([place.name] * self._counts[-1])
+            counts.append(len(ranges) - before)
+            self._names.extend([place.name] * counts[-1])
         device = next(write.target.device for group in writes for write in group)
+        self._starts = starts_of(counts)
         self._table = table_of(ranges, device)
         self._back = read_back_table(ranges, self._table)
         self._copied_at = np.asarray([bool(one.target) for one in ranges])
@@ -46,7 +47,10 @@ class Copies:
     def run(self, payload: torch.Tensor) -> Begun:
         """See ``BucketWrites.run``."""
         arrived = to_host(copy_out(payload, self._table, self._back))
-        return Begun(lambda: joined(arrived().numpy()[0], self._counts), lambda: self._found(arrived().numpy()))
+        return Begun(
+            lambda: sums_of_tensors(arrived().numpy()[0], self._starts).tobytes(),
+            lambda: self._found(arrived().numpy()),
+        )
 
     def _found(self, result: np.ndarray) -> Found:
         """Return the names behind the kernels' results, int64 ``[3, ranges]``."""
