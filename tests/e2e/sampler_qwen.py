@@ -13,6 +13,7 @@ import transformers
 from megarl.config import CheckpointEngineConfig
 from megarl.config.sections.eval import Sampling
 from tests.e2e.sampler_logprobs import both_ways, shared_prefill
+from tests.e2e.sampler_orders import orders
 from tests.e2e.sampler_readmission import readmission
 from tests.e2e.sampler_rig import (
     LORA,
@@ -56,6 +57,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
             both_ways(rig, 3, Sampling(2, 1.3, 0.8, 16)),
             both_ways(rig, 3, Sampling(1, 0.0, 1.0, 16)),
         ]
+        results["orders"] = orders(rig, 3)
         results["prefill"] = shared_prefill(rig, 3, 96)
         results["readmission"] = readmission(rig, 10)
         trainer.randomise(3)

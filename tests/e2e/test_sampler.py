@@ -34,7 +34,6 @@ def results_of(scenario: str) -> Any:
 
 llama, qwen3, moe, merged = map(results_of, ("llama", "qwen3", "moe", "merged"))
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
 
 
@@ -186,6 +185,7 @@ def test_the_samples_of_a_prompt_share_its_prefill(qwen3: dict) -> None:
 def test_the_same_calls_give_the_same_completions(qwen3: dict) -> None:
     assert qwen3["tokens"] > 4096, "the batch must exceed one step's budget"
     assert qwen3["same_again"] > 0.97
+    assert qwen3["orders"]["true"] == 0, "the order of a reproducible batch's prompts counts"
 
 
 def test_gloo_and_shm_bring_bitwise_the_same_adapter(qwen3: dict) -> None:

@@ -4,7 +4,6 @@
 from typing import Any
 
 from megarl.errors import WeightSyncError, WorkerError
-from megarl.sampler.drawing.requests import cause_of
 from megarl.sampler.drawing.watch import answer_of
 
 
@@ -54,3 +53,10 @@ class EngineLink:
         except Exception as error:
             dead = self._engine is None or self._engine.errored
             raise (WorkerError if dead else WeightSyncError)(cause_of(error)) from error
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the innermost message; vLLM wraps a failure in several errors and quotes the worker's."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)

@@ -18,6 +18,7 @@ from megarl.config import EngineConfig
 from megarl.config.sections.eval import Sampling
 from megarl.errors import StaleVersionError, WeightSyncError, WorkerError
 from megarl.sampler.drawing.drawn import ABORTED, Drawn
+from megarl.sampler.drawing.engine_link import cause_of
 from megarl.sampler.drawing.fetched_logprobs import FetchedLogprobs
 from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.engine.settings import sampling_arguments
@@ -26,7 +27,7 @@ from megarl.types import Completion
 
 # Seconds between two looks at requests that are to end. One that vLLM did not know yet is aborted at the next look.
 LOOK_SECONDS = 0.02
-# vLLM's priority of a request that begins before those that wait, whose priority is 0.
+# vLLM's priority of a request that begins before those that wait, whose priority is 0 or their seed.
 FIRST = -1
 
 
@@ -129,7 +130,11 @@ class Requests:
             arguments |= self.fetched.arguments(request_id)
             parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
             stream = self._engine().generate(
-                {"prompt_token_ids": sent}, parameters, request_id=request_id, lora_request=self._adapter(used)
+                {"prompt_token_ids": sent},
+                parameters,
+                request_id=request_id,
+                lora_request=self._adapter(used),
+                priority=self._priority(seed),
             )
             output = await self._last(stream)
         if output is None or not output.finished or len(output.outputs) != len(every):
@@ -160,6 +165,10 @@ class Requests:
         except Exception as error:
             raise WorkerError(f"{self._name} failed while generating: {cause_of(error)}") from error
         return outputs[-1] if outputs else None
+
+    def _priority(self, seed: int) -> int:
+        """Return vLLM's priority of a request. A reproducible batch begins in the order of seeds: Ray keeps none."""
+        return seed if self._config.sampler.reproducible else 0
 
     def _adapter(self, version: int) -> Any:
         """Return vLLM's handle of a version's adapter; merged weights and the base model have none."""
@@ -283,13 +292,6 @@ def _lora_request(version: int) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(f"policy-v{version}", version + 1, "megarl")
-
-
-def cause_of(error: BaseException) -> str:
-    """Return the innermost message; vLLM wraps a failure in several errors and quotes the worker's."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).removeprefix("Call to collective_rpc method failed: ") or repr(error)
 
 
 def _seed_at(seed: int, drawn: int) -> int:

@@ -24,8 +24,10 @@ class Engine:
 
     def __init__(self, deaf: int = 0) -> None:
         self.deaf, self.ended, self.asked = deaf, dict[str, asyncio.Event](), list[tuple]()
+        self.priorities = list[int]()
 
-    async def generate(self, prompt, parameters, request_id, lora_request):
+    async def generate(self, prompt, parameters, request_id, lora_request, priority):
+        self.priorities.append(priority)
         self.asked.append((prompt["prompt_token_ids"], parameters.seed, parameters.max_tokens, lora_request.lora_name))
         self.ended[request_id] = asyncio.Event()
         reason = "length"
@@ -44,11 +46,11 @@ class Engine:
                 self.ended[name].set()
 
 
-def requests_at(version: int | None, way: str, engine: Engine) -> Requests:
+def requests_at(version: int | None, way: str, engine: Engine, reproducible: bool = False) -> Requests:
     pytest.importorskip("vllm")
     config = EngineConfig(
         model=ModelConfig(path="model"),
-        sampler=SamplerConfig(samples_per_prompt=2, max_response_tokens=5),
+        sampler=SamplerConfig(samples_per_prompt=2, max_response_tokens=5, reproducible=reproducible),
         checkpoint_engine=CheckpointEngineConfig(in_flight=way),
     )
     gate = VersionGate(base_ready=True)
@@ -152,6 +154,22 @@ def test_requests_for_one_version_neither_move_nor_hold_a_drain_up():
 
     for way in ("drain", "overlap", "abort", "continue"):
         asyncio.run(run(way))
+
+
+@pytest.mark.parametrize(("reproducible", "priorities"), [(True, [30, 20]), (False, [0, 0])])
+def test_seeds_order_the_requests_of_a_reproducible_batch(reproducible, priorities):
+    """Ray may call an actor's methods in another order than it was asked to."""
+
+    async def run():
+        engine = Engine()
+        requests = requests_at(1, "drain", engine, reproducible)
+        calls = [asyncio.ensure_future(requests.complete(PROMPT, seed, 1)) for seed in (30, 20)]
+        await asyncio.sleep(0.01)
+        await engine.abort(engine.ended)
+        await asyncio.gather(*calls, return_exceptions=True)
+        return engine.priorities
+
+    assert asyncio.run(run()) == priorities
 
 
 def test_nothing_is_drawn_before_the_first_version():
