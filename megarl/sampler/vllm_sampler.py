@@ -45,14 +45,17 @@ class VllmSampler:
     Args:
         config: the engine's config; a run's is ``RunConfig.engine``.
         engine_index: index of the engine, 0 .. sampler.engines - 1.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(self, config: EngineConfig, *, engine_index: int) -> None:
         add_family(config.model.family)  # it may register the model's type with transformers, which vLLM asks
         self._config = config
         self._index = engine_index
-        self._device = resolve_device(config.device)
-        if self._device == "cuda":
+        self.device = resolve_device(config.device)
+        if self.device == "cuda":
             # The engine's process could not use CUDA if it were forked: this one has asked torch for GPUs.
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         content = config.checkpoint_engine.content
@@ -100,7 +103,7 @@ class VllmSampler:
             WorkerError: vLLM did not start.
         """
         try:
-            engine = self._link.use(build_engine(self._config, self._index, self._device))
+            engine = self._link.use(build_engine(self._config, self._index, self.device))
             self._vocabulary = engine.model_config.get_vocab_size()
             await self._link.rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
             if self._config.sampler.logprobs == "worker":

@@ -42,11 +42,11 @@ def resume(folder: str, layout: dict[str, Any], dtype: str) -> dict:
 @pytest.mark.parametrize(
     ("family", "layout", "dtype", "elsewhere"),
     [
-        ("qwen3", {"pipeline": 2}, "bfloat16", None),
+        pytest.param("qwen3", {"pipeline": 2}, "bfloat16", None, marks=pytest.mark.long),
         ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, "bfloat16", None),
         ("qwen3", {"tensor": 2}, "float32", {"data": 2} | DISTRIBUTED),
         ("qwen3", {"data": 2} | DISTRIBUTED, "bfloat16", {"data": 2}),
-        ("qwen3", {"data": 2}, "bfloat16", {"data": 2} | DISTRIBUTED),
+        pytest.param("qwen3", {"data": 2}, "bfloat16", {"data": 2} | DISTRIBUTED, marks=pytest.mark.long),
         ("mixtral", {"data": 2, "expert": 2}, "float32", None),
     ],
     ids=["PP2-bf16", "PP2xVPP2-bf16", "TP2-fp32", "distributed-bf16", "plain-bf16", "experts-fp32"],

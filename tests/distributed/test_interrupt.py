@@ -12,7 +12,9 @@ import pytest
 from tests.helpers.models import make_model
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.long)]
+)
 def test_ranks_end_with_the_command(tmp_path, number, code):
     model, log = make_model(tmp_path / "model", "llama", tied=False), tmp_path / "log"
     with log.open("w") as handle:

@@ -59,7 +59,10 @@ def cases(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layouts",
-    [["TP2+SP", "PP2xVPP2", "DP2xEP2", "CP2+selective"], ["TP2xPP2xEP2", "TP2xCP2xEP2xETP2"]],
+    [
+        pytest.param(["TP2+SP", "PP2xVPP2", "DP2xEP2", "CP2+selective"], marks=pytest.mark.long),
+        ["TP2xPP2xEP2", "TP2xCP2xEP2xETP2"],
+    ],
     ids=str,
 )
 def test_logprobs_gradients_and_updates_equal_peft(cases, layouts):

@@ -106,8 +106,8 @@ def run_script(*args: str) -> list[float]:
     ("saved", "loaded", "ranks", "flags"),
     [
         ({"tensor": 2, "pipeline": 2}, {}, 4, []),
-        ({"pipeline": 2}, {"tensor": 2}, 2, ["--bf16"]),
-        ({}, {"tensor": 2}, 2, ["--use-distributed-optimizer"]),
+        pytest.param({"pipeline": 2}, {"tensor": 2}, 2, ["--bf16"], marks=pytest.mark.long),
+        pytest.param({}, {"tensor": 2}, 2, ["--use-distributed-optimizer"], marks=pytest.mark.long),
         ({"tensor": 2}, {}, 2, ["--bf16", "--use-distributed-optimizer"]),
     ],
     ids=["fp32", "bf16", "fp32-distributed", "bf16-distributed"],

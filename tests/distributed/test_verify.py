@@ -226,9 +226,9 @@ def test_a_mutation_fails_the_row_that_it_breaks_and_is_located(
     ("mutation", "failed", "passed"),
     [
         (clamp_positions, {LOGPROBS, BASE_LOGPROBS, GRADIENTS}, set()),
-        (ignore_temperature, {LOGPROBS, BASE_LOGPROBS, GRADIENTS}, set()),
+        pytest.param(ignore_temperature, {LOGPROBS, BASE_LOGPROBS, GRADIENTS}, set(), marks=pytest.mark.long),
         (weigh_by_the_neighbour, {GRADIENTS, ADAPTER, UPDATE}, {LOGPROBS, BASE_LOGPROBS}),
-        (forget_clipping, {ADAPTER, UPDATE}, {LOGPROBS, GRADIENTS}),
+        pytest.param(forget_clipping, {ADAPTER, UPDATE}, {LOGPROBS, GRADIENTS}, marks=pytest.mark.long),
         (forget_weight_decay, {ADAPTER, UPDATE}, {LOGPROBS, GRADIENTS}),
     ],
 )

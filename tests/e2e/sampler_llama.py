@@ -116,6 +116,11 @@ def score_first(rig: Rig, count: int) -> dict[str, Any]:
 
 def third_version(rig: Rig, count: int) -> dict[str, Any]:
     """Check that two versions in use leave no slot for a third; an idle one frees its slot."""
+    patient = rig.config
+    # The sender waits so long for an engine that refuses before it connects.
+    hasty = patient.checkpoint_engine.model_copy(update={"timeout_seconds": 8.0})
+    rig.config = patient.model_copy(update={"checkpoint_engine": hasty})
+    rig.renew()
     rig.manager.sync(100, "adapter")
     running = rig.start_requests(rig.sampler.generate(prompts(count), 100), count)
     rig.manager.sync(101, "adapter")
@@ -125,6 +130,7 @@ def third_version(rig: Rig, count: int) -> dict[str, Any]:
     ended = raised(lambda: running.result(60))
     alive = rig.call(rig.sampler.resident())[0]
     rig.sampler.gate._refused = None
+    rig.config = patient
     rig.renew()
     rig.manager.sync(103, "adapter")
     results = {"third": refused, "third_overlapped": overlapped, "third_held": alive, "third_ended": ended}

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.evaluations_of_run import check_evaluations
 from tests.e2e.plain_vllm import ask, prompt_logprobs
+from tests.e2e.same_runs import check_same
 from tests.helpers.sampled import peft_logprobs
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
@@ -50,7 +51,8 @@ def recipe(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(base, config).save_pretrained(file.parent / "start")
-    file.write_text(file.read_text().replace("{r: 4, lora_alpha: 8}", f"{{init_from: {file.parent / 'start'}}}"))
+    text = file.read_text().replace("{r: 4, lora_alpha: 8}", f"{{init_from: {file.parent / 'start'}}}")
+    file.write_text(text.replace("max_num_seqs: 16", "max_num_seqs: 16, reproducible: true"))
     return file
 
 
@@ -217,6 +219,7 @@ def test_killed_run_resumes_bitwise(finished, recipe, start):
         time.sleep(0.01)
     run.process.send_signal(signal.SIGKILL)
     run.finish(30)
+    check_same(finished, folder, steps=2)
     # As if the run had died between the second checkpoint and the third: later ones are missing.
     for checkpoint in sorted((folder / "checkpoints").glob("step-*"))[2:]:
         shutil.rmtree(checkpoint)

@@ -28,6 +28,7 @@ class SamplerEngine:
         from megarl.sampler.vllm_sampler import VllmSampler
 
         prepare_environment(threads)
+        self._numerics = config.model.numerics
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
     async def start(self) -> dict[str, float]:
@@ -39,7 +40,7 @@ class SamplerEngine:
         from megarl.sampler.engine.build import import_vllm
 
         began = time.perf_counter()
-        import_vllm()
+        import_vllm(self._numerics, self.sampler.device)
         imported = time.perf_counter()
         with self._with_cause():
             await self.sampler.start()

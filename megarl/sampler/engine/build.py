@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.errors import ConfigError, LostError, WorkerError, nearest
+from megarl.sampler.engine import fork_server
 from megarl.sampler.engine.settings import engine_arguments
 from megarl.sampler.environment import prepare_numerics
 
@@ -17,8 +18,14 @@ KILLED = re.compile(r"Failed core proc\(s\): .*: -\d")
 GONE = re.compile(r"Failed core proc\(s\): \{\}")
 
 
-def import_vllm() -> None:
-    """Import what ``build_engine`` needs, which takes seconds."""
+def import_vllm(numerics: str, device: str) -> None:
+    """Import what ``build_engine`` needs, which takes seconds; beside it, what the engine's own process needs.
+
+    Args:
+        numerics, device: as for ``fork_server.begin``.
+    """
+    if device == "cpu":  # not tried on CUDA yet
+        fork_server.begin(numerics, device)
     import_module("vllm.v1.engine.async_llm")
 
 
@@ -42,7 +49,8 @@ def build_engine(config: EngineConfig, engine_index: int, device: str) -> Any:
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     for name in given.keys() - known:
         raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+    with fork_server.forked():
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
 
 
 def start_error(engine_index: int, error: Exception) -> WorkerError:

@@ -102,6 +102,7 @@ def test_neither_another_path_nor_a_relative_call_nor_another_patch_release_of_p
         moved.rename(repository)
 
 
+@pytest.mark.long
 def test_a_host_without_gpus_leaves_a_cuda_installation_as_it_is(repository: Path) -> None:
     for name, text in {"gpu.txt": SMALL, "gpu-overrides.txt": ""}.items():
         (repository / "requirements" / name).write_text(text)
@@ -182,6 +183,7 @@ def test_a_changed_pin_is_installed_also_from_wheels_that_only_pips_configuratio
         run(repository)
 
 
+@pytest.mark.long
 def test_a_killed_installation_is_repaired_by_the_next_run(repository: Path) -> None:
     (repository / "requirements/quickstart.txt").write_text("networkx==3.6.1\n")
     environment = os.environ | {"MEGARL_DEVICE": "cpu", "PYTHON": sys.executable}
@@ -206,6 +208,7 @@ def test_a_killed_installation_is_repaired_by_the_next_run(repository: Path) -> 
     assert imports(repository, "iniconfig") and imports(repository, "networkx")
 
 
+@pytest.mark.long
 def test_two_runs_at_once_install_once(repository: Path) -> None:
     shutil.rmtree(repository / ".venv")
     (repository / "scripts/both.sh").write_text(

@@ -110,6 +110,7 @@ def test_signals_end_only_the_signalled_node_and_ctrl_c_on_the_head_reaches_the_
     assert traced.wait_until_gone() == []
 
 
+@pytest.mark.long
 def test_a_signal_to_all_nodes_at_once_leaves_the_job_its_nodes_until_it_has_ended(
     start: Start, traced: Traced, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_worker_gives_up_on_a_missing_head(start: Start, traced: Traced) -> None
     assert traced.wait_until_gone() == []
 
 
+@pytest.mark.long
 def test_a_node_without_the_heads_token_is_told_what_to_do_and_the_head_gives_up_on_it(
     start: Start, traced: Traced
 ) -> None:
@@ -209,6 +211,7 @@ def test_sbatch_runs_the_script_on_every_host_under_a_token_and_its_status_is_ev
     assert traced.wait_until_gone() == []
 
 
+@pytest.mark.long
 def test_sbatch_passes_the_signal_before_the_time_limit_to_the_job_and_queues_it_again(
     sbatch: Callable[..., Launched], traced: Traced, tmp_path: Path
 ) -> None:
