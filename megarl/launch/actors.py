@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.screen import Screen
 from megarl.errors import ConfigError, MegarlError
 from megarl.launch import placement
+from megarl.launch.names import check_model
 from megarl.launch.places import Places
 from megarl.launch.plan import Plan
 from megarl.launch.processes import signals_ignored
@@ -41,9 +43,11 @@ def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratc
         The actors, built.
     """
     screen.phase("Ray")
+    model_checked = ThreadPoolExecutor(1).submit(check_model, config)
     placement.start_ray(config, scratch)
     staff = places = None
     try:
+        model_checked.result()
         places = placement.place(config)
         screen.say(places.plan.describe())
         check_transport(config.checkpoint_engine.transport, places.plan)

@@ -13,11 +13,8 @@ from megarl.controller.trackers import check_trackers
 from megarl.evaluation.sets import with_absolute_files
 from megarl.files import user_path
 from megarl.hub import local_model
-from megarl.lora.section import check_section
 from megarl.loss import build_loss
 from megarl.loss.advantages import build_advantages
-from megarl.model.inspection import inspect_folder
-from megarl.model.weights.full_config import names_of
 from megarl.plugins import absolute
 from megarl.sampler.engine.device_checks import check_device
 from megarl.sampler.engine.settings import check_sampled
@@ -28,7 +25,7 @@ from megarl.tasks.options import absolute_files
 def check_names(config: RunConfig) -> None:
     """Refuse unknown names and what the sampler cannot do, before any actor starts; an actor would fail a minute later.
 
-    Checked are the loss, the transport, the trackers and the model family.
+    Checked are the loss, the transport and the trackers. ``check_model`` is about the rest.
 
     Raises:
         ConfigError, UnsupportedError: the message names the nearest registered name, or what is supported.
@@ -38,16 +35,30 @@ def check_names(config: RunConfig) -> None:
     check_trackers(config.train.trackers)
     if config.checkpoint_engine.transport != "auto":
         load_transport(config.checkpoint_engine.transport)
-    if config.model.backend == TRANSFORMERS:
-        from megarl.hf.inspection import inspect_model  # takes seconds
-
-        inspect_model(config.trainer, sends_base=config.checkpoint_engine.base_weights == "send")
-    else:
-        check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
     check_sampled(config.engine)
     # If Ray joins an existing cluster, that cluster decides the device.
     if config.train.device == "cpu" or not (os.environ.get("RAY_ADDRESS") or torch.cuda.is_available()):
         check_device(config.engine, "cpu")
+
+
+def check_model(config: RunConfig) -> None:
+    """Refuse a model or an adapter that cannot be trained.
+
+    Importing PEFT, which knows, takes seconds: it is imported here, where others may wait for something else meanwhile.
+
+    Raises:
+        ConfigError, UnsupportedError, AdapterError: the message names what is supported.
+    """
+    if config.model.backend == TRANSFORMERS:
+        from megarl.hf.inspection import inspect_model
+
+        inspect_model(config.trainer, sends_base=config.checkpoint_engine.base_weights == "send")
+        return
+    from megarl.lora.section import check_section
+    from megarl.model.inspection import inspect_folder
+    from megarl.model.weights.full_config import names_of
+
+    check_section(config.lora, names_of(inspect_folder(config.model.path, config.parallel)))
 
 
 def with_absolute_paths(config: RunConfig, recipe_dir: Path) -> RunConfig:

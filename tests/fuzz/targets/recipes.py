@@ -11,7 +11,7 @@ import yaml
 
 from megarl.cli.resume import load_run_config
 from megarl.config import check_run, dump_config, load_config
-from megarl.launch.names import check_names, with_absolute_paths
+from megarl.launch.names import check_model, check_names, with_absolute_paths
 from megarl.launch.plan import Node, plan_placement
 from megarl.launch.run import make_stream, run_folder
 from megarl.tasks import TaskContext, build_task
@@ -60,6 +60,7 @@ class Recipes:
         output = folder / "runs"
         config = with_absolute_paths(load_run_config(folder / "recipe.yaml", overrides), folder)
         check_names(config)
+        check_model(config)
         config = config.model_copy(
             update={
                 "train": config.train.model_copy(

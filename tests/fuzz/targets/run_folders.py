@@ -23,7 +23,7 @@ from megarl.controller.rollouts.rollout import Rollout
 from megarl.controller.state import RunState
 from megarl.errors import MegarlError
 from megarl.launch.contents import contents_of
-from megarl.launch.names import check_names, with_absolute_paths
+from megarl.launch.names import check_model, check_names, with_absolute_paths
 from megarl.launch.run import make_stream, prepare_task
 from megarl.lora import attach
 from megarl.model.megatron_model import MegatronModel
@@ -183,6 +183,7 @@ class RunFolders:
             config = load_resumed_config(str(run), json.loads((folder / OVERRIDES).read_text()))
             config = with_absolute_paths(config, folder)
             check_names(config)
+            check_model(config)
             state = self._state(run, config)
             resumption = find_resumption(run, config, state.origin["contents"])
             if config.parallel.world_size > 1:  # may change, but needs more ranks than this test has

@@ -26,7 +26,7 @@ from megarl.errors import AdapterError, ConfigError, MegarlError, ModelError, Un
 from megarl.hf import attention
 from megarl.hf.inspection import inspect_model
 from megarl.hf.load import load_config
-from megarl.launch.names import check_names
+from megarl.launch.names import check_model
 from megarl.verify.inputs.samples import make_samples
 from tests.helpers.architectures import ARCHITECTURES, SIZES, write_model
 
@@ -167,11 +167,11 @@ def test_a_base_that_could_not_be_sent_is_refused_before_any_rank_starts(tmp_pat
             "sampler": {"max_prompt_tokens": 64, "max_response_tokens": 16},
             "train": {"device": "cpu", "micro_batch_tokens": 256},
         }
-        check_names(parse_config(sections | {"checkpoint_engine": {"base_weights": "disk"}}))
+        check_model(parse_config(sections | {"checkpoint_engine": {"base_weights": "disk"}}))
         if not settings:
-            check_names(parse_config(sections))
+            check_model(parse_config(sections))
             continue
         with pytest.raises(
             UnsupportedError, match=r"experts\S+ is not a tensor .* checkpoint_engine.base_weights=disk"
         ):
-            check_names(parse_config(sections))
+            check_model(parse_config(sections))
