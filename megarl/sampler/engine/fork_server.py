@@ -55,14 +55,30 @@ def begin(numerics: str, device: str) -> None:
     forkserver.ensure_running()
 
 
+def _forks_have_gpus() -> bool:
+    """Return True if no import in the server has initialised CUDA. Waits for the imports."""
+    process = _Context().Process(target=_try_fork)
+    process.start()
+    process.join()
+    return process.exitcode == 0
+
+
+def _try_fork() -> None:
+    import torch
+
+    raise SystemExit(torch.cuda._is_in_bad_fork())
+
+
 @contextmanager
 def forked() -> Iterator[None]:
     """Let vLLM fork its engine's process from the fork server, if it starts one in the block and ``begin`` was called.
 
     vLLM asks ``get_mp_context`` how to start it (0.26, 0.32), which knows ``fork`` and ``spawn`` only. The function is
     called nevertheless: it sets variables for the process.
+
+    An import that initialises CUDA would leave forked processes without GPUs. Then vLLM starts its process as ever.
     """
-    if not _begun:
+    if not _begun or not _forks_have_gpus():
         yield
         return
     from vllm.v1.engine import utils
