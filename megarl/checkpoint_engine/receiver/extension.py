@@ -185,6 +185,21 @@ class ReceiverExtension:
         self._megarl_thread = threading.Thread(target=run, daemon=True)
         self._megarl_thread.start()
 
+    def megarl_decline(self, endpoint: bytes, first: int, reason: str) -> None:
+        """Tell a sender that its transfer will not be taken; it would wait for this receiver otherwise.
+
+        Args:
+            endpoint, first: as for ``megarl_receive``.
+            reason: what the sender raises.
+
+        Raises:
+            WeightSyncError: the sender cannot be reached.
+        """
+        connection = self._megarl_connect(json.loads(endpoint), first + self.rank)
+        self._megarl_connections = {}
+        connection.receiver.fail(reason)
+        connection.receiver.close()
+
     def megarl_reset(self) -> None:
         """Disconnect from every sender, and drop all adapters. No request may run.
 

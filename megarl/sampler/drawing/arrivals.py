@@ -3,19 +3,21 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
-from megarl.errors import WeightSyncError
+from megarl.errors import MegarlError, WeightSyncError
 from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.drawing.readiness import Readiness
 from megarl.sampler.drawing.requests import Requests
 
 # vLLM may hold a request's blocks for a moment after its last token; meanwhile its cache cannot be emptied.
 RESET_SECONDS = 10.0
+# To reach a sender that is to be told of a refusal.
+DECLINE_SECONDS = 5.0
 
 
 class Arrivals:
@@ -50,16 +52,20 @@ class Arrivals:
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """See ``VllmSampler.receive``."""
         with self._refusing_on_error():
-            self._gate.check_usable()
             announced = json.loads(endpoint)
             version, kind = announced["version"], announced["kind"]
-            self._gate.check_kind(kind)
-            if kind == "adapter" and announced.get("stays"):
-                await self._readiness.use(announced, first)
+            stays = kind == "adapter" and announced.get("stays")
+            async with self._declining_on_error(endpoint, first):
+                self._gate.check_usable()
+                self._gate.check_kind(kind)
+                if stays:
+                    await self._readiness.use(announced, first)
+                else:
+                    self._readiness.forget()
+                    kept = await self._make_room(version, kind)
+            if stays:
                 self._gate.arm(version, kind, [])
                 return []
-            self._readiness.forget()
-            kept = await self._make_room(version, kind)
             answers = await self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
             receipts = [answer for answer in answers if answer]
             self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
@@ -110,6 +116,16 @@ class Arrivals:
             if asyncio.get_running_loop().time() > deadline:
                 raise WeightSyncError("vLLM could not empty its prefix cache after the weights changed")
             await asyncio.sleep(0.01)
+
+    @asynccontextmanager
+    async def _declining_on_error(self, endpoint: bytes, first: int) -> AsyncIterator[None]:
+        """Tell the sender if the block fails. It would wait for the workers until its time is over, and be busy."""
+        try:
+            yield
+        except MegarlError as error:
+            with suppress(MegarlError, TimeoutError):
+                await asyncio.wait_for(self._call("megarl_decline", endpoint, first, str(error)), DECLINE_SECONDS)
+            raise
 
     @contextmanager
     def _refusing_on_error(self) -> Iterator[None]:
