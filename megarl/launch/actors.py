@@ -2,6 +2,7 @@
 """Start Ray and a run's actors, check that they can work together, and end all of them."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -25,6 +26,9 @@ from megarl.sampler.engine.device_checks import check_device
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
+# On a host with so many cores the model is checked while Ray starts. Ray gives up after 30 s (2.60, fixed), which it
+# needs on a busy host with two cores.
+MANY_CORES = 8
 
 
 @contextlib.contextmanager
@@ -44,6 +48,8 @@ def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratc
     """
     screen.phase("Ray")
     model_checked = ThreadPoolExecutor(1).submit(check_model, config)
+    if (os.cpu_count() or 1) < MANY_CORES:
+        model_checked.result()
     placement.start_ray(config, scratch)
     staff = places = None
     try:
