@@ -7,7 +7,7 @@ from megarl.errors import WeightSyncError
 from tests.e2e.sampler_rig import Rig, prompts, raised
 
 # Long enough that requests still run when the engine is readmitted.
-REQUESTS = 40
+REQUESTS = 240
 
 
 def readmission(rig: Rig, version: int) -> dict[str, Any]:
