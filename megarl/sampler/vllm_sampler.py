@@ -26,7 +26,7 @@ from megarl.sampler.drawing.fetched_logprobs import Source
 from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.drawing.requests import Requests
 from megarl.sampler.drawing.sleep import Sleep
-from megarl.sampler.engine.build import build_engine, start_error
+from megarl.sampler.engine.build import build_engine, import_vllm, start_error
 from megarl.sampler.engine.settings import live_versions, longest_sequence, stop_tokens
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.prompt_checks import check_prompt
@@ -45,17 +45,13 @@ class VllmSampler:
     Args:
         config: the engine's config; a run's is ``RunConfig.engine``.
         engine_index: index of the engine, 0 .. sampler.engines - 1.
-
-    Attributes:
-        device: ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(self, config: EngineConfig, *, engine_index: int) -> None:
         add_family(config.model.family)  # it may register the model's type with transformers, which vLLM asks
-        self._config = config
-        self._index = engine_index
-        self.device = resolve_device(config.device)
-        if self.device == "cuda":
+        self._config, self._index = config, engine_index
+        self._device = resolve_device(config.device)
+        if self._device == "cuda":
             # The engine's process could not use CUDA if it were forked: this one has asked torch for GPUs.
             os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         content = config.checkpoint_engine.content
@@ -94,6 +90,10 @@ class VllmSampler:
         """The policy version that may be sampled from; None before the first sync."""
         return self.gate.resident
 
+    def import_vllm(self) -> None:
+        """Import what ``start`` needs, which takes seconds."""
+        import_vllm(self._config.model.numerics, self._device)
+
     async def start(self) -> None:
         """Start the engine.
 
@@ -103,7 +103,7 @@ class VllmSampler:
             WorkerError: vLLM did not start.
         """
         try:
-            engine = self._link.use(build_engine(self._config, self._index, self.device))
+            engine = self._link.use(build_engine(self._config, self._index, self._device))
             self._vocabulary = engine.model_config.get_vocab_size()
             await self._link.rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
             if self._config.sampler.logprobs == "worker":

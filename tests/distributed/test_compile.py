@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build
 
 # Samples of each batch: micro-batches of many sizes, from nearly empty to full.
-COUNTS = (5, 12, 3)
+COUNTS = (5, 12, 3, 9)
 DROPOUT = {"lora_dropout": 0.1}
 # Name -> family, layout with the changes of ``train``, changes of the adapter.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

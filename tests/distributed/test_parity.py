@@ -100,8 +100,6 @@ ONLY: dict[str, tuple[str, ...]] = {"llama3": ("TP2+SP",), "qwen2-yarn": ("PP2",
 # Layers that the stages cannot share evenly; windows shorter than the sequences.
 ONLY |= {"llama-biases": ("TP2+SP", "PP2", "PP2xVPP2"), "qwen3-windows": ("TP2+SPxCP2", "PP2+full")}
 ONLY["qwen3-tied-vocabulary"] = (*ELSEWHERE, "TP2xPP2")
-# What is special about them is split by the one layout only: biases, and an embedding on two stages.
-ONLY |= {"qwen2": ("TP2+SP",), "qwen3-tied": ("PP2",), "llama": ("PP2",)}
 # Each KV head is on two ranks.
 ONLY["qwen2-tied"] = (*ELSEWHERE, "TP2")
 # lm_head's adapter is used outside its layer's forward pass, and the embedding's before any recomputed layer.

@@ -28,7 +28,7 @@ def check_same(first: Path, second: Path, steps: int) -> None:
     assert len(files) == steps + 1
     for file in files:
         assert file.read_bytes() == (second / file.relative_to(first)).read_bytes(), file.name
-    evaluations = [file for file in sorted((first / "evaluations").glob("**/*.jsonl")) if _step_of(file) < steps]
+    evaluations = [file for file in sorted((first / "evaluations").glob("**/*.jsonl")) if _step_of(file) <= steps]
     assert evaluations
     for file in evaluations:
         lines = [[json.loads(line) for line in (run / file.relative_to(first)).open()] for run in (first, second)]

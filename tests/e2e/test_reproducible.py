@@ -26,3 +26,5 @@ def test_two_runs_are_the_same_bit_by_bit(tmp_path: Path) -> None:
             run.kill()
     first, second = (run.folder() for run in runs)
     check_same(first, second, steps=4)
+    [adapter] = (first / "adapter").glob("*.safetensors")
+    assert adapter.read_bytes() == (second / adapter.relative_to(first)).read_bytes()

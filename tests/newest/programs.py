@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run what the tests of this folder need on another megatron-core: `python -m tests.newest.programs FOLDER`."""
+"""Run what the tests of this folder need on another megatron-core: `python -m tests.newest.programs [FOLDER]`."""
 
 import sys
 import tempfile
@@ -23,6 +23,8 @@ from tests.helpers.ranks import run_ranks
 DENSE = ["TP2+SPxCP2", "PP2xVPP2xDP2+all"]
 EXPERTS = ["TP2+SPxEP2xETP2xDP2", "EP2xDP4+all"]
 LATENT = ["TP2xPP2xEP2"]
+# Too long for CI.
+MORE = (["TP2xPP2", "PP2+full"], ["TP2+SPxCP2", "PP2xVPP2xDP2+all"], ["CP2+selective"])
 # It has attention, experts and keys of other ranks.
 COMPILED = ["CPxEP"]
 # Checkpoints with everything that could differ: family -> layout and dtype; in bf16 with dropout, hence random states.
@@ -32,15 +34,15 @@ SAVED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def layouts() -> None:
+def layouts(dense: list[str], experts: list[str], multi_latent: list[str]) -> None:
     """Verify a dense model, a mixture of experts and one with multi-latent attention."""
     with tempfile.TemporaryDirectory() as folder:
         cases = parity.make_cases(Path(folder), ["qwen3", "mixtral"])
         cases["v3"] = make_case(Path(folder), "v3", **latent.MODELS["v3"])
         run_shared(make_truth, [cases["v3"]])
-        places = [place(cases["qwen3"], name, parity.LAYOUTS[name]) for name in DENSE]
-        places += [place(cases["mixtral"], name, parity.LAYOUTS[name]) for name in EXPERTS]
-        places += [place(cases["v3"], name, latent.LAYOUTS[name]) for name in LATENT]
+        places = [place(cases["qwen3"], name, parity.LAYOUTS[name]) for name in dense]
+        places += [place(cases["mixtral"], name, parity.LAYOUTS[name]) for name in experts]
+        places += [place(cases["v3"], name, latent.LAYOUTS[name]) for name in multi_latent]
         check(verify_places(places))
 
 
@@ -64,9 +66,15 @@ def load(folder: str) -> None:
         torch.save(run_ranks(resume, 2, f"{folder}/{family}", *setup), Path(folder) / family / "resumed.pt")
 
 
-def main(folder: str) -> None:
-    """Run all in one process; save in FOLDER/newest, resume those of FOLDER/installed; print the release."""
-    layouts()
+def main(folder: str | None = None) -> None:
+    """Run all in one process; save in FOLDER/newest, resume those of FOLDER/installed; print the release.
+
+    Without FOLDER, verify at the other layouts.
+    """
+    if folder is None:
+        layouts(*MORE)
+        return
+    layouts(DENSE, EXPERTS, LATENT)
     compiled()
     save(f"{folder}/newest")
     load(f"{folder}/installed")

@@ -54,6 +54,11 @@ def test_layouts_equal_one_process_of_hugging_face_and_peft(newest, on_newest):
 
 
 @pytest.mark.long
+def test_more_layouts_equal_it_too(newest):
+    assert f"{sum(map(len, programs.MORE))} places, worst" in run_on(newest, "-m", "tests.newest.programs")
+
+
+@pytest.mark.long
 def test_models_of_transformers_pass_every_row(newest, tmp_path):
     model = write_model(tmp_path / "model", "gemma3_text", vocab_size=131)
     settings = ("model.backend=transformers", "model.dtype=float32", "lora.r=4")

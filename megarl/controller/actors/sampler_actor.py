@@ -28,7 +28,6 @@ class SamplerEngine:
         from megarl.sampler.vllm_sampler import VllmSampler
 
         prepare_environment(threads)
-        self._numerics = config.model.numerics
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
     async def start(self) -> dict[str, float]:
@@ -37,10 +36,8 @@ class SamplerEngine:
         Returns:
             Seconds of ``imports``, of ``vLLM``'s start, and of those of its parts that its log tells.
         """
-        from megarl.sampler.engine.build import import_vllm
-
         began = time.perf_counter()
-        import_vllm(self._numerics, self.sampler.device)
+        self.sampler.import_vllm()
         imported = time.perf_counter()
         with self._with_cause():
             await self.sampler.start()

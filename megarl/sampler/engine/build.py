@@ -22,10 +22,11 @@ def import_vllm(numerics: str, device: str) -> None:
     """Import what ``build_engine`` needs, which takes seconds; beside it, what the engine's own process needs.
 
     Args:
-        numerics, device: as for ``fork_server.begin``.
+        numerics: as for ``fork_server.begin``.
+        device: as for ``build_engine``.
     """
-    if device == "cpu":  # not tried on CUDA yet
-        fork_server.begin(numerics, device)
+    if device == "cpu":
+        fork_server.begin(numerics)
     import_module("vllm.v1.engine.async_llm")
 
 

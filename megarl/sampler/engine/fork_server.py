@@ -3,7 +3,8 @@
 
 vLLM starts that process once the front end has imported vLLM and read the config, and it imports everything again. A
 fork server does those imports beside the front end's, and the process is forked from it. Other processes may not be
-forked from: a Ray actor has threads that a fork would leave behind.
+forked from: a Ray actor has threads that a fork would leave behind. Only for CPUs: on CUDA it has not been tried, and
+an import that initialises CUDA in the server would leave forked processes without GPUs.
 """
 
 import os
@@ -14,11 +15,8 @@ from typing import Any
 
 from megarl.sampler.environment import prepare_numerics
 
-# What the engine's process imports before it loads a model, by device.
-PRELOAD = {
-    "cpu": ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "megarl.sampler.worker.extension"],
-    "cuda": ["vllm.v1.engine.core", "vllm.v1.worker.gpu_worker", "megarl.sampler.worker.extension"],
-}
+# What the engine's process imports before it loads a model.
+PRELOAD = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "megarl.sampler.worker.extension"]
 
 
 class _Process(context.ForkServerProcess):
@@ -41,32 +39,17 @@ class _Context(context.ForkServerContext):
 _begun = False
 
 
-def begin(numerics: str, device: str) -> None:
+def begin(numerics: str) -> None:
     """Start the imports, in the background, with this process's present environment.
 
     Args:
         numerics: ``model.numerics``; vLLM's operations are replaced while they are imported.
-        device: ``"cpu"`` or ``"cuda"``.
     """
     global _begun
     _begun = True
     prepare_numerics(numerics)
-    forkserver.set_forkserver_preload(PRELOAD[device])
+    forkserver.set_forkserver_preload(PRELOAD)
     forkserver.ensure_running()
-
-
-def _forks_have_gpus() -> bool:
-    """Return True if no import in the server has initialised CUDA. Waits for the imports."""
-    process = _Context().Process(target=_try_fork)
-    process.start()
-    process.join()
-    return process.exitcode == 0
-
-
-def _try_fork() -> None:
-    import torch
-
-    raise SystemExit(torch.cuda._is_in_bad_fork())
 
 
 @contextmanager
@@ -75,10 +58,8 @@ def forked() -> Iterator[None]:
 
     vLLM asks ``get_mp_context`` how to start it (0.26, 0.32), which knows ``fork`` and ``spawn`` only. The function is
     called nevertheless: it sets variables for the process.
-
-    An import that initialises CUDA would leave forked processes without GPUs. Then vLLM starts its process as ever.
     """
-    if not _begun or not _forks_have_gpus():
+    if not _begun:
         yield
         return
     from vllm.v1.engine import utils

@@ -19,8 +19,8 @@ def tell(pipe):
 
 if __name__ == "__main__":
     os.environ["MEGARL_EARLY"] = "1"
-    fork_server.PRELOAD["cpu"] = ["colorsys"]
-    fork_server.begin("fast", "cpu")
+    fork_server.PRELOAD[:] = ["colorsys"]
+    fork_server.begin("fast")
     del os.environ["MEGARL_EARLY"]
     os.environ["MEGARL_LATE"] = "2"
     context = fork_server._Context()
@@ -57,4 +57,4 @@ def test_the_modules_that_it_imports_exist():
     pytest.importorskip("vllm")
     from importlib.util import find_spec
 
-    assert all(find_spec(name) for names in fork_server.PRELOAD.values() for name in names)
+    assert all(find_spec(name) for name in fork_server.PRELOAD)
