@@ -30,4 +30,4 @@ fi
 [ "${NODE_RANK:-0}" = 0 ] || export MEGARL_INSTALL=never
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-exec "$MEGARL_INTERPRETER" -m megarl.launch.node "$@"
+exec "$MEGARL_INTERPRETER" -m megarl.launch.nodes.node "$@"

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megarl.checkpoint_engine.base import Link, open_sender
-from megarl.checkpoint_engine.filling import Named
+from megarl.checkpoint_engine.buckets.filling import Named
+from megarl.checkpoint_engine.buckets.stream import Outbox, plan_of
 from megarl.checkpoint_engine.records import check_sync
-from megarl.checkpoint_engine.stream import Outbox, plan_of
 from megarl.checkpoint_engine.wire import Kind, Plan
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError

@@ -15,10 +15,10 @@ from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.screen import Screen
 from megarl.errors import ConfigError, MegarlError
-from megarl.launch import placement
 from megarl.launch.names import check_model
-from megarl.launch.places import Places
-from megarl.launch.plan import Plan
+from megarl.launch.placement import ray_start
+from megarl.launch.placement.places import Places
+from megarl.launch.placement.plan import Plan
 from megarl.launch.processes import signals_ignored
 from megarl.launch.staff import Staff
 from megarl.launch.transport import check_transport
@@ -50,11 +50,11 @@ def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratc
     model_checked = ThreadPoolExecutor(1).submit(check_model, config)
     if (os.cpu_count() or 1) < MANY_CORES:
         model_checked.result()
-    placement.start_ray(config, scratch)
+    ray_start.start_ray(config, scratch)
     staff = places = None
     try:
         model_checked.result()
-        places = placement.place(config)
+        places = ray_start.place(config)
         screen.say(places.plan.describe())
         check_transport(config.checkpoint_engine.transport, places.plan)
         check_device(config.engine, "cuda" if places.plan.trainer_gpus else "cpu")

@@ -21,7 +21,7 @@ from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.screen import Screen
 from megarl.controller.recovery import used_up
 from megarl.errors import LostError
-from megarl.launch.places import SAY_SECONDS, Places
+from megarl.launch.placement.places import SAY_SECONDS, Places
 from megarl.launch.transport import resolve_transport
 
 # Calls of an engine at once, beside those that sample: a sync must not wait behind them.

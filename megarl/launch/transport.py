@@ -7,7 +7,7 @@ from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.controller.recording.screen import Screen
 from megarl.errors import ConfigError
-from megarl.launch.plan import Plan
+from megarl.launch.placement.plan import Plan
 
 # Transports whose receivers share memory with the sender.
 ON_ONE_HOST = ("shm", "ipc")

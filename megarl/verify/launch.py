@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 
 from megarl.errors import MegarlError, WorkerError
+from megarl.forks import forks_have_gpus
 from megarl.parallel.rendezvous import open_store, rank_environment
 
 # Modules that the fork server imports before the first rank.
@@ -79,25 +80,11 @@ def warm_up() -> None:
     forkserver.ensure_running()
 
 
+@functools.cache
 def _start_method() -> str:
     warm_up()
-    return "forkserver" if not torch.cuda.is_available() or _forks_have_gpus() else "spawn"
-
-
-@functools.cache
-def _forks_have_gpus() -> bool:
-    """Return True if a forked process can use CUDA, which it cannot once an import in the server has initialised it."""
-    process = mp.get_context("forkserver").Process(target=_try_gpu)
-    process.start()
-    process.join()
-    return process.exitcode == 0
-
-
-def _try_gpu() -> None:
-    try:
-        torch.zeros(1, device="cuda")
-    except RuntimeError:
-        raise SystemExit(1) from None
+    forked = not torch.cuda.is_available() or forks_have_gpus(mp.get_context("forkserver"))
+    return "forkserver" if forked else "spawn"
 
 
 def report_progress(text: str) -> None:

@@ -13,15 +13,15 @@ import torch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 from megarl.checkpoint_engine.base import Link, open_sender  # noqa: E402
+from megarl.checkpoint_engine.buckets.stream import Outbox  # noqa: E402
 from megarl.checkpoint_engine.records import Receipt  # noqa: E402
-from megarl.checkpoint_engine.stream import Outbox  # noqa: E402
 from megarl.errors import WeightSyncError  # noqa: E402
 
 # A receiver in another process: sums of what it got, or "failed" and exit.
 CHILD = """
 import json, os, sys, time, torch
 from megarl.checkpoint_engine.base import open_receiver
-from megarl.checkpoint_engine.stream import Inbox
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.wire import Book
 receiver, book = open_receiver(json.loads(sys.argv[1]), int(sys.argv[3])), Book()
 for number in range(int(sys.argv[2])):

@@ -24,10 +24,10 @@ from torch.profiler import ProfilerActivity, profile
 from megarl.bench.shapes import SHAPES
 from megarl.bench.syncing.ceilings import broadcast_rate
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
-from megarl.checkpoint_engine.filling import DTYPES, shape_of
+from megarl.checkpoint_engine.buckets.filling import DTYPES, shape_of
+from megarl.checkpoint_engine.buckets.stream import Inbox, Outbox
 from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites, write_transfer
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
-from megarl.checkpoint_engine.stream import Inbox, Outbox
 from megarl.checkpoint_engine.wire import Book, Places
 from megarl.model.weights.sums import Deferred
 

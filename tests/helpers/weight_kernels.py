@@ -6,9 +6,9 @@ Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and
 
 import torch
 
+from megarl.checkpoint_engine.buckets.splitmix import mix64
 from megarl.checkpoint_engine.receiver.writers.host import HostWrites
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
-from megarl.checkpoint_engine.splitmix import mix64
 from megarl.checkpoint_engine.wire import Place, Places
 from megarl.model.weights.sharded_tensor import Update
 from megarl.model.weights.sums import Deferred

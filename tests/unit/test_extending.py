@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from megarl.checkpoint_engine.base import Link, load_transport
-from megarl.checkpoint_engine.stream import Inbox, Outbox, plan_of
+from megarl.checkpoint_engine.buckets.stream import Inbox, Outbox, plan_of
 from megarl.checkpoint_engine.wire import Book
 from megarl.config import CheckpointEngineConfig, LossConfig, TaskConfig
 from megarl.config.sections.eval import Sampling

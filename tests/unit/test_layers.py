@@ -17,6 +17,7 @@ COMMON = {
     "families",
     "files",
     "folder_lock",
+    "forks",
     "futures",
     "hub",
     "network",
@@ -43,6 +44,7 @@ INTERNAL: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "folder_lock": {"errors", "files"},
+    "forks": set(),
     "futures": set(),
     "hub": {"config", "errors", "files"},
     "network": set(),
@@ -73,7 +75,8 @@ INTERNAL: dict[str, set[str]] = {
     "checkpoint_engine": COMMON | {"checkpoint_engine", "peft"},  # senders
     "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
     "checkpoint_engine.wire": COMMON,
-    "checkpoint_engine.plan": COMMON | {"checkpoint_engine.wire"},
+    "checkpoint_engine.buckets": COMMON
+    | {"checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.base", "checkpoint_engine.kernels"},
     "checkpoint_engine.records": COMMON | {"checkpoint_engine.wire"},
     "sampler": SAMPLING | {"sampler.engine", "sampler.drawing"},
     "sampler.engine": SAMPLING,
@@ -105,8 +108,11 @@ INTERNAL: dict[str, set[str]] = {
     "controller.recording": COMMON
     | {"model.checkpoint.digests", "evaluation", "report", "checkpoint_engine.phases"}
     | {"controller.actors", "controller.rollouts", "controller.trackers"},
+    "launch.nodes": COMMON | {"launch.processes"},
+    "launch.placement": COMMON | {"launch.processes"},
     "launch": COMMON
     | {
+        "launch",
         "parallel",
         "loss",
         "model",

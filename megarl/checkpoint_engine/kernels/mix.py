@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from megarl.checkpoint_engine.splitmix import FIRST, GAMMA, SECOND
+from megarl.checkpoint_engine.buckets.splitmix import FIRST, GAMMA, SECOND
 
 _GAMMA, _FIRST, _SECOND = tl.constexpr(GAMMA), tl.constexpr(FIRST), tl.constexpr(SECOND)
 

@@ -17,6 +17,7 @@ import torch
 from vllm.platforms import current_platform
 
 from megarl.checkpoint_engine.base import Receiver, open_receiver
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.choice import own_memory
 from megarl.checkpoint_engine.receiver import cpu_kernels
 from megarl.checkpoint_engine.receiver.adapters.slots import Slots
@@ -25,7 +26,6 @@ from megarl.checkpoint_engine.receiver.experts.mixtures import check_engine
 from megarl.checkpoint_engine.receiver.weights.base_weights import load_weights
 from megarl.checkpoint_engine.receiver.weights.direct import DirectLoader, takes_direct_writes
 from megarl.checkpoint_engine.records import Receipt, check_sync
-from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Book, listed
 from megarl.errors import MegarlError, WeightSyncError
 

@@ -25,8 +25,7 @@ def import_vllm(numerics: str, device: str) -> None:
         numerics: as for ``fork_server.begin``.
         device: as for ``build_engine``.
     """
-    if device == "cpu":
-        fork_server.begin(numerics)
+    fork_server.begin(numerics, device)
     import_module("vllm.v1.engine.async_llm")
 
 

@@ -12,7 +12,7 @@ import yaml
 from megarl.cli.resume import load_run_config
 from megarl.config import check_run, dump_config, load_config
 from megarl.launch.names import check_model, check_names, with_absolute_paths
-from megarl.launch.plan import Node, plan_placement
+from megarl.launch.placement.plan import Node, plan_placement
 from megarl.launch.run import make_stream, run_folder
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.held_out import training_part

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.checkpoint_engine.digests import begin_digests
-from megarl.checkpoint_engine.filling import as_they_come, view_of
+from megarl.checkpoint_engine.buckets.digests import begin_digests
+from megarl.checkpoint_engine.buckets.filling import as_they_come, view_of
 from megarl.checkpoint_engine.receiver.weights import direct
 from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megarl.checkpoint_engine.base import open_receiver
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.records import Receipt
-from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Book, Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError

@@ -12,11 +12,11 @@ layers = pytest.importorskip("vllm.lora.layers")
 from peft import LoraConfig  # noqa: E402
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights  # noqa: E402
 
-from megarl.checkpoint_engine.filling import view_of  # noqa: E402
+from megarl.checkpoint_engine.buckets.filling import view_of  # noqa: E402
+from megarl.checkpoint_engine.buckets.stream import plan_of  # noqa: E402
 from megarl.checkpoint_engine.receiver.adapters import adapter_plan  # noqa: E402
 from megarl.checkpoint_engine.receiver.experts import mixtures, routers  # noqa: E402
 from megarl.checkpoint_engine.receiver.writers.host import HostWrites  # noqa: E402
-from megarl.checkpoint_engine.stream import plan_of  # noqa: E402
 from megarl.errors import UnsupportedError, WeightSyncError  # noqa: E402
 from megarl.peft.names import PREFIX  # noqa: E402
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
+from megarl.checkpoint_engine.buckets.stream import Inbox, Outbox, is_finite, plan_of
 from megarl.checkpoint_engine.records import Receipt
-from megarl.checkpoint_engine.stream import Inbox, Outbox, is_finite, plan_of
 from megarl.checkpoint_engine.transports.shm_folders import ROOT, remove_stale
 from megarl.checkpoint_engine.wire import Book
 from megarl.errors import ConfigError, WeightSyncError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.checkpoint_engine import wire
-from megarl.checkpoint_engine.plan import ALIGNMENT, plan_buckets
+from megarl.checkpoint_engine.buckets.plan import ALIGNMENT, plan_buckets
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
 from megarl.checkpoint_engine.wire import KEY, Blob, Book, Place, Places, Plan, TensorList
 from megarl.errors import WeightSyncError

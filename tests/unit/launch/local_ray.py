@@ -7,9 +7,9 @@ import time
 import psutil
 import ray
 
-from megarl.launch import placement
+from megarl.launch.placement import ray_start
 from megarl.launch.reaper import reaper
-from tests.unit.launch.test_plan import run
+from tests.unit.launch.placement.test_plan import run
 
 
 class Nothing:
@@ -27,7 +27,7 @@ def listening() -> list[str]:
 
 if __name__ == "__main__":
     with reaper() as scratch:
-        placement.start_ray(run(), scratch)
+        ray_start.start_ray(run(), scratch)
         actor = ray.remote(Nothing).remote()
         node = ray.get(actor.answer.remote())
         sockets = [str(path) for path in scratch.glob("ray/session_2*/sockets/*")]

@@ -25,8 +25,8 @@ def test_what_refuses_the_model_ends_ray_which_starts_meanwhile_only_on_many_cor
 
     monkeypatch.setattr(module.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(module, "check_model", check_model)
-    monkeypatch.setattr(module.placement, "start_ray", start_ray)
-    monkeypatch.setattr(module.placement, "place", lambda config: pytest.fail("actors were placed"))
+    monkeypatch.setattr(module.ray_start, "start_ray", start_ray)
+    monkeypatch.setattr(module.ray_start, "place", lambda config: pytest.fail("actors were placed"))
     monkeypatch.setattr(module.ray, "shutdown", lambda: events.append("end"))
     with pytest.raises(UnsupportedError, match="no such model"):
         with module.actors(None, SimpleNamespace(phase=print), Path(), Path(), Path()):

@@ -9,11 +9,11 @@ import pytest
 
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import ConfigError, LostError, WorkerError
-from megarl.launch.plan import Plan, plan_placement
+from megarl.launch.placement.plan import Plan, plan_placement
 from megarl.launch.staff import Staff
 from megarl.launch.transport import check_transport
 from megarl.sampler.engine.build import start_error
-from tests.unit.launch.test_plan import nodes, run
+from tests.unit.launch.placement.test_plan import nodes, run
 
 NAMES = ["trainer rank 0", "trainer rank 1", "sampler 0", "sampler 1"]
 

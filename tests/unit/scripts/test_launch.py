@@ -15,11 +15,11 @@ import pytest
 from tests.helpers.traced import ROOT, Traced
 
 JOBS = Path(__file__).parent / "jobs"
-MODULE = [sys.executable, "-m", "megarl.launch.node"]
+MODULE = [sys.executable, "-m", "megarl.launch.nodes.node"]
 # The same, with less patience: with a head that does not answer, and with a Ray that has lost its head.
 HASTY = [
     *(sys.executable, "-c"),
-    "import sys; from megarl.launch import node; node.HEAD_SECONDS = 5; node.RAY_GRACE = 2; "
+    "import sys; from megarl.launch.nodes import node; node.HEAD_SECONDS = 5; node.RAY_GRACE = 2; "
     "raise SystemExit(node.main(sys.argv[1:]))",
 ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.errors import ConfigError
-from megarl.launch.settings import read_settings
+from megarl.launch.nodes.settings import read_settings
 
 GOOD = {"NODE_RANK": "1", "NNODES": "2", "HEAD_ADDR": "127.0.0.1", "NODES_ON_THIS_HOST": "1"}
 

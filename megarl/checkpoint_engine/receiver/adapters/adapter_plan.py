@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from megarl.checkpoint_engine.filling import DTYPES
+from megarl.checkpoint_engine.buckets.filling import DTYPES
 from megarl.checkpoint_engine.receiver.experts import mixtures, routers, stacked_experts
 from megarl.checkpoint_engine.receiver.fused import cut_rows, fuse_shapes, fused_parts
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write

@@ -17,9 +17,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megarl.checkpoint_engine.buckets.stream import is_finite
 from megarl.checkpoint_engine.receiver.experts import mixtures
 from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, layout_of
-from megarl.checkpoint_engine.stream import is_finite
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
 

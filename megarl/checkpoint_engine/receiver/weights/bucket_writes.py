@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.checkpoint_engine.digests import begin_digests
+from megarl.checkpoint_engine.buckets.digests import begin_digests
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write, Writes, prepare
 from megarl.checkpoint_engine.records import Manifest, Receipt
-from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Places
 
 

@@ -17,7 +17,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from megarl.checkpoint_engine.filling import DTYPES, shape_of, tensor_bytes
+from megarl.checkpoint_engine.buckets.filling import DTYPES, shape_of, tensor_bytes
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SPACE
 from megarl.checkpoint_engine.receiver.experts.mixtures import holds_base
 from megarl.checkpoint_engine.receiver.weights.base_weights import drop_adapters
@@ -25,7 +26,6 @@ from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites
 from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, layout_of
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.records import Manifest, Receipt
-from megarl.checkpoint_engine.stream import Inbox
 from megarl.checkpoint_engine.wire import Place, Places, listed
 from megarl.errors import WeightSyncError
 

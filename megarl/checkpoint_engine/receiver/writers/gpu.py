@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.checkpoint_engine.host_copies import to_host
+from megarl.checkpoint_engine.buckets.host_copies import to_host
 from megarl.checkpoint_engine.kernels.slot import BLOCK, FLAT_BLOCK, Jobs, is_flat, write
 from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
 from megarl.triton_support import program_table

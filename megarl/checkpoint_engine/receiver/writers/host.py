@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megarl.checkpoint_engine.buckets.stream import is_finite
 from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
-from megarl.checkpoint_engine.stream import is_finite
 
 
 class HostWrites:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.checkpoint_engine.buckets.splitmix import mix64
 from megarl.checkpoint_engine.receiver import sleep as worker
-from megarl.checkpoint_engine.splitmix import mix64
 from megarl.config import parse_config
 from megarl.errors import ConfigError, UnsupportedError, WeightSyncError
 from megarl.sampler.drawing.sleep import Sleep

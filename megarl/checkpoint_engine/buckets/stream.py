@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine.base import Receiver, Sender
-from megarl.checkpoint_engine.digests import begin_digests
-from megarl.checkpoint_engine.filling import (
+from megarl.checkpoint_engine.buckets.digests import begin_digests
+from megarl.checkpoint_engine.buckets.filling import (
     Filler,
     Filling,
     Named,

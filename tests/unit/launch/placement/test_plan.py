@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError
-from megarl.launch.fit import fit
-from megarl.launch.plan import Node, Plan, plan_placement
+from megarl.launch.placement.fit import fit
+from megarl.launch.placement.plan import Node, Plan, plan_placement
 from megarl.parallel.topology import Topology
 
 

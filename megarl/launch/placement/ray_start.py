@@ -11,10 +11,10 @@ import ray
 
 from megarl.config import RunConfig
 from megarl.errors import ConfigError, WorkerError
-from megarl.launch.places import Places, reserve
-from megarl.launch.plan import plan_placement
+from megarl.launch.placement.places import Places, reserve
+from megarl.launch.placement.plan import plan_placement
+from megarl.launch.placement.ray_nodes import cluster_nodes, free_resources
 from megarl.launch.processes import handlers_kept
-from megarl.launch.ray_nodes import cluster_nodes, free_resources
 from megarl.network import LOOPBACK
 
 PLACEMENT_SECONDS = 120

@@ -17,8 +17,8 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.errors import LostError, NodeLostError, WorkerError
-from megarl.launch.plan import Node, Plan
-from megarl.launch.ray_nodes import cluster_nodes, free_resources
+from megarl.launch.placement.plan import Node, Plan
+from megarl.launch.placement.ray_nodes import cluster_nodes, free_resources
 
 POLL_SECONDS = 1.0
 # Seconds between two words about a node that is waited for.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import ray
 
-from megarl.launch.plan import Node
+from megarl.launch.placement.plan import Node
 
 
 def cluster_nodes(free: Mapping[str, Mapping[str, float]] | None = None) -> list[Node]:

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from megarl.errors import ConfigError, MegarlError, WorkerError
 from megarl.launch import processes
-from megarl.launch.cluster import Cluster, HeadUnreachableError, answers, require_token
-from megarl.launch.settings import NodeSettings, read_settings
+from megarl.launch.nodes.cluster import Cluster, HeadUnreachableError, answers, require_token
+from megarl.launch.nodes.settings import NodeSettings, read_settings
 
 POLL_SECONDS = 1.0
 # Seconds without an answer after which the head counts as gone. Ray itself would wait for a minute.

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from megarl.checkpoint_engine.host_copies import to_host
+from megarl.checkpoint_engine.buckets.host_copies import to_host
 from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError
 from megarl.triton_support import has_triton

@@ -13,11 +13,11 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from megarl.controller.actors.pulse import Watch
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.errors import ConfigError, LostError, NodeLostError, WorkerError
-from megarl.launch import placement
 from megarl.launch.actors import check_shared
-from megarl.launch.places import Places
-from megarl.launch.plan import plan_placement
-from tests.unit.launch.test_plan import run
+from megarl.launch.placement import ray_start
+from megarl.launch.placement.places import Places
+from megarl.launch.placement.plan import plan_placement
+from tests.unit.launch.placement.test_plan import run
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def machines() -> Iterator[Cluster]:
             started.add_node(**resources, **({} if index else head), wait=index == 3)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", started.address)
-            placement.start_ray(run(), Path("/nowhere"))
+            ray_start.start_ray(run(), Path("/nowhere"))
         yield started
     finally:
         ray.shutdown()
@@ -71,7 +71,7 @@ def nodes_of(places: Places) -> list[str]:
     ],
 )
 def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, int], block: int) -> None:
-    places = placement.place(run(**settings), seconds=20)
+    places = ray_start.place(run(**settings), seconds=20)
     try:
         nodes, plan = nodes_of(places), places.plan
         assert nodes == [node.id for node in plan.nodes]
@@ -95,9 +95,9 @@ def test_what_another_job_holds_is_waited_for_and_then_named(cluster: str) -> No
     other = placement_group([{"GPU": 8}] * 2, bundle_label_selector=[{"ray.io/node-id": cluster}, {}])
     ray.get(other.ready(), timeout=20)
     with pytest.raises(WorkerError, match=r"other jobs hold what this run needs, for 2 s now: .*controller's node"):
-        placement.place(run(parallel__tensor=8), seconds=2)
+        ray_start.place(run(parallel__tensor=8), seconds=2)
     remove_placement_group(other)
-    places = placement.place(run(parallel__tensor=8), seconds=20)
+    places = ray_start.place(run(parallel__tensor=8), seconds=20)
     assert places.plan.with_controller and nodes_of(places)[0] == cluster
     places.release()
 
@@ -117,7 +117,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(cluster: str, tmp_path
     (tmp_path / "shared" / "config.yaml").touch()
     (tmp_path / "own").mkdir()
     config = run(parallel__tensor=8, parallel__data=2)
-    plan = plan_placement(config, placement.cluster_nodes())
+    plan = plan_placement(config, ray_start.cluster_nodes())
     actor = ray.remote(Rank).options(num_cpus=0)
     sees, blind = actor.remote(tmp_path / "shared"), actor.remote(tmp_path / "own")
     watch = Watch([], tmp_path / "logs", config.train.hang_seconds)
@@ -138,13 +138,13 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(cluster: str, tmp_path
 def test_what_a_lost_node_held_is_moved_to_one_that_has_room_and_the_rest_is_left_alone(
     machines: Cluster, cluster: str
 ) -> None:
-    places, said = placement.place(run(parallel__tensor=8, sampler__engines=8), seconds=20), list[str]()
+    places, said = ray_start.place(run(parallel__tensor=8, sampler__engines=8), seconds=20), list[str]()
     try:
         plan, before = places.plan, list(places._held)
         lost = plan.nodes[plan.engine[0]]
         assert lost.id != cluster and not plan.shares_gpus
         # Two other nodes are idle. One is busy for a while, and the other one too small.
-        spare = [one.id for one in placement.cluster_nodes() if one.id not in (cluster, lost.id)]
+        spare = [one.id for one in ray_start.cluster_nodes() if one.id not in (cluster, lost.id)]
         busy = placement_group([{"GPU": 1}] * 2, bundle_label_selector=[{"ray.io/node-id": one} for one in spare])
         ray.get(busy.ready(), timeout=20)
         machines.remove_node(next(one for one in machines.list_all_nodes() if one.node_id == lost.id), False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megarl.config import ParallelConfig, RunConfig
 from megarl.errors import ConfigError
-from megarl.launch.fit import block_sizes, fit
+from megarl.launch.placement.fit import block_sizes, fit
 
 
 @dataclass(frozen=True)

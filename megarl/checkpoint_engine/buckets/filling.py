@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 
-from megarl.checkpoint_engine.digests import as_bytes, begin_digests, need_triton, starts_of
-from megarl.checkpoint_engine.plan import plan_buckets
+from megarl.checkpoint_engine.buckets.digests import as_bytes, begin_digests, need_triton, starts_of
+from megarl.checkpoint_engine.buckets.plan import plan_buckets
 from megarl.checkpoint_engine.wire import Place, Places, Plan, known
 from megarl.errors import WeightSyncError
 
