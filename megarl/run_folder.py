@@ -10,7 +10,7 @@ from megarl.files import user_path
 
 CONFIG, METRICS, SUMMARY, PLOT = "config.yaml", "metrics.jsonl", "summary.json", "plot.png"
 TRACKER_IDS = "trackers.json"
-CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD = "checkpoints", "rollouts", "adapter", "tensorboard"
+CHECKPOINTS, ROLLOUTS, ADAPTER, TENSORBOARD, LOGS = "checkpoints", "rollouts", "adapter", "tensorboard", "logs"
 # Rows, checkpoints and completions of steps that were undone when a run resumed from an earlier step.
 DISCARDED_METRICS, DISCARDED = "metrics.discarded.jsonl", "discarded-"
 STEP = "step-{:06d}"

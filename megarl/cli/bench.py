@@ -11,8 +11,8 @@ MODEL = "folder, hub id, qwen3-0.6b, qwen3-8b, qwen3-30b-a3b, tiny or tiny-moe"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add `bench train`, `bench sync` and `bench rollout` to the command line."""
-    bench = commands.add_parser("bench", help="measure training steps, weight syncs and rollouts")
+    """Add `bench train`, `bench sync`, `bench rollout` and `bench loop` to the command line."""
+    bench = commands.add_parser("bench", help="measure training steps, weight syncs, rollouts and whole runs")
     kinds = bench.add_subparsers(required=True, metavar="WHAT")
     train = kinds.add_parser("train", help="a training step, on one device or at a parallel layout")
     train.add_argument("model", metavar="MODEL_OR_SHAPE", help=MODEL)
@@ -32,12 +32,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     rollout.add_argument("overrides", nargs="*", metavar="key=value", help="concurrency, contents, plain, samples, ...")
     rollout.add_argument("--out", default="runs/bench", help="folder for logs")
     rollout.set_defaults(run=_rollout, online=True)
+    loop = kinds.add_parser("loop", help="start-up and steps of a run, sampling and training in turns and side by side")
+    loop.add_argument("model", metavar="MODEL_OR_SHAPE", help=MODEL)
+    loop.add_argument("overrides", nargs="*", metavar="key=value", help="ways, steps, prompts, ..., or the recipe's")
+    loop.add_argument("--out", default="runs/bench", help="folder for logs, configs and metrics")
+    loop.set_defaults(run=_loop, online=True)
 
 
 def _train(arguments: argparse.Namespace) -> None:
     """Print the table, and the whole report as one line of JSON."""
     from megarl.bench.report import table
-    from megarl.bench.settings import parse_settings
+    from megarl.bench.training.settings import parse_settings
     from megarl.bench.training.train import bench_train
 
     settings = parse_settings(arguments.model, arguments.overrides)
@@ -50,7 +55,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 def _sync(arguments: argparse.Namespace) -> None:
     """Print the table, and the whole report as one line of JSON."""
-    from megarl.bench.settings import parse_sync_settings
+    from megarl.bench.syncing.settings import parse_sync_settings
 
     chosen = ["choose=true"] if arguments.choose else []
     settings = parse_sync_settings(arguments.model, [*arguments.overrides, *chosen])
@@ -65,7 +70,7 @@ def _sync(arguments: argparse.Namespace) -> None:
 
 def _rollout(arguments: argparse.Namespace) -> None:
     """Print the table, and the whole report as one line of JSON."""
-    from megarl.bench.settings import parse_rollout_settings
+    from megarl.bench.rollouts.settings import parse_rollout_settings
 
     settings = parse_rollout_settings(arguments.model, arguments.overrides)
     from megarl.bench.rollouts.report import rollout_table
@@ -74,4 +79,18 @@ def _rollout(arguments: argparse.Namespace) -> None:
     with progress("starting") as show:
         report = bench_rollout(settings, Path(arguments.out).expanduser(), report=show)
     print(rollout_table(report))
+    print(json.dumps(report))
+
+
+def _loop(arguments: argparse.Namespace) -> None:
+    """Print the table, and the whole report as one line of JSON."""
+    from megarl.bench.looping.settings import parse_loop_settings
+
+    settings, overrides = parse_loop_settings(arguments.model, arguments.overrides)
+    from megarl.bench.looping.loop import bench_loop
+    from megarl.bench.looping.report import loop_table
+
+    with progress("starting") as show:
+        report = bench_loop(settings, Path(arguments.out).expanduser(), overrides, report=show)
+    print(loop_table(report))
     print(json.dumps(report))

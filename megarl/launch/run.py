@@ -14,7 +14,7 @@ from megarl.config import RunConfig, check_run, numerics
 from megarl.config.changes import changed_yaml
 from megarl.config.resume import settings_of
 from megarl.controller import async_loop, loop
-from megarl.controller.actors.logs import LOGS, log_file
+from megarl.controller.actors.logs import log_file
 from megarl.controller.canary import Canary
 from megarl.controller.going_back import resume
 from megarl.controller.recording.metrics import Recorder
@@ -35,7 +35,7 @@ from megarl.launch.contents import contents_of
 from megarl.launch.names import check_names, with_absolute_paths
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
-from megarl.run_folder import CONFIG, run_prefix
+from megarl.run_folder import CONFIG, LOGS, run_prefix
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task, is_environment
 from megarl.tasks.held_out import training_part

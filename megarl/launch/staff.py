@@ -12,7 +12,6 @@ import ray
 
 from megarl.config import CheckpointEngineConfig, RunConfig
 from megarl.controller.actors.calls import Limit, wait_all
-from megarl.controller.actors.logs import LOGS
 from megarl.controller.actors.pulse import Watch
 from megarl.controller.actors.sampler_actor import SamplerEngine
 from megarl.controller.actors.sampler_group import SamplerGroup
@@ -23,6 +22,7 @@ from megarl.controller.recovery import used_up
 from megarl.errors import LostError
 from megarl.launch.placement.places import SAY_SECONDS, Places
 from megarl.launch.transport import resolve_transport
+from megarl.run_folder import LOGS
 
 # Calls of an engine at once, beside those that sample: a sync must not wait behind them.
 ENGINE_CALLS = 100

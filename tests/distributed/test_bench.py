@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megarl.bench.settings import BenchSettings, parse_settings
 from megarl.bench.training.ranks import run_contender
+from megarl.bench.training.settings import BenchSettings, parse_settings
 from tests.helpers.ranks import run_ranks
 
 FAST = ["dtype=float32", "sequences=2", "length=12", "warmup=1", "steps=1"]

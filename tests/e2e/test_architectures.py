@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.cli.main import main
 from tests.helpers.models import make_model
 from tests.helpers.sampled import check_sampled, peft_logprobs
 from tests.helpers.sampled_run import STEPS, train
-from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.train_run import REWARD, ROOT, TrainRun, read_rollout, read_rows
 
 # The recipe's values are for a GPU. The reward differs between completions of a random model.

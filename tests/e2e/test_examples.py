@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megarl
 from examples import sft
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.errors import ConfigError, WorkerError
 from tests.helpers.models import make_model
-from tests.helpers.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 3

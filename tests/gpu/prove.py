@@ -12,7 +12,7 @@ release. Stages:
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
-    two[:SHAPE[:SETTING,...]]           `megarl train` with a GPU each for trainer and engine, in turns and side by side
+    loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
     bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`
     bitwise[:SHAPE[:SETTING,...]]       `tests.gpu.bitwise_model`: sampler against trainer
     models                              writes the models of the next two
@@ -82,7 +82,7 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             options = options_of(settings)
             folder = ["--profile", "--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", "train", shape, *options, *folder], OTHER
-        case "sync" | "rollout", [shape, *settings]:
+        case "sync" | "rollout" | "loop", [shape, *settings]:
             folder = ["--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", kind, shape, *options_of(settings), *folder], OTHER
         case "sleep", words:
@@ -93,15 +93,6 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [sys.executable, "-m", "tests.gpu.bitwise_model", *words[:1], *options_of(words[1:])], OTHER
         case "modes", []:
             return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes")], OTHER
-        case "two", words:
-            return [
-                sys.executable,
-                "-m",
-                "tests.gpu.train_two",
-                str(out / "two"),
-                *words[:1],
-                *options_of(words[1:]),
-            ], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:
             options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", *options_of(settings)]
             return [*MEGARL, "verify", str(MODELS / family), *options, "--matrix", "--ranks", ranks, *page], VERIFIED

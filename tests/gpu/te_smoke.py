@@ -16,9 +16,9 @@ def main() -> None:
     import megatron.core
     import transformer_engine
 
-    from megarl.bench.settings import parse_settings
     from megarl.bench.training.clock import Clock
     from megarl.bench.training.megarl_step import MegarlStep
+    from megarl.bench.training.settings import parse_settings
     from megarl.parallel.groups import destroy_groups
 
     print(

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from tests.helpers.architectures import write_model
-from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.train_run import RECIPE, REWARD, TrainRun, read_rows
 
 # The tokenizer's size, and heads that vLLM's attention on CPU accepts.

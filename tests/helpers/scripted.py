@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from megarl.environments import Client, Limits
 from megarl.types import Completion
 
-END = 0  # the id of <|end|>, see tests.helpers.tokenizer
+END = 0  # the id of <|end|>, see megarl.bench.character_tokenizer
 
 
 class Policy:

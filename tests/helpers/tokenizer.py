@@ -1,15 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make a character tokenizer with a chat template, for tiny models."""
+"""A chat template for the tokenizer of tiny models (``megarl.bench.character_tokenizer``) that shows tools."""
 
-from pathlib import Path
-
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
 # Shows tools, and writes calls like Qwen's templates.
 CALLING = (
     "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{% for message in messages %}"
@@ -17,19 +8,3 @@ CALLING = (
     "<call>{{ call.function | tojson }}</call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|unk|>"]
-
-
-def make_tokenizer(folder: Path) -> int:
-    """Write it into a model's folder; return the vocabulary's size (ids 0 .. 4 are special, 0 ends a message)."""
-    characters = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: index for index, token in enumerate(SPECIAL + characters)}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|end|>", unk_token="<|unk|>", additional_special_tokens=SPECIAL[1:4]
-    )
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return len(vocabulary)

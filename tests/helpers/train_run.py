@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from tests.helpers.models import make_model
 from tests.helpers.processes import describe
-from tests.helpers.tokenizer import make_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.checkpoint_engine.base import Link, load_transport
 from megarl.checkpoint_engine.buckets.stream import Inbox, Outbox, plan_of
 from megarl.checkpoint_engine.wire import Book
@@ -33,7 +34,6 @@ from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import is_environment
 from megarl.types import Completion, DecodedCompletion, Prompt
 from tests.helpers.scripted import Policy
-from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.loss.cases import make_case
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"

@@ -147,7 +147,7 @@ def test_weights_configs_and_tokenizer_are_downloaded_and_nothing_else(tmp_path:
 
 def test_python_and_the_other_commands_take_an_id_too(home: Path) -> None:
     code = (
-        "from megarl.bench.settings import parse_settings\n"
+        "from megarl.bench.training.settings import parse_settings\n"
         "from megarl.hub import local_section\n"
         "print(local_section('tiny/llama').path)\n"
         "print(local_section({'path': 'tiny/llama', 'dtype': 'float32'}).dtype)\n"

@@ -129,6 +129,7 @@ INTERNAL: dict[str, set[str]] = {
     "bench.training": MEASURED | {"bench"},
     "bench.syncing": MEASURED | {"bench"},
     "bench.rollouts": MEASURED | {"bench"},
+    "bench.looping": MEASURED | {"bench", "launch.processes"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "hf", "build", "peft"},
     "cli": COMMON
     | {"parallel", "loss", "model", "lora", "tasks", "checkpoint_engine", "sampler", "controller", "launch"}

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.cli import target as targets
 from megarl.cli.main import main
 from megarl.cli.serve import is_local
@@ -17,7 +18,6 @@ from megarl.config import dump_config, parse_config
 from megarl.sampler.openai_server import server_arguments
 from megarl.types import Completion
 from tests.helpers.models import make_model
-from tests.helpers.tokenizer import make_tokenizer
 
 
 @pytest.fixture(scope="module")

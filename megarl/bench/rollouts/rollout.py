@@ -13,7 +13,8 @@ import numpy as np
 
 from megarl.bench.adapters import lora_section, save_adapter
 from megarl.bench.random_weights import TMPFS, save_model
-from megarl.bench.settings import RolloutBenchSettings, model_config
+from megarl.bench.rollouts.settings import RolloutBenchSettings
+from megarl.bench.settings import model_config
 from megarl.checkpoint_engine.folder_source import FolderSource
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import CheckpointEngineConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.bench.settings import SyncBenchSettings
+from megarl.bench.syncing.settings import SyncBenchSettings
 from megarl.sampler.plain.rates import Load, count_tokens, rates
 from megarl.sampler.process import SamplerProcess
 

@@ -15,10 +15,10 @@ import torch
 
 from megarl.bench.adapters import change_adapter, lora_section
 from megarl.bench.random_weights import TMPFS, base_filler, model_folder
-from megarl.bench.settings import SyncBenchSettings
 from megarl.bench.syncing.ceilings import broadcast_rate, copy_rate
 from megarl.bench.syncing.choose import decode_rate, sampler_settings
 from megarl.bench.syncing.device_memory import DeviceMemory
+from megarl.bench.syncing.settings import SyncBenchSettings
 from megarl.bench.training.ranks import check_gpus
 from megarl.build import build_model
 from megarl.checkpoint_engine.phases import SyncReport

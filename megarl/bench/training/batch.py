@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from megarl.bench.settings import BenchSettings
+from megarl.bench.training.settings import BenchSettings
 from megarl.types import Sample
 
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from megarl.bench.files import file_of
-from megarl.bench.settings import BenchSettings, Contender
 from megarl.bench.training.clock import Clock
 from megarl.bench.training.profile import write_profile
+from megarl.bench.training.settings import BenchSettings, Contender
 
 GEMM = "gemm"
 

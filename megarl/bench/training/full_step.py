@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megarl.bench.random_weights import base_filler
-from megarl.bench.settings import BenchSettings, model_config
+from megarl.bench.settings import model_config
 from megarl.bench.training.batch import loss_weights, make_samples
 from megarl.bench.training.clock import Clock, MarkedLoss
 from megarl.bench.training.megarl_step import marks_passes
+from megarl.bench.training.settings import BenchSettings
 from megarl.config import LossConfig, ModelConfig
 from megarl.loss import build_loss
 from megarl.model.layers.build import build_chunks

@@ -10,9 +10,9 @@ import torch
 
 from megarl.bench.adapters import lora_section
 from megarl.bench.random_weights import base_filler, model_folder
-from megarl.bench.settings import BenchSettings
 from megarl.bench.training.batch import loss_weights, make_samples
 from megarl.bench.training.clock import Clock, MarkedLoss
+from megarl.bench.training.settings import BenchSettings
 from megarl.build import build_model
 from megarl.config import LossConfig
 from megarl.loss import build_loss

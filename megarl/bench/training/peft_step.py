@@ -10,10 +10,11 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.bench.adapters import peft_config
-from megarl.bench.settings import BenchSettings, model_config
+from megarl.bench.settings import model_config
 from megarl.bench.shapes import SHAPES
 from megarl.bench.training.batch import make_samples
 from megarl.bench.training.clock import Clock
+from megarl.bench.training.settings import BenchSettings
 from megarl.config import TrainConfig
 
 IGNORED = -100

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.bench.files import file_of
-from megarl.bench.settings import BenchSettings
+from megarl.bench.training.settings import BenchSettings
 from megarl.errors import ConfigError
 from megarl.network import LOOPBACK
 from megarl.parallel.rendezvous import ALONE, open_store, rank_environment

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.bench.settings import BenchSettings, model_config
+from megarl.bench.settings import model_config
 from megarl.bench.training.flops import work_per_token
 from megarl.bench.training.ranks import check_gpus, run_contender
+from megarl.bench.training.settings import BenchSettings
 from megarl.config.back_ends import MEGATRON_AXES
 from megarl.errors import ConfigError, WorkerError
 from megarl.families import family_of

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Folder of the logs within the run folder.
-LOGS = "logs"
 # The last line of a traceback, after the prefix that a logger may put before it.
 EXCEPTION = re.compile(r"(?:^|[\s\])])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?:: (.*))?$")
 # Messages of vLLM's front end about a failure whose cause only its engine process has printed.

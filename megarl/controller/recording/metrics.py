@@ -248,6 +248,7 @@ class Recorder:
         self._say_coverage(trainers)
         summary = summarise(self.rows) | {
             "seconds": time.perf_counter() - self._started,
+            "start_seconds": self.screen.start.seconds if self.screen.start else None,
             "peak_memory_gib": self.memory.stop(),
             "peak_device_memory_gib": device,
             "checkpoint_stop_seconds": self._checkpoints.stop_seconds,

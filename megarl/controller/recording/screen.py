@@ -76,7 +76,6 @@ class Screen:
     def phase(self, name: str) -> None:
         """Show the current phase."""
         if self.start and (table := self.start.phase(name)):
-            self.start = None
             self.say(table)
         self._progress.update(self._task, description=name)
         now = time.monotonic()

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.config import ParallelConfig, check_run, parse_config
 from megarl.launch.run import prepare_task
 from megarl.model.inspection import inspect_folder
@@ -22,7 +23,6 @@ from megarl.verify.reference.hf_peft import all_logprobs
 from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import bytes_of, json_of, safetensors_of
 from tests.helpers.models import FAMILIES, SHAPE, rope
-from tests.helpers.tokenizer import make_tokenizer
 
 # Families whose config.json have between them every key that megarl reads. Each case changes one of them.
 MODELS = {

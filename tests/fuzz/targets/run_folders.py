@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.cli.resume import load_resumed_config
 from megarl.config import RunConfig, check_run, load_config
 from megarl.config.resume import settings_of
@@ -34,7 +35,6 @@ from tests.fuzz.harness import Mutation, WrongResult
 from tests.fuzz.mutate import ODD, bytes_of, json_of, safetensors_of, yaml_of
 from tests.helpers.models import make_model
 from tests.helpers.tiny_run import everything, train
-from tests.helpers.tokenizer import make_tokenizer
 from tests.helpers.train_run import RECIPE, REWARD
 
 STEPS = 3

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.config import LossConfig, TaskConfig
 from megarl.config.sections.eval import Sampling
 from megarl.controller.rollouts.data import EncodedPrompt
@@ -19,7 +20,6 @@ from megarl.loss.advantages import group_advantages
 from megarl.sampler.seeds import seed_from
 from megarl.tasks import TaskContext
 from megarl.types import Completion, Prompt
-from tests.helpers.tokenizer import make_tokenizer
 
 ENVIRONMENT = """
 import asyncio, os, sys, time

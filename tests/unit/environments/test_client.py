@@ -6,12 +6,12 @@ import asyncio
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.environments import Chat, EpisodeLimit
 from megarl.environments.record import Call, sequences_of
 from megarl.errors import ConfigError, EpisodeError
 from megarl.types import Completion
 from tests.helpers.scripted import END, Policy
-from tests.helpers.tokenizer import make_tokenizer
 
 # As Qwen3's: reasoning of earlier turns is dropped.
 REWRITES = (

@@ -8,13 +8,14 @@ import httpx
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.environments import endpoint
 from megarl.environments.episode import Player
 from megarl.environments.openai_endpoint import Gateway
 from megarl.tasks.rewards.verdicts import Verdicts
 from megarl.types import Prompt
 from tests.helpers.scripted import Policy
-from tests.helpers.tokenizer import CALLING, make_tokenizer
+from tests.helpers.tokenizer import CALLING
 
 openai = pytest.importorskip("openai")  # vLLM brings it
 USER = {"role": "user", "content": "hi"}

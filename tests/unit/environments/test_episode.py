@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.environments import Chat
 from megarl.environments.episode import Player
 from megarl.errors import EpisodeError, RewardError, WorkerError
@@ -16,7 +17,6 @@ from megarl.tasks.base import NOTHING, Reward
 from megarl.tasks.rewards.verdicts import Verdicts
 from megarl.types import Prompt, Trajectory
 from tests.helpers.scripted import Policy
-from tests.helpers.tokenizer import make_tokenizer
 
 PROMPT = Prompt("p-1", ({"role": "user", "content": "q"},))
 

@@ -5,12 +5,12 @@ import asyncio
 
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.config import TaskConfig
 from megarl.errors import ConfigError
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import is_environment
 from tests.helpers.scripted import Policy
-from tests.helpers.tokenizer import make_tokenizer
 
 
 @pytest.fixture(scope="module")

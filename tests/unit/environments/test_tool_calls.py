@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.environments.chat import following
 from megarl.environments.tool_calls import Call, CallFormat, call_format, marked_text
 from megarl.errors import ConfigError
-from tests.helpers.tokenizer import make_tokenizer
 
 # TRL keeps copies of the templates that models are published with.
 TEMPLATES = Path(find_spec("trl").origin).parent / "chat_templates"

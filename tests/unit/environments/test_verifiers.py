@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.config import TaskConfig
 from megarl.environments.episode import Player
 from megarl.environments.verifiers import process
@@ -23,7 +24,7 @@ from megarl.tasks import TaskContext, build_task
 from megarl.tasks.options import absolute_files
 from megarl.tasks.rewards.verdicts import Verdicts
 from tests.helpers.scripted import Policy
-from tests.helpers.tokenizer import CALLING, make_tokenizer
+from tests.helpers.tokenizer import CALLING
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "verifiers"

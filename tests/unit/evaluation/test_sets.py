@@ -6,13 +6,13 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
+from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.checkpoint_engine.folder_source import FolderSource
 from megarl.config import EvalTaskConfig, TaskConfig, override_config
 from megarl.errors import AdapterError, ConfigError, DataError
 from megarl.evaluation.sets import build_sets, with_absolute_files
 from megarl.tasks import TaskContext, build_task
 from megarl.types import Prompt
-from tests.helpers.tokenizer import make_tokenizer
 from tests.unit.tasks.support import make
 
 

@@ -15,7 +15,8 @@ from vllm.lora.request import LoRARequest
 from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SlotPlan, buffers_of, plan_slot
 from megarl.checkpoint_engine.receiver.experts import mixtures
-from megarl.checkpoint_engine.receiver.writers.jobs import Writes, prepare
+from megarl.checkpoint_engine.receiver.writers.jobs import Writes
+from megarl.checkpoint_engine.receiver.writers.prepare import prepare
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Plan
 from megarl.errors import WeightSyncError

@@ -6,27 +6,15 @@ another digests the parameters (``gpu_copies``). Whatever is cut, padded or scal
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
 from megarl.checkpoint_engine.buckets.digests import begin_digests
 from megarl.checkpoint_engine.buckets.stream import Inbox
-from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write, Writes, prepare
+from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write, Writes
+from megarl.checkpoint_engine.receiver.writers.prepare import prepare
 from megarl.checkpoint_engine.records import Manifest, Receipt
 from megarl.checkpoint_engine.wire import Places
-
-
-class Begun(NamedTuple):
-    """Work that a GPU may still be doing.
-
-    Attributes:
-        digests: waits for the digests of what arrived, ``wire.DIGEST`` bytes for each tensor.
-        found: waits for what is wrong with what was written.
-    """
-
-    digests: Callable[[], bytes]
-    found: Callable[[], Found]
 
 
 class BucketWrites:

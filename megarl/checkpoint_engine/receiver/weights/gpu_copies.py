@@ -10,8 +10,7 @@ from megarl.checkpoint_engine.buckets.digests import starts_of, sums_of_tensors
 from megarl.checkpoint_engine.buckets.filling import DTYPES
 from megarl.checkpoint_engine.buckets.host_copies import to_host
 from megarl.checkpoint_engine.kernels.ranges import WORD, Range, copy_out, read_back_table, table_of
-from megarl.checkpoint_engine.receiver.weights.bucket_writes import Begun
-from megarl.checkpoint_engine.receiver.writers.jobs import Found, Write
+from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write
 from megarl.checkpoint_engine.wire import Place, Places
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define what is written into vLLM's tensors: matrices of a bucket, each scaled, into a buffer that it may not fill."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,6 +56,18 @@ class Found(NamedTuple):
             raise WeightSyncError(f"vLLM's buffers do not hold the {what} exactly in {listed(self.different)}")
 
 
+class Begun(NamedTuple):
+    """Work that a GPU may still be doing.
+
+    Attributes:
+        digests: waits for the digests of what arrived, ``wire.DIGEST`` bytes for each tensor.
+        found: waits for what is wrong with what was written.
+    """
+
+    digests: Callable[[], bytes]
+    found: Callable[[], Found]
+
+
 class Writes(Protocol):
     """The writes of one bucket, prepared to be made again and again."""
 
@@ -69,14 +81,3 @@ class Writes(Protocol):
             A function that waits for the device, and returns what is wrong.
         """
         ...
-
-
-def prepare(writes: Sequence[Write]) -> Writes:
-    """Return how the writes of one bucket are made where their buffers are."""
-    if writes and writes[0].target.is_cuda:
-        from megarl.checkpoint_engine.receiver.writers.gpu import GpuWrites
-
-        return GpuWrites(writes)
-    from megarl.checkpoint_engine.receiver.writers.host import HostWrites
-
-    return HostWrites(writes)

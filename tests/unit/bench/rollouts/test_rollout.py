@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.bench.rollouts import rollout
-from megarl.bench.settings import parse_rollout_settings
+from megarl.bench.rollouts.settings import parse_rollout_settings
 from megarl.cli.main import main
 from megarl.config import EngineConfig, ModelConfig
 from megarl.errors import ConfigError

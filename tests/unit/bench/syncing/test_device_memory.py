@@ -4,9 +4,9 @@
 import pytest
 import torch
 
-from megarl.bench.settings import SyncBenchSettings
 from megarl.bench.syncing.device_memory import DeviceMemory
 from megarl.bench.syncing.report import sync_table
+from megarl.bench.syncing.settings import SyncBenchSettings
 
 ROW = {"kind": "adapter", "nbytes": 2**20, "tensors": 1, "ms": 1.0, "worst_ms": 2.0, "syncs": 3, "stages_ms": {}}
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.bench.settings import model_config, parse_settings
+from megarl.bench.settings import model_config
 from megarl.bench.training import train
 from megarl.bench.training.batch import make_samples
 from megarl.bench.training.flops import work_per_token
 from megarl.bench.training.profile import by_kind
+from megarl.bench.training.settings import parse_settings
 from megarl.cli.main import main
 from megarl.errors import CheckpointError, ConfigError
 from megarl.folder_lock import FolderLock

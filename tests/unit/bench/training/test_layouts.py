@@ -9,12 +9,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.bench.report import table
-from megarl.bench.settings import BenchSettings, model_config, parse_rollout_settings, parse_settings
-from megarl.bench.settings import parse_sync_settings as parse_sync
+from megarl.bench.rollouts.settings import parse_rollout_settings
+from megarl.bench.settings import model_config
 from megarl.bench.syncing import sync
+from megarl.bench.syncing.settings import parse_sync_settings as parse_sync
 from megarl.bench.training import ranks, train
 from megarl.bench.training.clock import Clock
 from megarl.bench.training.flops import linears_of, work_per_token
+from megarl.bench.training.settings import BenchSettings, parse_settings
 from megarl.errors import ConfigError, MegarlError
 from megarl.model.weights.full_config import full_config
 
