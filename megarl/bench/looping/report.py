@@ -25,7 +25,7 @@ def loop_table(report: dict[str, Any]) -> str:
         notes.append("the second run's start-up finds what the first one compiled")
     if "side" in report["ways"]:
         notes.append(
-            f"side by side: train.max_staleness={settings['staleness']}; 'sample' is what a step waits for completions, "
+            f"side by side: train.max_staleness={settings['staleness']}; 'sample' is what a step waits, "
             "and the mismatch is that of versions too"
         )
     if (ratio := of_longer_phase(report["ways"])) is not None:
