@@ -2,6 +2,7 @@
 """Run every layout of four Megatron ranks, transport and kind of engines, and compare logprobs."""
 
 import dataclasses
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -51,7 +52,8 @@ def table(found: Sequence[Row]) -> str:
         "| --- | --- | --- | --: | --: | --: | --: | --: |",
     ]
     for row in found:
-        errors = f"{row.trainer:.1e} | {row.peft:.1e} | {row.base:.1e} | {row.effect:.2f}"
+        base = "-" if math.isnan(row.base) else f"{row.base:.1e}"
+        errors = f"{row.trainer:.1e} | {row.peft:.1e} | {base} | {row.effect:.2f}"
         mark = f" **{row.problem}**" if row.problem else ""
         lines.append(f"| {row.rig} | {row.layout} | {row.transport} | {errors} | {1e3 * row.seconds:.0f}{mark} |")
     return "\n".join(lines)
