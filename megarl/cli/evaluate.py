@@ -113,12 +113,21 @@ def _evaluate_model(
     from megarl.evaluation.sets import build_sets
     from megarl.hub import offline_children
     from megarl.tasks import TaskContext, build_task
+    from megarl.tasks.prompting import without_long
     from megarl.tokenizer import load_tokenizer
 
     report("reading the prompts")
     context = TaskContext(config.task, Path.cwd(), config.train.seed)
     tokenizer = load_tokenizer(targets[0].config.model.path)
-    sets = build_sets(config, Path.cwd(), tokenizer, lambda: build_task(context), entries)
+
+    def task_of_run() -> Any:
+        task = build_task(context)
+        if config.task.long_prompts != "drop":
+            return task
+        # The held-out prompts of the run are the last of those that it kept.
+        return without_long(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
+
+    sets = build_sets(config, Path.cwd(), tokenizer, task_of_run, entries)
     of_run = [one for one in sets if one.context is None]
     with offline_children():
         model = targets[0].config.model.path

@@ -39,7 +39,7 @@ from megarl.run_folder import CONFIG, LOGS, run_prefix
 from megarl.tasks import TaskContext, build_task
 from megarl.tasks.base import Task, is_environment
 from megarl.tasks.held_out import training_part
-from megarl.tasks.prompting import ShortPrompts, check_prompts, encode_prompt
+from megarl.tasks.prompting import ShortPrompts, encode_prompt, without_long
 from megarl.tokenizer import load_tokenizer
 
 
@@ -147,8 +147,7 @@ def prepare_task(config: RunConfig, recipe_dir: Path) -> tuple[Task, Any]:
     """Return the task and the tokenizer, after checking every prompt, before anything is started."""
     task = build_task(TaskContext(config.task, recipe_dir, config.train.seed))
     tokenizer = load_tokenizer(config.model.path)
-    lengths = check_prompts(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
-    return ShortPrompts(task, lengths.dropped) if lengths.dropped else task, tokenizer
+    return without_long(task, tokenizer, config.task, config.sampler.max_prompt_tokens), tokenizer
 
 
 def make_stream(config: RunConfig, task: Task, tokenizer: Any) -> PromptStream:

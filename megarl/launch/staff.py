@@ -24,8 +24,9 @@ from megarl.launch.placement.places import SAY_SECONDS, Places
 from megarl.launch.transport import resolve_transport
 from megarl.run_folder import LOGS
 
-# Calls of an engine at once, beside those that sample: a sync must not wait behind them.
-ENGINE_CALLS = 100
+# Calls of an engine at once: more than there ever are, since a sync must not wait behind those that sample. Ray only
+# counts them.
+ENGINE_CALLS = 100_000
 
 
 class Staff:
@@ -50,7 +51,6 @@ class Staff:
         self.places, self._train, self._screen = places, config.train, screen
         self._section, self._most = config.checkpoint_engine, config.sampler.max_restarts
         self._config, self._actors = ray.put(config), dict[str, Any]()
-        self._calls_at_once = ENGINE_CALLS + config.most_prompts * config.sampler.samples_per_prompt
         self.restarts = {"engine": 0, "trainer": 0}
         ranks = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engines = [f"sampler {index}" for index in range(len(plan.engine))]
@@ -215,7 +215,7 @@ class Staff:
     def _engine(self, index: int) -> Any:
         name, plan = f"sampler {index}", self.places.plan
         place = self.places.options(self._bundles[name], plan.engine_gpus)
-        make = ray.remote(SamplerEngine).options(**place, max_concurrency=self._calls_at_once).remote
+        make = ray.remote(SamplerEngine).options(**place, max_concurrency=ENGINE_CALLS).remote
         return self._kept(name, make(self._config, plan.engine_threads, self.watch.participant(name, index)))
 
     def _kept(self, name: str, actor: Any) -> Any:

@@ -19,15 +19,17 @@ class Reward:
         metrics: named numbers to log, averaged over the step (``{"correct": 1.0}``).
         answer: the answer that the completion gives, by which maj@k votes; empty if it gives none. None: the reward
             does not say.
+        failed: set by megarl, for completions that could not be judged.
     """
 
     score: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     answer: str | None = None
+    failed: bool = False
 
 
 # The reward of an answer that could not be judged: no metric of a right one is missing.
-NOTHING = Reward(0.0, {}, "")
+NOTHING = Reward(0.0, {}, "", failed=True)
 
 
 class Task(Protocol):

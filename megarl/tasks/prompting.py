@@ -224,3 +224,12 @@ def _with_progress(indices: Sequence[int]) -> Iterable[int]:
 
     # Without a terminal, the bar would only leave a blank line in the log.
     return track(indices, description="Checking prompts", transient=True, disable=not get_console().is_terminal)
+
+
+def without_long(task: Task, tokenizer: Any, config: TaskConfig, max_tokens: int) -> Task:
+    """Check a task's prompts, and return it without those that are too long (``task.long_prompts: drop``).
+
+    Arguments and errors as ``check_prompts``.
+    """
+    dropped = check_prompts(task, tokenizer, config, max_tokens).dropped
+    return ShortPrompts(task, dropped) if dropped else task

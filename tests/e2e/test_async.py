@@ -111,7 +111,9 @@ def test_tokens_are_of_several_versions_within_the_bound(run_folder: Path) -> No
     for row in rows:
         for one in read_rollout(run_folder, row["step"]):
             assert row["version"] - 1 - STALENESS <= one["version"] <= one["last_version"] <= row["version"] - 1
-    assert max(row["canary"] for row in rows) < 1e-5
+    # A row has the canary of the version before its update; a session's first row may have none.
+    canaries = [row["canary"] for row in rows if "canary" in row]
+    assert len(canaries) >= STEPS // 2 and max(canaries) < 1e-5
 
 
 def test_no_prompt_is_lost_or_trained_twice_across_the_kills(run_folder: Path) -> None:

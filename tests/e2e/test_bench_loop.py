@@ -19,7 +19,7 @@ def test_a_tiny_model_trains_in_turns_and_side_by_side(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
-    for way, steps in (("turns", 1 + 2), ("side", 1 + 3 + 2)):
+    for way, steps in (("turns", 1 + 2), ("side", 1 + 3 + 2 + 2)):
         result = report["ways"][way]
         assert [row["step"] for row in result["steps"]] == list(range(1, steps + 1))
         assert 0 < result["phase_seconds"]["train"] < result["step_seconds"] < result["start_seconds"]

@@ -98,7 +98,8 @@ def _run(
         raise WorkerError(f"bench loop: the run '{way}' ended with status {child.returncode}; its log: {log}\n{tail}")
     rows = _rows(output)
     summary = json.loads((next(output.iterdir()) / SUMMARY).read_text())
-    return measured(rows[settings.warmup_of(way) :]) | {"start_seconds": summary["start_seconds"], "steps": rows}
+    begin = settings.warmup_of(way)
+    return measured(rows[begin : begin + settings.steps]) | {"start_seconds": summary["start_seconds"], "steps": rows}
 
 
 def _rows(output: Path) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ class LoopBenchSettings(Measured):
     """Timed steps of each way; their means are reported."""
     warmup: int = Field(2, ge=0)
     """Steps before them. Side by side there are ``staleness + 1`` more, which use up what was sampled before the first
-    update."""
+    update, and ``staleness`` after the timed ones, for which nothing more is sampled."""
 
     def warmup_of(self, way: Way) -> int:
         """Return the number of steps of a run that are not timed."""
@@ -55,7 +55,7 @@ class LoopBenchSettings(Measured):
 
     def steps_of(self, way: Way) -> int:
         """Return the number of steps of a run."""
-        return self.warmup_of(way) + self.steps
+        return self.warmup_of(way) + self.steps + (self.staleness if way == "side" else 0)
 
 
 def parse_loop_settings(model: str, overrides: Sequence[str] = ()) -> tuple[LoopBenchSettings, list[str]]:

@@ -128,8 +128,9 @@ class SamplerGroup:
             for engine in self.engines
             if (engine.name in names if names is not None else engine.lost is None and not engine.closed)
         ]
-        calls = {engine: engine.actor.score.remote(tokens, version) for engine in chosen}
-        return lambda: self._each(calls)
+        calls = [(engine, engine.actor, engine.actor.score.remote(tokens, version)) for engine in chosen]
+        # An engine that was started again meanwhile was not asked.
+        return lambda: self._each({engine: call for engine, actor, call in calls if engine.actor is actor})
 
     def sleep(self) -> int:
         """Let all engines give their GPU memory back until ``wake``; return the bytes that became free."""

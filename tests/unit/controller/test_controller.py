@@ -21,7 +21,7 @@ from megarl.controller.updates import combine, split_groups
 from megarl.errors import CheckpointError, DataError
 from megarl.loss.advantages import group_advantages
 from megarl.loss.aggregation import sequence_weights
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 from megarl.types import Completion, Prompt, Sample
 
 
@@ -137,6 +137,17 @@ def test_advantages_are_of_the_trained_scores_and_the_reward_stays_the_tasks():
     assert [sample.advantage for sample in rollout.samples()] == [-0.5, 0.5]
     measured = rollout.metrics()
     assert (measured["reward"], measured["trained_reward"]) == (2.0, 0.5)
+
+
+@pytest.mark.parametrize(("reward", "failed"), [(Reward(0.0, {}, ""), 0.0), (NOTHING, 1.0)])
+def test_a_task_that_gives_nothing_for_no_answer_has_judged_it(reward, failed):
+    answers = [completion([0, 9], [4, 5], finish="length"), completion([0, 9], [6])]
+    prompts = [EncodedPrompt(CountingTask(3)[0], np.array([0, 9]))]
+    rules = Rules(lambda r: r - r.mean(), mask_truncated=True)
+    rollout = score(prompts, [answers], lambda _: [reward, Reward(1.0)], str, rules, group=2, version=0)
+    measured = rollout.metrics()
+    assert (measured.get("failed_rewards", 0.0), measured["truncated"]) == (failed / 2, (1 - failed) / 2)
+    assert rollout.samples()[0].response_mask.any() == bool(failed)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])

@@ -11,6 +11,7 @@ import pytest
 from megarl.controller.actors import dispatch
 from megarl.controller.actors.dispatch import Dispatcher, Home
 from megarl.controller.actors.engine_handle import EngineHandle
+from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.errors import DataError, LostError, StaleVersionError, WeightSyncError, WorkerError
 
 
@@ -200,3 +201,17 @@ def test_when_nothing_is_started_again_every_request_fails_those_of_the_future_t
             future.result(5)
     with pytest.raises(WorkerError, match="dead"):
         rig.dispatcher.check()
+
+
+def test_an_engine_that_started_again_is_not_lost_by_the_answer_that_the_dead_one_owes(make, monkeypatch):
+    rig = make()
+    for actor in rig.actors:
+        actor.score = SimpleNamespace(remote=lambda tokens, version: "a call")
+    monkeypatch.setattr(SamplerGroup, "__init__", lambda self, engines: setattr(self, "engines", engines))
+    monkeypatch.setattr(
+        SamplerGroup, "_each", lambda self, calls: {engine.name: call for engine, call in calls.items()}
+    )
+    wait = SamplerGroup(rig.engines).start_score([1, 2], 3)
+    assert wait() == ["sampler 0", "sampler 1"]
+    rig.engines[0].actor = Actor()
+    assert wait() == ["sampler 1"]

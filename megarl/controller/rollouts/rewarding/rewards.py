@@ -39,12 +39,14 @@ class RewardProcess(Child):
         super().__init__(__name__, log)
         self._context, task = context, context.config
         self._limit, self._retries, self._zero = task.reward_seconds, task.reward_retries, task.reward_errors == "zero"
+        # An asynchronous run scores groups in a thread while the main one evaluates.
+        self._scoring, self._closed = threading.Lock(), False
         self.connection.send(context)
 
     def score(
         self, groups: Sequence[Group], look: Callable[[], None] = lambda: None, once: bool = False
     ) -> list[Reward]:
-        """Reward every completion, in the order given.
+        """Reward every completion, in the order given. Any thread may call it; one at a time scores.
 
         Args:
             groups: pairs of a prompt and its completions.
@@ -57,6 +59,14 @@ class RewardProcess(Child):
                 and did so again ``task.reward_retries`` times. The message names the prompt and the log. With
                 ``task.reward_errors: zero`` its completions get ``NOTHING`` instead.
         """
+        while not self._scoring.acquire(timeout=POLL_SECONDS):
+            look()
+        try:
+            return self._score(groups, look, once)
+        finally:
+            self._scoring.release()
+
+    def _score(self, groups: Sequence[Group], look: Callable[[], None], once: bool) -> list[Reward]:
         results: dict[Spot, Reward] = {}
         failures: Counter[Spot] = Counter()
         spots = [(index, number) for index, (_, each) in enumerate(groups) for number in range(len(each))]
@@ -99,7 +109,11 @@ class RewardProcess(Child):
             if not self.connection.poll(POLL_SECONDS):
                 if late := attempt.late(self._limit):
                     raise _Stuck(late)
-                look()
+                try:
+                    look()
+                except MegarlError:  # a later batch must not get the answers of this one
+                    self._restart()
+                    raise
                 continue
             kind, *values = self.connection.recv()
             if kind == "error":
@@ -127,9 +141,16 @@ class RewardProcess(Child):
             trace = getattr(error, "traceback_text", "")
             raise RewardError(f"dry run of the reward (task.reward_dry_run): {error}\n{trace}".rstrip()) from error
 
+    def close(self) -> None:
+        """Kill the process for good. Safe to call twice."""
+        self._closed = True
+        super().close()
+
     def _restart(self) -> None:
-        """Replace a process that hangs or is dead; it loads the reward anew."""
-        self.close()
+        """Replace the process by one that loads the reward anew, unless it was closed."""
+        if self._closed:
+            raise RewardError("the run has ended, and with it its reward process")
+        super().close()
         super().__init__(__name__, self.log)
         self.connection.send(self._context)
 

@@ -26,7 +26,7 @@ folder, side = Path(config.train.output) / "arithmetic-20260101-000000", config.
 (folder / "rollouts").mkdir()
 with open(folder / "metrics.jsonl", "w") as file:
     for step in range(config.train.steps + 1):
-        counts = step > config.train.steps - 2
+        counts = 0 < step - (config.train.steps - config.train.max_staleness - 2) <= 2
         row = {"step": step, "seconds": (3.3 if side else 5.5) if counts else 100.0, "reward_mean": 0.5}
         if step:
             row |= {"seconds/sample": 1.0 if side else 3.0, "seconds/train": 2.0, "seconds/sync": 0.25}
@@ -57,8 +57,8 @@ def test_only_the_steps_after_the_warm_up_count_in_each_way(runs, tmp_path: Path
     assert (turns["step_seconds"], side["step_seconds"]) == (5.5, 3.3)
     assert turns["phase_seconds"] == {"sample": 3.0, "train": 2.0, "sync": 0.25, "canary": 0.0}
     assert (turns["tokens_per_second"], turns["start_seconds"], side["start_seconds"]) == (20.0, 50.0, 20.0)
-    # Side by side, what was sampled before the first update is used up first.
-    assert (len(turns["steps"]), len(side["steps"])) == (1 + 2, 1 + 3 + 1 + 2)
+    # Side by side, what was sampled before the first update is used up first, and at the end nothing is sampled.
+    assert (len(turns["steps"]), len(side["steps"])) == (1 + 2, 1 + 3 + 1 + 2 + 3)
     assert (turns["mismatch_max"], turns["sync"]) == (3e-3, {"sync/flip": 0.125, "sync_bytes": 64.0})
     assert all("reward_mean" not in row for row in turns["steps"])
     configs = {way: load_config(tmp_path / "out" / f"loop-{way}.yaml", overrides) for way in ("turns", "side")}
