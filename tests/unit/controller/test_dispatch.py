@@ -208,9 +208,7 @@ def test_an_engine_that_started_again_is_not_lost_by_the_answer_that_the_dead_on
     for actor in rig.actors:
         actor.score = SimpleNamespace(remote=lambda tokens, version: "a call")
     monkeypatch.setattr(SamplerGroup, "__init__", lambda self, engines: setattr(self, "engines", engines))
-    monkeypatch.setattr(
-        SamplerGroup, "_each", lambda self, calls: {engine.name: call for engine, call in calls.items()}
-    )
+    monkeypatch.setattr(SamplerGroup, "_each", lambda self, calls: [engine.name for engine in calls])
     wait = SamplerGroup(rig.engines).start_score([1, 2], 3)
     assert wait() == ["sampler 0", "sampler 1"]
     rig.engines[0].actor = Actor()
