@@ -85,9 +85,14 @@ def save_model(model: str, scratch: Path, dtype: str, device: str, seed: int, la
     """Return the model's folder with weights; for a named shape a new one in ``scratch``, with random weights."""
     folder = model_folder(model, scratch, layers)
     if model in SHAPES:
-        torch.manual_seed(seed)
-        with torch.device(device):
-            config = transformers.AutoConfig.from_pretrained(folder)
-            network = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-        network.save_pretrained(folder)
+        save_weights(folder, dtype, device, seed)
     return folder
+
+
+def save_weights(folder: Path, dtype: str, device: str, seed: int) -> None:
+    """Write random weights beside a config.json."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        network = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    network.save_pretrained(folder)

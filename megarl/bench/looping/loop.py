@@ -16,7 +16,7 @@ from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.bench.looping.recipe import write_recipe
 from megarl.bench.looping.rows import measured, rows_of
 from megarl.bench.looping.settings import LoopBenchSettings, Way
-from megarl.bench.random_weights import TMPFS, save_model
+from megarl.bench.random_weights import TMPFS, model_folder, save_weights
 from megarl.bench.shapes import SHAPES
 from megarl.errors import WorkerError
 from megarl.launch import processes
@@ -55,15 +55,13 @@ def bench_loop(
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"settings": settings.model_dump(), "overrides": list(overrides), "ways": {}}
     with tempfile.TemporaryDirectory() as runs, tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
-        # Named shapes get a tokenizer of their own with weights; the check needs neither.
-        folder = Path(scratch) / "model" if settings.model in SHAPES else Path(settings.model).absolute()
+        folder = model_folder(settings.model, Path(scratch), settings.layers).absolute()
         recipes = {way: out / f"loop-{way}.yaml" for way in settings.ways}
         for way, recipe in recipes.items():
             write_recipe(settings, overrides, way, folder, Path(runs) / way, recipe)
         if settings.model in SHAPES:
             report("the weights are written")
-            device = resolve_device(settings.device)
-            save_model(settings.model, Path(scratch), settings.dtype, device, settings.seed, settings.layers)
+            save_weights(folder, settings.dtype, resolve_device(settings.device), settings.seed)
             make_tokenizer(folder)
         for way, recipe in recipes.items():
             report(f"{way}: a run starts; log: {out / f'loop-{way}.log'}")

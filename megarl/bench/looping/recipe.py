@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from megarl.bench.looping.settings import LoopBenchSettings, Way
-from megarl.config import RunConfig, load_config
+from megarl.config import load_config
 
 # Tokens of a prompt of the task, at most, with the tokenizer of the named shapes.
 PROMPT_TOKENS = 96
@@ -57,11 +57,11 @@ def recipe_of(settings: LoopBenchSettings, way: Way, model: Path, output: Path) 
 
 def write_recipe(
     settings: LoopBenchSettings, overrides: Sequence[str], way: Way, model: Path, output: Path, file: Path
-) -> RunConfig:
-    """Write the recipe into a file, and return the config that it makes with the overrides.
+) -> None:
+    """Write the recipe into a file, and check it with the overrides.
 
     Raises:
         ConfigError: an override is wrong.
     """
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(recipe_of(settings, way, model, output))))
-    return load_config(file, overrides)
+    load_config(file, overrides)

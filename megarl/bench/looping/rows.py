@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 PHASES = ("sample", "train", "sync", "canary")
-# Of a row, what a report keeps beside everything of the sync.
+# Begin of the names of a sync's metrics.
+SYNC = ("sync/", "sync_")
+# Of a row, what a report keeps beside them.
 KEPT = ("step", "seconds", *(f"seconds/{phase}" for phase in PHASES), "sampled_tokens", "mismatch_max")
 
 
@@ -31,7 +33,7 @@ def measured(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "phase_seconds": {phase: statistics.mean(row.get(f"seconds/{phase}", 0.0) for row in rows) for phase in PHASES},
         "tokens_per_second": sum(row["sampled_tokens"] for row in rows) / sum(seconds),
         "mismatch_max": max(row.get("mismatch_max", 0.0) for row in rows),
-        "sync": {name: value for name, value in rows[-1].items() if name.startswith(("sync/", "sync_"))},
+        "sync": {name: value for name, value in rows[-1].items() if name.startswith(SYNC)},
     }
 
 
@@ -44,4 +46,4 @@ def of_longer_phase(ways: Mapping[str, Mapping[str, Any]]) -> float | None:
 
 
 def _kept(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name in KEPT or name.startswith(("sync/", "sync_"))}
+    return {name: value for name, value in row.items() if name in KEPT or name.startswith(SYNC)}

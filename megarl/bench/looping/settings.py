@@ -72,5 +72,4 @@ def parse_loop_settings(model: str, overrides: Sequence[str] = ()) -> tuple[Loop
     for key in OWN.keys() & {override.partition("=")[0] for override in of_recipe}:
         raise ConfigError(f"bench loop sets {key} itself; use {OWN[key]}")
     own = [override for override in overrides if override not in of_recipe]
-    defaults = TINY if model in ("tiny", "tiny-moe") else {}
-    return parse(LoopBenchSettings, model, dict(defaults), own), of_recipe
+    return parse(LoopBenchSettings, model, TINY if model in ("tiny", "tiny-moe") else {}, own), of_recipe

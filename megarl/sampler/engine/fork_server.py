@@ -57,10 +57,10 @@ def begin(numerics: str, device: str) -> None:
     prepare_numerics(numerics)
     forkserver.set_forkserver_preload([*PRELOAD, WORKERS[device]])
     forkserver.ensure_running()
-    _usable = Future()
     if device == "cuda":
         _usable = ThreadPoolExecutor(1, thread_name_prefix="megarl-forks").submit(forks_have_gpus, _Context())
     else:
+        _usable = Future()
         _usable.set_result(True)
 
 
