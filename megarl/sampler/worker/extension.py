@@ -6,12 +6,17 @@ vLLM imports it in its workers by ``worker_extension_cls``.
 
 import os
 
+from vllm.platforms import current_platform
+
 from megarl.checkpoint_engine.receiver.extension import ReceiverExtension
 from megarl.checkpoint_engine.receiver.sleep import SleepExtension
 from megarl.sampler.environment import NUMERICS
+from megarl.sampler.worker import lora_graphs
 from megarl.sampler.worker.kept_logprobs import Runner, refusal
 
 # vLLM imports this module before it builds the model.
+if current_platform.is_cuda():
+    lora_graphs.install()
 if os.environ.get(NUMERICS) == "bitwise":
     from megarl.sampler.worker import bitwise_hooks
 
