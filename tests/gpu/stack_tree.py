@@ -50,7 +50,7 @@ def main(folder: str, least: str = "5") -> None:
     """Print the trees of all processes, in the order of their beginning."""
     found = []
     for file in Path(folder).glob("*.stacks"):
-        command, *lines = file.read_text().splitlines()
+        command, *lines = file.read_text().splitlines() or [""]
         root, began = tree_of([line for line in lines if " " in line])
         if root.seconds >= float(least):
             found.append((began, file.stem, command, root))

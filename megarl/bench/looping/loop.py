@@ -56,9 +56,10 @@ def bench_loop(
     result: dict[str, Any] = {"settings": settings.model_dump(), "overrides": list(overrides), "ways": {}}
     with tempfile.TemporaryDirectory() as runs, tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
         folder = model_folder(settings.model, Path(scratch), settings.layers).absolute()
+        path = _link(folder, out) if settings.model in SHAPES else folder
         recipes = {way: out / f"loop-{way}.yaml" for way in settings.ways}
         for way, recipe in recipes.items():
-            write_recipe(settings, overrides, way, folder, Path(runs) / way, recipe)
+            write_recipe(settings, overrides, way, path, Path(runs) / way, recipe)
         if settings.model in SHAPES:
             report("the weights are written")
             save_weights(folder, settings.dtype, resolve_device(settings.device), settings.seed)
@@ -68,6 +69,14 @@ def bench_loop(
             command = [*TRAIN, str(recipe), *overrides]
             result["ways"][way] = _run(command, settings, way, Path(runs) / way, out, report)
     return result
+
+
+def _link(folder: Path, out: Path) -> Path:
+    """Return a path of a model that is the same each time: what vLLM compiles, it keeps by the model's path."""
+    link = out.absolute() / "model"
+    link.unlink(missing_ok=True)
+    link.symlink_to(folder)
+    return link
 
 
 def _run(

@@ -34,10 +34,11 @@ def recipe_of(settings: LoopBenchSettings, way: Way, model: Path, output: Path) 
             "samples_per_prompt": settings.samples,
             "max_prompt_tokens": PROMPT_TOKENS,
             "max_response_tokens": settings.response_tokens,
-            "max_num_seqs": 2 * completions,
+            "max_num_seqs": completions,
             "kv_cache_gib": settings.kv_cache_gib,
         },
-        "checkpoint_engine": {},
+        # In both ways, so that the later run finds what the first one's engine compiled: it depends on the LoRA slots.
+        "checkpoint_engine": {"in_flight": "overlap"},
         "train": {
             "device": settings.device,
             "seed": settings.seed,
@@ -51,7 +52,6 @@ def recipe_of(settings: LoopBenchSettings, way: Way, model: Path, output: Path) 
     }
     if way == "side":
         recipe["train"]["max_staleness"] = settings.staleness
-        recipe["checkpoint_engine"]["in_flight"] = "overlap"
     return recipe
 
 

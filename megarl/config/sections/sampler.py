@@ -63,7 +63,7 @@ class SamplerConfig(Section):
     gpu_memory_utilization: float = Field(0.4, gt=0.0, le=1.0)
     """Share of a GPU that vLLM may assume to be free for one engine when it starts (CUDA only)."""
     max_num_seqs: int = Field(256, ge=1)
-    """Most sequences that one engine decodes at the same time."""
+    """Most sequences that one engine decodes at the same time. Batches of more than 992 run without CUDA graphs."""
     generate_seconds: float = Field(3600.0, gt=0.0)
     """Limit of sampling the completions of one prompt, or one turn of an episode, once an engine has it, seconds. An
     engine that takes longer is lost."""

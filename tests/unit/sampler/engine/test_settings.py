@@ -253,6 +253,8 @@ def test_a_cache_below_one_sequence_is_refused(tmp_path: Path, tensor: int, dtyp
         ({"train": {"prompts_per_step": 4}, "sampler": {"engines": 2}}, 48, 24, 9),
         ({"train": {"prompts_per_step": 4}, "task": {"name": "arithmetic", "held_out": 8}}, 512, 256, 23),
         ({"sampler": {"max_num_seqs": 20}}, 40, 20, 9),
+        ({"sampler": {"max_num_seqs": 512}, "train": {"prompts_per_step": 128}}, 768, 512, 25),
+        ({"sampler": {"max_num_seqs": 2048}, "train": {"prompts_per_step": 512}}, 992, 992, 27),
         ({"train": {"prompts_per_step": 3}, "sampler": {"samples_per_prompt": 7}}, 42, 21, 10),
     ],
 )
