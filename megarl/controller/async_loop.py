@@ -25,6 +25,7 @@ from megarl.controller.loop import (
     save,
     saved_if_interrupted,
     scored,
+    sync,
     timed,
 )
 from megarl.controller.rollouts.buffer import ScoredGroup
@@ -77,10 +78,9 @@ def step(state: RunState, producer: Producer, checked: Check) -> Check:
             metrics = run_updates(state.trainers, state.config, rollout.samples(), rates)
         state.gradients.check(metrics)
         state.updates += len(rates)
-        with timed(state, "sync"):
-            report = state.recovery.sync()
-        checking = begin_canary(state)
-        metrics |= measured | report.metrics()
+        synced = sync(state)
+        checking: Check = dict if synced is None else begin_canary(state)
+        metrics |= measured | (synced or {})
         state.step += 1
         metrics |= producer.advance(state.step, state.updates)
         if state.step == train.steps or evaluation_is_due(state):

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from megarl.controller.state import RunState
 
 
+class StepEnds(KeyboardInterrupt):
+    """A signal ends the run now, between two steps; a second Ctrl-C is a plain ``KeyboardInterrupt``."""
+
+
 @contextmanager
 def until_the_step_ends(state: "RunState") -> Iterator[None]:
     """Let Ctrl-C, SIGTERM and SIGHUP wait until the block ends. ``state.ending`` then names the signal.
@@ -21,7 +25,7 @@ def until_the_step_ends(state: "RunState") -> Iterator[None]:
     nothing outside of the main thread.
 
     Raises:
-        KeyboardInterrupt: the step failed after a signal. Nothing is started again then.
+        StepEnds: the step failed after a signal. Nothing is started again then.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,6 +54,6 @@ def until_the_step_ends(state: "RunState") -> Iterator[None]:
 
 
 def end_if_asked(state: "RunState", cause: BaseException | None = None) -> None:
-    """Raise ``KeyboardInterrupt`` if a signal came during a step."""
+    """Raise ``StepEnds`` if a signal came during a step."""
     if state.ending:
-        raise KeyboardInterrupt(state.ending) from cause
+        raise StepEnds(state.ending) from cause

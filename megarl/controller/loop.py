@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
-from megarl.controller.ending import end_if_asked, until_the_step_ends
+from megarl.controller.ending import StepEnds, end_if_asked, until_the_step_ends
 from megarl.controller.rollouts.comparison import with_trainer_logprobs
 from megarl.controller.rollouts.data import EncodedPrompt, seed_of
 from megarl.controller.rollouts.dynamic_sampling import draw_until_signal, dropped_groups
@@ -101,6 +101,18 @@ def first_sync(state: RunState) -> None:
     check_canary(state)
 
 
+def sync(state: RunState) -> dict[str, float] | None:
+    """Sync the trainers' version, and return the metrics.
+
+    None: a signal ends the run while it waits for the only engine to start again. The step is done, and is saved.
+    """
+    with timed(state, "sync"):
+        try:
+            return state.recovery.sync().metrics()
+        except StepEnds:
+            return None
+
+
 def check_canary(state: RunState) -> dict[str, float]:
     """Compare trainer and engines on a fixed sequence; see ``begin_canary``."""
     return begin_canary(state)()
@@ -148,9 +160,8 @@ def step(state: RunState) -> None:
         state.gradients.check(metrics)
         check_mismatch(metrics, train.max_mismatch)
         state.updates += len(rates)
-        with timed(state, "sync"):
-            report = state.recovery.sync()
-        metrics |= check_canary(state) | report.metrics()
+        if (synced := sync(state)) is not None:
+            metrics |= check_canary(state) | synced
         state.step += 1
     finish(state, rollout, metrics, state.to_json)
 

@@ -13,6 +13,10 @@ class Environment(Protocol):
     Prompts are those of a ``megarl.tasks.Task``: ``environment[i]`` is the same at every call and in every process.
     ``task.name`` names a factory, as for a task. The factory is called in two processes; episodes are played in one of
     them, all in one event loop.
+
+    An environment may have an attribute ``unfinished_metrics``, a dictionary: the metrics of an episode that gets no
+    reward, because a limit or an error ended it (``{"correct": 0.0}``). Without it the means of its metrics leave such
+    episodes out.
     """
 
     def __len__(self) -> int: ...

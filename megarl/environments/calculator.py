@@ -2,6 +2,7 @@
 """Environment ``calculator``: sums that are too long to do in one's head, and a calculator that the policy may use."""
 
 import re
+from typing import ClassVar
 
 from megarl.environments.chat import Chat
 from megarl.environments.client import Client, EpisodeLimit
@@ -18,6 +19,8 @@ NUMBER = re.compile(r"-?[0-9]+")
 
 class Calculator:
     """The sums of the ``arithmetic`` task, with a tool: ``calc(12 + 30)`` is answered by a tool's message."""
+
+    unfinished_metrics: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def __init__(self, options: ArithmeticOptions, seed: int) -> None:
         self._sums = ArithmeticTask(options, seed)

@@ -62,7 +62,7 @@ class Player:
                 raise client.failure from error
             if not self.zero_on_error or isinstance(error, ConfigError):
                 raise
-            trajectory, reward = replace(client.trajectory(), finish_reason=ERROR), NOTHING
+            trajectory, reward = replace(client.trajectory(), finish_reason=ERROR), self._nothing()
         # The reward may have been any object; this one goes to another process.
         trajectory = replace(trajectory, reward=reward.score, turns=client.turns)
         return Played(trajectory, reward, texts_of(trajectory, client))
@@ -99,8 +99,12 @@ class Player:
     def _reward(self, trajectory: Trajectory, prompt: Prompt, client: Client) -> Reward:
         """Return the reward; 0 if a limit ended the episode and the environment gave none."""
         if not trajectory.reward and trajectory.is_truncated:
-            return NOTHING
+            return self._nothing()
         return self.verdicts.reward(trajectory.reward, prompt)
+
+    def _nothing(self) -> Reward:
+        """Return the reward of an episode that the environment gave none."""
+        return replace(NOTHING, metrics=dict(getattr(self.environment, "unfinished_metrics", {})))
 
 
 def texts_of(trajectory: Trajectory, client: Client) -> list[str]:

@@ -3,6 +3,7 @@
 
 import random
 import re
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
@@ -37,6 +38,8 @@ class GuessingOptions(Section):
 
 class Guessing:
     """Asks for a number that the policy can find by halving the interval that is left."""
+
+    unfinished_metrics: ClassVar[dict[str, float]] = {"correct": 0.0}
 
     def __init__(self, options: GuessingOptions, seed: int) -> None:
         self._options, self._seed = options, seed

@@ -12,7 +12,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.evaluation.estimates import maj_at_k, pass_at_k
 from megarl.evaluation.intervals import Estimate, average, share
 from megarl.evaluation.sets import EvalSet
-from megarl.tasks.base import NOTHING, Reward
+from megarl.tasks.base import Reward
 
 # Value of ``right`` that means the reward itself.
 REWARD = "reward"
@@ -71,13 +71,17 @@ def measure(
         "truncated": truncated.astype(float),
     }
     for name in sorted({name for group in rewards for reward in group for name in reward.metrics} - values.keys()):
-        values[name] = np.array([[reward.metrics.get(name, np.nan) for reward in group] for group in rewards])
+        # What could not be judged is not right, in the mean as in pass@k.
+        absent = 0.0 if name == measured.config.right else np.nan
+        values[name] = np.array(
+            [[reward.metrics.get(name, absent if reward.failed else np.nan) for reward in group] for group in rewards]
+        )
     # An interval for shares holds for 0 and 1; a mean of other values is bootstrapped.
     shares = {name for name, each in values.items() if np.isin(each[~np.isnan(each)], (0.0, 1.0)).all()}
     means = {name: _means(each) for name, each in values.items()}
     wanted = measured.config.wanted()
     if wanted:
-        for reward in (reward for group in rewards for reward in group if reward != NOTHING):
+        for reward in (reward for group in rewards for reward in group if not reward.failed):
             check_reward(measured.config, reward)
         right = [[_right(measured.config, reward) for reward in group] for group in rewards]
         for name, (kind, k) in wanted.items():
@@ -119,7 +123,7 @@ def check_reward(config: EvalTaskConfig, reward: Reward) -> None:
 
 
 def _right(config: EvalTaskConfig, reward: Reward) -> float:
-    if reward == NOTHING:
+    if reward.failed:
         return 0.0
     value = reward.score if config.right == REWARD else reward.metrics[config.right]
     if config.right != REWARD and value not in (0.0, 1.0):

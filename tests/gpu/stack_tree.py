@@ -7,6 +7,7 @@ without those below a fiftieth and without calls that only call one other.
 
 import sys
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 SHARE = 0.02
@@ -24,7 +25,7 @@ def tree_of(lines: list[str]) -> tuple[Node, float]:
     """Return the calls of a process, and when it began. A sample stands for the time until the next one."""
     samples = [(float(time), stack) for time, _, stack in (line.rstrip("\n").partition(" ") for line in lines)]
     root = Node()
-    for (time, stack), (after, _) in zip(samples, samples[1:], strict=False):
+    for (time, stack), (after, _) in pairwise(samples):
         node = root
         node.seconds += after - time
         for name in stack.split(";"):

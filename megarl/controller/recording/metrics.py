@@ -105,9 +105,9 @@ class Recorder:
             train = self.config.train.model_copy(update={"resume": None, "resume_step": None, "resume_changes": []})
             write_text(self.folder / CONFIG, dump_config(self.config.model_copy(update={"train": train})))
         self._begun = True
-        step = resumption.step if resumption else 0
+        step, project = resumption.step if resumption else 0, self.config.train.tracker_project
         run = TrackedRun(
-            self.folder, self.folder.name, self.config.train.tracker_project, settings_of(self.config), step
+            self.folder, self.folder.name, project, settings_of(self.config), step, resumed=resumption is not None
         )
         self.phase("trackers")  # some take seconds to import
         self._feeds.open(run)

@@ -2,7 +2,6 @@
 """Find the checkpoint that a resumed run continues from, and check everything before anything is written."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,15 @@ from megarl.errors import CheckpointError
 from megarl.files import append_line, discard, write_text, writing
 from megarl.model.checkpoint.digests import verify
 from megarl.run_folder import (
+    ADAPTER,
     CHECKPOINTS,
     DISCARDED,
     DISCARDED_METRICS,
     METRICS,
+    PLOT,
     ROLLOUTS,
     STEP,
+    SUMMARY,
     checkpoints,
     evaluations,
     last_checkpoint,
@@ -63,21 +65,28 @@ class Resumption:
         with writing(self.folder):
             for checkpoint in sorted((self.folder / CHECKPOINTS).glob("step-*")):
                 if checkpoint.name > self.checkpoint.name:
-                    aside = checkpoint.with_name(DISCARDED + checkpoint.name)
-                    if aside.exists():
-                        discard(aside)
-                    checkpoint.rename(aside)
+                    _set_aside(checkpoint)
             for rollout in (self.folder / ROLLOUTS).glob("step-*.jsonl"):
                 if rollout.stem > STEP.format(self.step):
-                    rollout.rename(rollout.with_name(DISCARDED + rollout.name))
+                    _set_aside(rollout)
             for step, results in evaluations(self.folder).items():
                 if step > self.step:
-                    aside = results.parent.with_name(DISCARDED + results.parent.name)
-                    shutil.rmtree(aside, ignore_errors=True)
-                    results.parent.rename(aside)
+                    _set_aside(results.parent)
+            # A run that was complete is not any more, and its last adapter is that of its last checkpoint.
+            for name in (ADAPTER, SUMMARY, PLOT):
+                if (self.folder / name).exists():
+                    _set_aside(self.folder / name)
             for line in self.later:
                 append_line(self.folder / DISCARDED_METRICS, line)
             write_text(self.folder / METRICS, "".join(json.dumps(row) + "\n" for row in self.rows))
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a file or folder to ``DISCARDED`` and its name; one of that name is replaced."""
+    aside = path.with_name(DISCARDED + path.name)
+    if aside.is_dir():
+        discard(aside)
+    path.replace(aside)
 
 
 def find_resumption(folder: Path, config: RunConfig, contents: Mapping[str, Any]) -> Resumption:

@@ -17,7 +17,8 @@ class TrackedRun:
         name: the folder's name.
         project: ``train.tracker_project``: the name under which the tracker lists the run among others.
         config: every setting, ``section.key`` -> JSON-able value.
-        step: last step that was done before; 0 for a new run.
+        step: last step that was done before; 0 for a new run, and for one whose first steps were lost.
+        resumed: True if the tracker was opened for this run before.
         id: the tracker's own name of the run, as its ``id`` was in the first session; None for a new run.
     """
 
@@ -26,6 +27,7 @@ class TrackedRun:
     project: str
     config: Mapping[str, Any]
     step: int = 0
+    resumed: bool = False
     id: str | None = None
 
     def init_arguments(self, project_variable: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class Feeds:
                 tracker = feed.tracker()
             except (Exception, SystemExit) as error:
                 problem = f"train.trackers: '{name}' cannot be opened: {type(error).__name__}: {error}"
-                if not run.step:
+                if not run.resumed:
                     raise ConfigError(f"{problem}; use its offline mode, or leave it out") from error
                 self._say(f"{problem}; the run goes on without it")
                 continue
@@ -137,7 +137,7 @@ class Feeds:
 
     def _read_ids(self, run: TrackedRun) -> dict[str, str]:
         file = run.folder / TRACKER_IDS
-        if not run.step or not file.is_file():
+        if not run.resumed or not file.is_file():
             return {}
         try:
             ids = json.loads(file.read_text())

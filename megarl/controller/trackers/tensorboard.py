@@ -14,7 +14,7 @@ class TensorBoardTracker:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        after = run.step + 1 if run.step else None
+        after = run.step + 1 if run.resumed else None
         self._writer = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=after)
 
     def log(self, row: Mapping[str, float]) -> None:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choose the batch sizes for which vLLM captures CUDA graphs."""
 
-# vLLM captures none for batches of more than 512 tokens, which a small model's launches make slow: 1,024 requests of
-# Qwen3-0.6B made half the tokens per second of 512 with graphs (H100). FlashAttention 3 prepares the schedule of at most
-# 992 sequences (vLLM PR 20301); a padded batch in a whole graph of 1,024 read memory that is not its own.
+# vLLM captures none for batches of more than 512 tokens, and launches make those of a small model slow: 1,024 requests
+# of Qwen3-0.6B made half the tokens per second of 512 with graphs (H100). FlashAttention 3 schedules at most 992
+# sequences (vLLM PR 20301); a padded batch in a whole graph of 1,024 read memory that is not its own.
 LARGEST = 992
 # Steps that also compute prompts have more tokens than requests: vLLM's own factor, and the most of them.
 MIXED, PROMPT_TOKENS = 2, 256
-# Distance of two sizes, from a size on. Capturing takes 0.1 s for each size, for decode steps and for mixed ones; vLLM's
-# own 51 sizes took 20 s. A batch is padded to the next size, which costs less than that.
+# Distance of two sizes, from a size on. Capturing takes 0.1 s for each size, for decode steps and for mixed ones (20 s
+# for vLLM's own 51 sizes). A batch is padded to the next size, which costs less than that.
 STEPS = {1: 1, 2: 2, 4: 4, 8: 8, 64: 16, 128: 32, 256: 64, 512: 128}
 
 

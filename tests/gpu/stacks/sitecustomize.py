@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Note what each Python process does, ten times a second: first on PYTHONPATH, with MEGARL_STACKS=FOLDER.
 
-Each process writes FOLDER/PID.stacks; `python3 -m tests.gpu.stack_tree FOLDER` adds them up. Forked processes take part.
+Each process writes FOLDER/PID.stacks, forked ones too; `python3 -m tests.gpu.stack_tree FOLDER` adds them up.
 """
 
 import os

@@ -156,9 +156,11 @@ def test_ctrl_c_in_the_middle_of_taking_groups_loses_no_prompt(where):
     assert again | {tuple(place) for place in run.flat} == {tuple(p) for p in first_places(len(again) + len(run.flat))}
 
 
-def test_sigterm_while_the_trainers_work_ends_the_run_after_the_step_with_a_checkpoint():
+@pytest.mark.parametrize("no_engine", [False, True], ids=["", "while no engine is there to sync to"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_sigterm_while_the_trainers_work_ends_the_run_after_the_step_with_a_checkpoint(staleness, no_engine):
     """A second one, of Slurm or the launcher, changes nothing; a step that fails meanwhile is not started again."""
-    run, said = Run(1, train_seconds=0), []
+    run, said = Run(staleness, train_seconds=0), []
     run.state.recorder.screen = SimpleNamespace(say=lambda text, style=None: said.append(text))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
 
@@ -166,6 +168,7 @@ def test_sigterm_while_the_trainers_work_ends_the_run_after_the_step_with_a_chec
         if run.state.step == 4:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
+            run.state.manager.present = [] if no_engine else run.state.manager.present
         return {}
 
     run.state.trainers.optim_step = optim_step

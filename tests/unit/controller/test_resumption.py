@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from megarl.cli.export import find_adapter
 from megarl.config import RunConfig, parse_config
 from megarl.config.resume import CONTENTS, FREE, PLACES, check_changes, settings_of
 from megarl.controller.recording.resumption import find_last, find_resumption
@@ -99,6 +100,18 @@ def test_what_came_after_the_checkpoint_is_put_aside_and_nothing_is_lost(run, mo
     assert list(evaluations(run)) == [0, 4] and (run / "evaluations" / "discarded-step-000007").is_dir()
     assert len(list((run / "rollouts").glob("step-*"))) == 4
     assert len(list((run / "rollouts").glob("discarded-*"))) == 3
+
+
+def test_a_complete_run_that_goes_on_is_not_complete_any_more(run, model):
+    for again in range(2):
+        (run / "adapter").mkdir()
+        (run / "adapter" / "adapter_config.json").write_text(str(again))
+        (run / "summary.json").write_text(str(again))
+        assert find_adapter(run) == run / "adapter"
+        find_resumption(run, settings(model), CONTENT).apply()
+        assert find_adapter(run) == run / "checkpoints" / "step-000006" / "adapter"
+        assert not (run / "summary.json").exists() and (run / "discarded-summary.json").read_text() == str(again)
+        assert (run / "discarded-adapter" / "adapter_config.json").read_text() == str(again)
 
 
 def test_only_a_complete_checkpoint_is_resumed_from(run, model):

@@ -52,6 +52,12 @@ def test_threads_score_one_after_the_other_and_notice_failures_while_they_wait(s
         assert [reward.score for reward in busy.result()] == [0.0] * 20
 
 
+def test_failures_are_noticed_also_while_rewards_keep_coming(start) -> None:
+    process, looks = start(), list[float]()
+    process.score(numbered(24, 1), lambda: looks.append(time.monotonic()))  # one each 0.05 s
+    assert len(looks) >= 3
+
+
 def lost() -> None:
     raise WorkerError("a rank is lost")
 

@@ -56,8 +56,8 @@ def said():
     return []
 
 
-def run_of(folder, step=0, **config):
-    return TrackedRun(folder, "run", "megarl", CONFIG | config, step)
+def run_of(folder, step=None, **config):
+    return TrackedRun(folder, "run", "megarl", CONFIG | config, step or 0, resumed=step is not None)
 
 
 def feeds_of(said, *names):
@@ -69,14 +69,16 @@ def row(step, reward=0.5):
 
 
 def test_rows_arrive_in_order_and_a_resumed_run_gets_its_id_back(tmp_path, said):
-    for step, summary in ((0, None), (2, SUMMARY)):
+    # The first session is lost before it has saved a step; the second one's last two are saved.
+    for step, summary in ((None, None), (0, None), (2, SUMMARY)):
         feeds = feeds_of(said, "Kept")
         feeds.open(run_of(tmp_path, step))
-        for number in (step + 1, step + 2):
+        for number in ((step or 0) + 1, (step or 0) + 2):
             feeds.log(row(number))
         feeds.finish(summary)
         feeds.finish(None)  # as close() does
-    sessions = [("open", None, 0), row(1), row(2), ("finish", None), ("open", "kept-1", 2), row(3), row(4)]
+    first = [row(1), row(2), ("finish", None)]
+    sessions = [("open", None, 0), *first, ("open", "kept-1", 0), *first, ("open", "kept-1", 2), row(3), row(4)]
     assert Kept.sent == [*sessions, ("finish", SUMMARY)]
     assert said == []
 

@@ -31,13 +31,15 @@ def folder(tmp_path_factory):
 class Scene:
     """An environment whose rollout is a function."""
 
-    def __init__(self, rollout):
+    def __init__(self, rollout, unfinished=None):
         self.rollout = rollout
+        if unfinished is not None:
+            self.unfinished_metrics = unfinished
 
 
-def play(folder, rollout, *, weights=None, zero=False, client=None, **limits):
+def play(folder, rollout, *, weights=None, zero=False, client=None, unfinished=None, **limits):
     client = client or Policy(folder, ["ab"]).client(**limits)
-    player = Player(Scene(rollout), "scene", Verdicts("environment 'scene'", weights or {}), zero)
+    player = Player(Scene(rollout, unfinished), "scene", Verdicts("environment 'scene'", weights or {}), zero)
     return asyncio.run(player.play(PROMPT, client))
 
 
@@ -51,6 +53,10 @@ async def endless(prompt, client):
     while True:
         await chat.sample()
         chat.add({"role": "user", "content": "x"})
+
+
+async def raises(prompt, client):
+    raise KeyError("board")
 
 
 async def sleeps(prompt, client):
@@ -83,16 +89,18 @@ def test_a_limit_that_is_not_caught_ends_the_episode_with_what_was_drawn(folder,
     assert played.trajectory.drawn_tokens > 0
 
 
+@pytest.mark.parametrize(("rollout", "limits"), [(endless, {"turns": 3}), (raises, {"zero": True})])
+def test_an_episode_without_a_reward_has_the_metrics_that_the_environment_names(folder, rollout, limits):
+    played = play(folder, rollout, unfinished={"correct": 0.0}, **limits)
+    assert played.reward == replace(NOTHING, metrics={"correct": 0.0})
+
+
 def test_components_are_weighed(folder):
     rollout = returns(lambda one: replace(one, reward={"right": True, "short": 0.5}))
     played = play(folder, rollout, weights={"right": 1.0, "short": 0.2})
     assert played.reward.score == pytest.approx(1.1) and played.reward.metrics["short"] == 0.5
     with pytest.raises(RewardError, match="component 'right', which has no weight"):
         play(folder, rollout)
-
-
-async def raises(prompt, client):
-    raise KeyError("board")
 
 
 async def leaves(prompt, client):

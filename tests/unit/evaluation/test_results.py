@@ -9,7 +9,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.evaluation import table
 from megarl.evaluation.results import check_reward, measure
 from megarl.evaluation.sets import EvalSet
-from megarl.tasks.base import Reward
+from megarl.tasks.base import NOTHING, Reward
 from megarl.types import Prompt
 
 
@@ -52,6 +52,12 @@ def test_a_metric_that_only_some_completions_have_is_the_mean_of_those():
     groups = [[Reward(1.0, {"length": 3.0}), Reward(1.0)], [Reward(1.0), Reward(1.0)]]
     estimate = measured(groups).estimates["length"]
     assert (estimate.value, estimate.low) == (3.0, None)
+
+
+def test_what_could_not_be_judged_is_not_right_and_has_no_other_metric():
+    groups = [[of("7", 1), NOTHING], [Reward(1.0, {"correct": 1.0, "calls": 2.0}, "7"), NOTHING]]
+    value = {name: estimate.value for name, estimate in measured(groups, metrics=["pass@1"]).estimates.items()}
+    assert value["correct"] == value["pass@1"] == 0.5 and value["calls"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megarl.controller.rollouts.rollout import Rollout, SequenceAdvantages
 from megarl.environments.episode import Played
 from megarl.errors import DataError, LossInputError
 from megarl.loss.advantages import Advantages, build_advantages
-from megarl.tasks.base import NOTHING, Reward
+from megarl.tasks.base import Reward
 from megarl.types import ERROR, Completion, DecodedCompletion, Trajectory
 
 Decode = Callable[[np.ndarray], str]
@@ -84,7 +84,7 @@ def score(
     rewards = [flat[start : start + group] for start in range(0, len(flat), group)]
     played = [
         [
-            Played(Trajectory((answer,), ERROR if reward == NOTHING else answer.finish_reason), reward, [text])
+            Played(Trajectory((answer,), ERROR if reward.failed else answer.finish_reason), reward, [text])
             for answer, text, reward in zip(*each, strict=True)
         ]
         for each in zip(completions, texts, rewards, strict=True)

@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -105,8 +106,10 @@ class RewardProcess(Child):
     def _collect(self, attempt: Attempt, look: Callable[[], None]) -> None:
         """Take the child's messages until the attempt is done."""
         take: dict[str, Callable[..., None]] = {"begin": attempt.begin, "end": attempt.end, "failed": attempt.fail}
+        looked = time.monotonic()
         while True:
-            if not self.connection.poll(POLL_SECONDS):
+            came = self.connection.poll(POLL_SECONDS)
+            if not came or time.monotonic() - looked > POLL_SECONDS:
                 if late := attempt.late(self._limit):
                     raise _Stuck(late)
                 try:
@@ -114,6 +117,8 @@ class RewardProcess(Child):
                 except MegarlError:  # a later batch must not get the answers of this one
                     self._restart()
                     raise
+                looked = time.monotonic()
+            if not came:
                 continue
             kind, *values = self.connection.recv()
             if kind == "error":
