@@ -11,8 +11,10 @@ from peft import LoraConfig as PeftConfig
 
 from megarl.config import LoraConfig, ModelConfig, ParallelConfig, TrainConfig, TrainerConfig
 from megarl.config.back_ends import TRANSFORMERS
+from megarl.config.checks import read_model_shape
 from megarl.config.cross_sections import check_layout, check_switches
 from megarl.config.load import parse_section
+from megarl.config.numerics import BITWISE, check_built_numerics
 from megarl.errors import UnsupportedError
 from megarl.hub import local_section
 from megarl.lora.files.peft_folder import load_peft_config
@@ -87,6 +89,8 @@ def build_with(
     Raises:
         UnsupportedError: ``fill_base`` with transformers; else see ``build_model``.
     """
+    if config.model.numerics == BITWISE:
+        check_built_numerics(config, read_model_shape(config.model.path))
     if config.model.backend == TRANSFORMERS:
         if fill_base is not None:
             raise UnsupportedError("fill_base with model.backend 'transformers', which loads its weights itself")

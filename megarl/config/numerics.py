@@ -39,6 +39,17 @@ def check_trainer_numerics(config: TrainerConfig, shape: Mapping[str, Any]) -> N
         _refuse(_of_trainer(config))
 
 
+def check_built_numerics(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
+    """Refuse what the bitwise layers would silently compute otherwise, wherever and in whichever dtype they run.
+
+    Raises:
+        UnsupportedError: the message names the setting, its value and what is supported.
+    """
+    if config.model.numerics == BITWISE:
+        _refuse(_of_architecture(config.model.backend, shape))
+        _refuse(_of_layers(config))
+
+
 def check_engine_numerics(config: EngineConfig, shape: Mapping[str, Any]) -> None:
     """Refuse what the sampler's bitwise operations do not compute.
 
@@ -59,19 +70,9 @@ def _refuse(found: Iterator[tuple[str, Any, str]]) -> None:
 
 
 def _of_model(backend: str, dtype: str, shape: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    if backend != "local":
-        yield "model.backend", backend, "'local'"
+    yield from _of_architecture(backend, shape)
     if dtype != "bfloat16":
         yield "model.dtype", dtype, "'bfloat16'"
-    if (family := shape.get("model_type")) not in FAMILIES:
-        yield "model_type of config.json", family, ", ".join(FAMILIES)
-    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
-        if shape.get(name):
-            yield f"{name} of config.json", shape[name], "false"
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ROPES:
-        yield "rope_type of config.json", kind, " and ".join(ROPES)
     for name in ("hidden_size", "intermediate_size"):
         if (size := shape.get(name) or 0) % MULTIPLE:
             yield f"{name} of config.json", size, f"a multiple of {MULTIPLE}"
@@ -81,12 +82,30 @@ def _of_model(backend: str, dtype: str, shape: Mapping[str, Any]) -> Iterator[tu
         yield "head_dim of config.json", width, " or ".join(map(str, HEAD_SIZES))
 
 
+def _of_architecture(backend: str, shape: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    if backend != "local":
+        yield "model.backend", backend, "'local'"
+    if (family := shape.get("model_type")) not in FAMILIES:
+        yield "model_type of config.json", family, ", ".join(FAMILIES)
+    for name in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if shape.get(name):
+            yield f"{name} of config.json", shape[name], "false"
+    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPES:
+        yield "rope_type of config.json", kind, " and ".join(ROPES)
+
+
 def _of_trainer(config: TrainerConfig) -> Iterator[tuple[str, Any, str]]:
+    if config.train.device == "cpu":
+        yield "train.device", "cpu", "'cuda' or 'auto'"
+    yield from _of_layers(config)
+
+
+def _of_layers(config: TrainerConfig) -> Iterator[tuple[str, Any, str]]:
     for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         if (size := getattr(config.parallel, axis)) > 1:
             yield f"parallel.{axis}", size, "1 (parallel.data may be more)"
-    if config.train.device == "cpu":
-        yield "train.device", "cpu", "'cuda' or 'auto'"
     for name in ("cuda_graphs", "compile"):
         if getattr(config.train, name):
             yield f"train.{name}", True, "false"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -31,13 +31,16 @@ LONGEST = 12
 def reaper() -> Iterator[Path]:
     """Watch this process's descendants until the block ends or this process dies.
 
+    Processes that are there already, and their descendants, are the caller's own.
+
     Yields:
         A scratch folder for sockets, logs and the like. It is removed at the end.
     """
     place = tempfile.gettempdir()
     scratch = Path(tempfile.mkdtemp(prefix="megarl-", dir=place if len(place) <= LONGEST else "/tmp"))
     # A session of its own, so that Ctrl-C on the terminal does not reach it.
-    command = [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid()), str(scratch)]
+    theirs = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    command = [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid()), str(scratch), *theirs]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield scratch
@@ -47,13 +50,18 @@ def reaper() -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def watch(parent: psutil.Process) -> None:
-    """Remember descendants until standard input closes (which happens when the parent dies), then end them."""
+def watch(parent: psutil.Process, others: Iterable[int]) -> None:
+    """Remember descendants until standard input closes (which happens when the parent dies), then end them.
+
+    Args:
+        parent: the process that runs the training.
+        others: descendants of it that were there before; they and what they start are left alone.
+    """
     family: set[psutil.Process] = set()
-    this_process = psutil.Process()
+    left = _living(others) | {psutil.Process()}
     while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family |= set(parent.children(recursive=True)) - {this_process}
+        left |= {process for one in left for process in _descendants(one)}
+        family |= _descendants(parent) - left
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.is_running() for process in family):
         time.sleep(0.2)
@@ -66,6 +74,20 @@ def watch(parent: psutil.Process) -> None:
     remove_stale()
 
 
+def _descendants(process: psutil.Process) -> set[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return set(process.children(recursive=True))
+    return set()
+
+
+def _living(pids: Iterable[int]) -> set[psutil.Process]:
+    found: set[psutil.Process] = set()
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found.add(psutil.Process(pid))
+    return found
+
+
 if __name__ == "__main__":
-    watch(psutil.Process(int(sys.argv[1])))
+    watch(psutil.Process(int(sys.argv[1])), map(int, sys.argv[3:]))
     shutil.rmtree(sys.argv[2], ignore_errors=True)

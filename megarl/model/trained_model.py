@@ -19,7 +19,7 @@ from megarl.loss.base import Loss
 from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.checkpoint import training_state
 from megarl.model.checkpoint.writer import BackgroundWriter
-from megarl.model.step.packing import PackedBatch, pack
+from megarl.model.step.packing import PackedBatch, check_ids, pack
 from megarl.model.step.sequence_work import SequenceWork
 from megarl.model.step.stepper import Metrics, Stepper
 from megarl.model.weight_export import WeightExport
@@ -132,11 +132,18 @@ class TrainedModel(WeightExport):
                 f"'{self.adapter.name}' is trained"
             )
 
+    def _drop_gradient(self) -> None:
+        if self._pending == self.adapter.name:
+            self.optimizer.reduce_gradients()  # the sum over ranks may be under way
+            self.optimizer.zero_grad()
+            self._pending = None
+
     def pack(
         self, samples: Sequence[Sample], weights_S: np.ndarray | None = None, step_tokens: int | None = None
     ) -> PackedBatch:
         """Plan the micro-batches for this layout; see ``packing.pack``. Not a collective."""
         parallel, train = self.config.parallel, self.config.train
+        check_ids(samples, self.hf_config.get("vocab_size"))
         self._check_length(max((len(sample.tokens) for sample in samples), default=0), "a sample's length")
         return pack(
             samples,
@@ -205,8 +212,10 @@ class TrainedModel(WeightExport):
             MegarlError: the accumulated gradient belongs to another adapter.
         """
         self._check_pending()
-        measured = self.optimizer.step(lr)
-        self._pending = None
+        try:
+            measured = self.optimizer.step(lr)
+        finally:
+            self._pending = None
         self.version += 1
         return measured | {"learning_rate": lr}
 
@@ -251,16 +260,8 @@ class TrainedModel(WeightExport):
         if self._identity is None:
             raise UnsupportedError("a model built with fill_base has no checkpoints; save_adapter writes its adapter")
         self._finish_param_gather()
-        training_state.save(
-            path,
-            self.adapter,
-            self.optimizer,
-            self.groups,
-            self._writer,
-            identity=self._identity,
-            version=self.version,
-            extra=extra or {},
-        )
+        said: dict[str, Any] = {"identity": self._identity, "version": self.version, "extra": extra or {}}
+        training_state.save(path, self.adapter, self.optimizer, self.groups, self._writer, **said)
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if any. Not a collective: only rank 0 writes.
@@ -271,14 +272,15 @@ class TrainedModel(WeightExport):
         self._writer.wait()
 
     def load_checkpoint(self, path: str | Path) -> dict[str, Any]:
-        """Restore a checkpoint made at any layout and return its ``extra``; see ``training_state.load``."""
+        """Restore a checkpoint made at any layout, drop the gradient, return ``extra``; see ``training_state.load``."""
         self.version, extra = training_state.load(
             path, self.adapter, self.optimizer, self.groups, self._writer, base=self.config.model.path
         )
+        self._drop_gradient()
         return extra
 
     def load_adapter(self, path: str | Path) -> None:
-        """Load a PEFT adapter directory into the active adapter and reset its optimizer.
+        """Load a PEFT adapter directory into the active adapter, reset its optimizer and drop its gradient.
 
         Raises:
             AdapterError: the directory does not fit the adapter. Nothing was changed.
@@ -286,6 +288,7 @@ class TrainedModel(WeightExport):
         self.adapter.read(path)
         if self.adapter.trainable:
             self.optimizer.start_anew()
+            self._drop_gradient()
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the whole accumulated gradient: reduced, float32, on the CPU, under the names of PEFT's files.

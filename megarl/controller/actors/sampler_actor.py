@@ -24,10 +24,16 @@ class SamplerEngine:
     def __init__(self, config: RunConfig, threads: int, participant: Participant) -> None:
         self._name, self._log, self._log_begins = participant.name, participant.log, participant.join()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # only the log gets this output
+        import ray
+
         from megarl.sampler import prepare_environment
-        from megarl.sampler.vllm_sampler import VllmSampler
+        from megarl.sampler.engine import fork_server
 
         prepare_environment(threads)
+        # Before this process imports torch: the fork server takes longest.
+        fork_server.begin(config.model.numerics, "cuda" if ray.get_gpu_ids() else "cpu")
+        from megarl.sampler.vllm_sampler import VllmSampler
+
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
     async def start(self) -> dict[str, float]:

@@ -164,10 +164,14 @@ class Node:
 
     def _wait_for_nodes(self, cluster: Cluster) -> None:
         nodes: list[str] = []
-        reported = -1
+        reported, silence = -1, ""
         for waited in self._ticks():
             self._check_ray()
-            nodes = cluster.alive_nodes()
+            silence = ""
+            try:
+                nodes = cluster.alive_nodes()
+            except HeadUnreachableError as error:
+                silence = f" ({error})"
             if len(nodes) != reported or waited % 10 == 0:
                 self.say(f"{len(nodes)} of {self.settings.nodes} nodes have joined ({self._progress(waited)})")
                 reported = len(nodes)
@@ -175,8 +179,8 @@ class Node:
                 return
         raise WorkerError(
             f"only {reported} of {self.settings.nodes} nodes joined within {self.settings.join_timeout:.0f} s "
-            f"(JOIN_TIMEOUT): {', '.join(nodes)}; is the script running with HEAD_ADDR={self.settings.head} and "
-            f"HEAD_PORT={self.settings.port} on the others?"
+            f"(JOIN_TIMEOUT): {', '.join(nodes)}{silence}; is the script running with HEAD_ADDR={self.settings.head} "
+            f"and HEAD_PORT={self.settings.port} on the others?"
         )
 
     def _run_job(self) -> int:
@@ -200,11 +204,18 @@ class Node:
     def _dismiss(self, cluster: Cluster, status: int) -> None:
         """Tell the workers that the job has ended, and wait a little for them to leave."""
         deadline = time.monotonic() + LEAVE_SECONDS
-        try:
-            cluster.announce(status)
-            while len(cluster.alive_nodes()) > 1 and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS / 5)
-        except HeadUnreachableError:
+        announced = False
+        while time.monotonic() < deadline:
+            with contextlib.suppress(HeadUnreachableError):
+                if not announced:
+                    cluster.announce(status)
+                    announced = True
+                if len(cluster.alive_nodes()) <= 1:
+                    return
+            if self.ray is not None and self.ray.poll() is not None:
+                break  # nobody will answer
+            time.sleep(POLL_SECONDS / 5)
+        if not announced:
             self.say("the workers could not be told that the job is over; they leave once the head does not answer")
 
     def _ticks(self) -> Iterator[int]:

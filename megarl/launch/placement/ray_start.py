@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start Ray, and place a run on its nodes."""
 
+import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
         options["_temp_dir"] = str(scratch / "ray")
         make_private(scratch)
     try:
-        with handlers_kept():
+        with handlers_kept(), contextlib.nullcontext() if address else _sockets_in(scratch):
             ray.init(**options)
     except Exception as error:  # Ray raises bare Exceptions too
         problem = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
@@ -63,9 +65,25 @@ def make_private(scratch: Path) -> None:
     if os.environ.get("RAY_AUTH_MODE", "token") == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
         # A token of this run only. Ray would write one into the home folder, readable for all.
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    # vLLM's sockets are files, which a killed engine leaves behind. Its ranks meet on this host too.
+
+
+@contextlib.contextmanager
+def _sockets_in(scratch: Path) -> Iterator[None]:
+    """Let vLLM keep its sockets in ``scratch``, since a killed engine leaves them behind, and its ranks on loopback.
+
+    That holds for engines of a Ray that the block starts, as long as they live, and not for the caller's own later.
+    """
+    given = {name: os.environ.get(name) for name in ("VLLM_RPC_BASE_PATH", "VLLM_HOST_IP")}
     os.environ["VLLM_RPC_BASE_PATH"] = str(scratch)
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)
+    try:
+        yield
+    finally:
+        for name, value in given.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def place(config: RunConfig, seconds: float = PLACEMENT_SECONDS) -> Places:

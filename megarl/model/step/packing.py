@@ -144,6 +144,21 @@ def pack(
     return PackedBatch(tuple(samples), weights, 1.0 / max(total, 1), plan, multiple, context)
 
 
+def check_ids(samples: Sequence[Sample], vocab_size: int | None) -> None:
+    """Refuse tokens that are not in the vocabulary: under tensor parallelism they would be embedded as zeros.
+
+    Raises:
+        DataError: the message names the sample and the token.
+    """
+    for index, sample in enumerate(samples):
+        if len(sample.tokens) and (sample.tokens.min() < 0 or sample.tokens.max() >= (vocab_size or np.inf)):
+            wrong = next(int(token) for token in sample.tokens if not 0 <= token < (vocab_size or np.inf))
+            raise DataError(
+                f"sample {index} holds token {wrong}, but the model's vocab_size is {vocab_size}; was it tokenised for "
+                "another model?"
+            )
+
+
 def micro_batches(
     batch: PackedBatch, data_rank: int, device: torch.device, *, context_rank: int = 0
 ) -> list[MicroBatch]:

@@ -130,16 +130,16 @@ class Stepper(ABC):
         # Filled on the device: a copy from the host would wait for all queued work.
         count = torch.full((), len(item.labels_R), dtype=torch.int, device=output.device)
         tokens = item.loss_tokens
+        # Also without a token here: the output layer's adapter then has a gradient, of zeros, on every rank.
+        logprobs, entropy = self._logprobs(model, item, output)
         if tokens.is_empty:
-            return output.sum() * 0.0, count, {}
+            return (logprobs.sum() + output.sum()) * 0.0, count, {}
         if self.groups.topology.context > 1:
             tokens = tokens.over_context(self.groups.context)
-        if not len(item.labels_R):
-            # Other context-parallel ranks have tokens, and the loss may sum over sequences with them.
-            share = loss(output.flatten()[:0].float(), tokens)
-            return share.loss + output.sum() * 0.0, count, share.metrics
-        logprobs, entropy = self._logprobs(model, item, output)
+        # Other context-parallel ranks may have tokens of its sequences, over which the loss may sum.
         share = loss(logprobs, tokens)
+        if not len(item.labels_R):
+            return share.loss + (logprobs.sum() + output.sum()) * 0.0, count, share.metrics
         mean = entropy.detach().sum() * tokens.token_fraction
         return share.loss, count, share.metrics | {"entropy": mean}
 

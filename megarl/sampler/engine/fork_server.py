@@ -45,14 +45,14 @@ _usable: Future[bool] | None = None
 
 
 def begin(numerics: str, device: str) -> None:
-    """Start the imports, in the background, with this process's present environment.
+    """Start the imports, in the background, with this process's present environment, unless they were started before.
 
     Args:
         numerics: ``model.numerics``; vLLM's operations are replaced while they are imported.
         device: a key of ``WORKERS``; for any other nothing is started.
     """
     global _usable
-    if device not in WORKERS:
+    if device not in WORKERS or _usable is not None:
         return
     prepare_numerics(numerics)
     forkserver.set_forkserver_preload([*PRELOAD, WORKERS[device]])

@@ -45,6 +45,29 @@ def test_a_controller_killed_while_syncing_leaves_no_process_and_no_shared_memor
             time.sleep(0.2)
 
 
+CALLER = """
+import subprocess, sys, time
+import psutil
+from megarl.launch.reaper import reaper
+quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+theirs = subprocess.Popen(["sh", "-c", "sleep 0.5; sleep 300 & wait"], **quiet)
+with reaper():
+    ours = subprocess.Popen(["sleep", "300"], **quiet)
+    time.sleep(2.5)
+status = ours.wait(20)
+time.sleep(2)
+left = psutil.Process(theirs.pid).children()
+print(status, theirs.poll(), len(left))
+for process in (*left, theirs):
+    process.kill()
+"""
+
+
+def test_what_the_caller_started_before_and_what_that_starts_is_left_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", CALLER], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["-9", "None", "1"], done.stderr
+
+
 def test_a_folder_that_never_got_its_name_is_removed_once_it_is_old() -> None:
     young, old = (ROOT / f".megarl-{os.getuid()}-{os.getpid()}-{age}" for age in ("young", "old"))
     for folder in (young, old):

@@ -101,8 +101,12 @@ def test_a_transport_of_one_host_is_refused_between_nodes_and_auto_follows_the_a
     with pytest.raises(ConfigError, match=r"transport is 'shm', .* rank 0 is on host0 and an engine on host0; set it"):
         check_transport("shm", moved(plan))
     staff = Building()
-    for auto, names in ((True, ["ipc", "gloo"]), (False, ["ipc", "ipc"])):
-        staff._section, staff._auto = CheckpointEngineConfig(transport="ipc"), auto
+    for chosen, auto, names in (
+        ("ipc", True, ["ipc", "gloo"]),
+        ("nccl", True, ["nccl", "nccl"]),
+        ("ipc", False, ["ipc", "ipc"]),
+    ):
+        staff._section, staff._auto = CheckpointEngineConfig(transport=chosen), auto
         used = []
         for at in (plan, moved(plan)):
             staff.places = SimpleNamespace(plan=at)  # type: ignore[assignment]
