@@ -4,6 +4,7 @@
 import contextlib
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from peft.tuners.lora import Embedding, LoraLayer, ParamWrapper
 
 from megarl.errors import AdapterError, UnsupportedError
 from megarl.files import user_path
+from megarl.hf.base_tensors import BASE
 from megarl.hf.files import load_into
 from megarl.lora.files import peft_folder
 from megarl.lora.layers.matrices import generator_of
@@ -21,8 +23,11 @@ from megarl.lora.targets.resolve import with_stable_patterns
 from megarl.model.weights.sharded_tensor import ShardedTensor, Update, collect, parameter_view
 from megarl.model.weights.sums import with_update
 from megarl.parallel.groups import on_rank_zero
-from megarl.peft.names import PREFIX
+from megarl.peft.names import BASE_WEIGHT, PREFIX
 from megarl.peft.rules import rank_and_scaling
+
+# A matrix's parameter on the model: its name in PEFT's file, but for the adapter's name between.
+MATRIX = re.compile(r"(.+?\.lora_(?:embedding_)?[AB])\.([^.]+)(\.weight)?")
 
 
 class PeftAdapter:
@@ -44,7 +49,8 @@ class PeftAdapter:
             for module_name, module in model.named_modules()
             if isinstance(module, LoraLayer) and (name in module.lora_A or name in module.lora_embedding_A)
         }
-        held = {_in_file(n, name): p for n, p in model.named_parameters() if f".{name}" in n and ".lora_" in n}
+        found = ((MATRIX.fullmatch(key), parameter) for key, parameter in model.named_parameters())
+        held = {match[1] + (match[3] or ""): parameter for match, parameter in found if match and match[2] == name}
         self._parameters: dict[str, torch.nn.Parameter] = dict(sorted(held.items()))
         self._draw(seed)
 
@@ -126,10 +132,8 @@ class PeftAdapter:
     @property
     def unties(self) -> bool:
         """True if ``merged`` needs a separate tensor for the output layer although the model ties it."""
-        causal = self._model.get_base_model()
-        ends = (causal.get_input_embeddings(), causal.get_output_embeddings())
-        tied = bool(causal.config.get_text_config().tie_word_embeddings)
-        return tied and any(layer is end for layer in self.layers.values() for end in ends)
+        tied = bool(self._model.get_base_model().config.get_text_config().tie_word_embeddings)
+        return tied and bool(self._vocabulary())
 
     def merged(self, tensors: list[ShardedTensor]) -> list[ShardedTensor]:
         """Return base tensors that add this adapter's update when read: in fp32, rounded once, out of place.
@@ -166,7 +170,8 @@ class PeftAdapter:
 
     @functools.cached_property
     def _file_config(self) -> dict[str, Any]:
-        return peft_folder.plain_config(with_stable_patterns(copy.deepcopy(self.config), self.layers))
+        names = [_pattern_name(name, layer) for name, layer in self.layers.items()]
+        return peft_folder.plain_config(with_stable_patterns(copy.deepcopy(self.config), names))
 
     def save(self, path: str | Path, experts: str = "as_trained") -> None:
         """Write a PEFT directory. Collective. Rank 0 writes it atomically.
@@ -190,24 +195,42 @@ class PeftAdapter:
         """Load a PEFT directory, made by any back end at any layout.
 
         Raises:
-            AdapterError: a file is damaged; or targets, rank or alpha are not this adapter's. Nothing was changed.
+            AdapterError: a file is damaged or belongs to another model; or targets, rank or alpha are not this
+                adapter's. Nothing was changed.
         """
         folder = user_path("adapter", path)
         theirs = peft_folder.load_peft_config(folder)
         for name, layer in self.layers.items():
-            here, there = (layer.r[self.name], layer.scaling[self.name]), rank_and_scaling(theirs, name)
+            here = layer.r[self.name], layer.scaling[self.name]
+            there = rank_and_scaling(theirs, _pattern_name(name, layer))
             if here != there:
                 raise AdapterError(
                     f"{folder / peft_folder.CONFIG}: '{name}' has (rank, scaling) {there} in the file and {here} here; "
                     "start from it by lora.init_from"
                 )
-        load_into(folder / peft_folder.WEIGHTS, self._parameters)
+        load_into(folder / peft_folder.WEIGHTS, self._parameters, self._vocabulary())
+
+    def _vocabulary(self) -> dict[str, torch.Tensor]:
+        """Return the base weights of an adapted embedding or output layer, by the names that PEFT stores them under."""
+        causal = self._model.get_base_model()
+        ends = causal.get_input_embeddings(), causal.get_output_embeddings()
+        return {
+            f"{PREFIX}{name}{BASE_WEIGHT}": layer.get_base_layer().weight
+            for name, layer in self.layers.items()
+            if any(layer is end for end in ends)
+        }
 
 
-def _in_file(name: str, adapter: str) -> str:
-    """Return a parameter's name in PEFT's file: without the adapter's name."""
-    start, _, end = name.rpartition(f".{adapter}")
-    return start + end
+def _pattern_name(name: str, layer: Any) -> str:
+    """Return the name that PEFT compares its patterns with: a module's, or that of the one parameter that is adapted.
+
+    Args:
+        name: name of PEFT's layer in the model. If it adapts one of several parameters of a module, layers are nested.
+        layer: the layer.
+    """
+    if not isinstance(layer, ParamWrapper):
+        return name
+    return f"{name.replace(BASE, '')}.{layer.parameter_name}"
 
 
 def _lora_layers(model: torch.nn.Module) -> list[Any]:

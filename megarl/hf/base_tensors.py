@@ -11,8 +11,8 @@ from megarl.errors import UnsupportedError
 from megarl.model.weights.hf_folder import WeightFolder
 from megarl.model.weights.sharded_tensor import ShardedTensor
 
-# Where PEFT puts the weights of a module that it wraps.
-BASE = ".base_layer."
+# Name under which PEFT puts a module that it wraps, once for each parameter that is adapted.
+BASE = ".base_layer"
 
 
 def base_tensors(model: PeftModel, folder: str, *, untied: bool) -> list[ShardedTensor]:
@@ -27,7 +27,7 @@ def base_tensors(model: PeftModel, folder: str, *, untied: bool) -> list[Sharded
         UnsupportedError: transformers holds other tensors than the files do (experts that it stacks).
     """
     causal = model.get_base_model()
-    held = {name.replace(BASE, "."): value for name, value in causal.state_dict().items() if ".lora_" not in name}
+    held = {name.replace(BASE, ""): value for name, value in causal.state_dict().items() if ".lora_" not in name}
     tied = {name for name in getattr(causal, "all_tied_weights_keys", None) or {} if name in held}
     if not untied:
         held = {name: value for name, value in held.items() if name not in tied}

@@ -9,6 +9,7 @@ from megarl.config import TrainerConfig
 from megarl.errors import ModelError
 from megarl.hf.attention import NAME
 from megarl.hf.base_tensors import base_tensors
+from megarl.hf.lengths import check_longest
 from megarl.hf.load import add_adapters, load_config
 from megarl.hf.network import Network
 from megarl.model.weights.hf_folder import WeightFolder
@@ -25,11 +26,13 @@ def inspect_model(config: TrainerConfig, *, sends_base: bool = False) -> None:
 
     Raises:
         AdapterError: PEFT refuses the adapter, or a pattern matches nothing.
+        ConfigError: the longest sequence exceeds the model's positions.
         ModelError: the folder is incomplete, or transformers rejects its config.
         UnsupportedError: the model or a setting is not supported.
     """
     path, hf_config = config.model.path, load_config(config.model.path)
     WeightFolder(path)
+    check_longest(hf_config, config)
     try:
         with torch.device("meta"):
             causal = AutoModelForCausalLM.from_config(

@@ -15,6 +15,9 @@ from megarl.hf.attention import NAME
 from megarl.peft.rules import check_supported
 from megarl.peft.spec import AdapterSpec
 
+# Where PEFT holds matrices by the adapter's name: those of an embedding in the second.
+KINDS = (torch.nn.ModuleDict, torch.nn.ParameterDict)
+
 
 def load_config(path: str | Path) -> PreTrainedConfig:
     """Read ``config.json``. Dropout of the base model is switched off: the sampler has none.
@@ -86,10 +89,11 @@ def add_adapters(causal: PreTrainedModel, specs: Sequence[AdapterSpec]) -> PeftM
     """Put adapters on a model, in its dtype. The first one is active; all are frozen.
 
     Raises:
-        AdapterError: PEFT refuses a config.
+        AdapterError: PEFT refuses a config, or a name is taken or invalid.
         UnsupportedError: a setting is not supported.
     """
     first, *others = specs
+    _check_names([spec.name for spec in specs])
     for spec in specs:
         check_supported(spec.config)
     try:
@@ -101,6 +105,15 @@ def add_adapters(causal: PreTrainedModel, specs: Sequence[AdapterSpec]) -> PeftM
     for spec in specs:
         _check_found(spec.config, model)
     return model.requires_grad_(False)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    """Refuse a name that is taken, or that PEFT's dictionaries cannot hold."""
+    for index, name in enumerate(names):
+        if not name.isidentifier() or any(hasattr(kind, name) for kind in KINDS):
+            raise AdapterError(f"adapter name '{name}' cannot be used; take letters, digits and underscores")
+        if name in names[:index]:
+            raise AdapterError(f"the model already has an adapter named '{name}'; give another name")
 
 
 def _check_found(config: LoraConfig, model: PeftModel) -> None:

@@ -5,13 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megarl import progress
 from megarl.config import TrainerConfig
 from megarl.config.back_ends import check_transformers
-from megarl.errors import ConfigError
 from megarl.hf.adapter import PeftAdapter
 from megarl.hf.base_tensors import base_tensors
+from megarl.hf.lengths import check_length, check_longest
 from megarl.hf.load import add_adapters, load_causal
 from megarl.hf.network import Network
 from megarl.hf.optimizer import ReplicatedOptimizer
@@ -48,7 +50,7 @@ class TransformersModel(TrainedModel):
 
         Raises:
             AdapterError: PEFT refuses an adapter for this model.
-            ConfigError: a setting is for Megatron-Core only.
+            ConfigError: the longest sequence exceeds the model's positions.
             ModelError: the folder is incomplete or does not match its config.
             UnsupportedError: the model cannot be packed, or a setting is not supported.
         """
@@ -56,8 +58,8 @@ class TransformersModel(TrainedModel):
         causal = load_causal(config.model.path, getattr(torch, config.model.dtype))
         text = causal.config.get_text_config()
         self.hf_config = causal.config.to_dict() | text.to_dict()
-        self._positions: int | None = getattr(text, "max_position_embeddings", None)
-        self._full_recompute = config.train.recompute == "full"
+        self._text_config = text
+        check_longest(text, config)
         self.network = Network(causal)
         if config.train.shard_base and groups.topology.data > 1:
             shard_layers(self.network, groups.device)
@@ -73,8 +75,10 @@ class TransformersModel(TrainedModel):
             for one in made
             if one.trainable
         }
-        if self._full_recompute:
+        if config.train.recompute == "full":
             causal.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.peft_model.eval()
+        self._switched = _switched(self.peft_model)
         super().__init__(
             config,
             groups,
@@ -87,12 +91,11 @@ class TransformersModel(TrainedModel):
         )
 
     def _check_length(self, length: int, subject: str) -> None:
-        if self._positions is not None and length > self._positions:
-            raise ConfigError(f"{subject} ({length}) exceeds the model's max_position_embeddings ({self._positions})")
+        check_length(self._text_config, length, subject)
 
     def _set_training(self, training: bool) -> None:
-        if self.peft_model.training is not training:
-            self.peft_model.train(training)
+        for module in self._switched:
+            module.training = training
 
     def _base_tensors(self, *, untied: bool = False) -> list[ShardedTensor]:
         return base_tensors(self.peft_model, self.config.model.path, untied=untied)
@@ -126,6 +129,15 @@ class _Stepper(Stepper):
     def _logprobs(self, model: Network, item: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = output.index_select(0, item.response_R)
         return model.logprobs(hidden, item.labels_R, self.temperature, self.keep_bytes)
+
+
+def _switched(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return what training mode is for: dropout of adapters, and layers, which are recomputed in training mode only.
+
+    All else stays in evaluation mode, since some models route at random or add noise in training mode.
+    """
+    dropouts = [one for layer in model.modules() if isinstance(layer, LoraLayer) for one in layer.lora_dropout.values()]
+    return dropouts + [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
 
 
 def _work(hf_config: dict[str, Any]) -> SequenceWork:

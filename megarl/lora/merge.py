@@ -17,6 +17,7 @@ from megarl.errors import AdapterError, ModelError
 from megarl.families import FAMILIES
 from megarl.families.base import EMBEDDING, OUTPUT
 from megarl.files import write_directory
+from megarl.lora.files.contents import check_contents
 from megarl.lora.files.named_pairs import NamedPairs
 from megarl.lora.files.peft_folder import WEIGHTS, load_peft_config
 from megarl.lora.files.stacked_experts import AdapterFile
@@ -108,13 +109,15 @@ def open_pairs(opened: Any, adapter: Path, model: Path) -> Pairs:
     """
     plain, config = parse_json(model / "config.json"), load_peft_config(adapter)
     if plain.get("model_type") not in FAMILIES:
-        pairs = NamedPairs(opened, adapter / WEIGHTS)
+        pairs = NamedPairs(opened, adapter / WEIGHTS, config)
         return Pairs(plain, pairs, pairs.targets, config)
     hf_config = read_config(model)
     names = names_of(hf_config)
     config = as_peft_reads(config, names)
     targets = resolve_targets(config, names)
-    return Pairs(hf_config, AdapterFile(opened, targets, names), targets, config)
+    matrices = AdapterFile(opened, targets, names)
+    check_contents(matrices, targets, adapter / WEIGHTS)
+    return Pairs(hf_config, matrices, targets, config)
 
 
 def write_merged(stream: Iterable[tuple[str, torch.Tensor]], model: Path, out: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load a PEFT directory into an adapter on a model."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,17 +9,17 @@ import torch
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 
-from megarl.errors import AdapterError, nearest
+from megarl.errors import AdapterError
 from megarl.families import WeightMap
 from megarl.files import user_path
+from megarl.lora.files.contents import base_weights, check_contents
 from megarl.lora.files.peft_folder import CONFIG, WEIGHTS, load_peft_config
-from megarl.lora.files.stacked_experts import AdapterFile, locate_matrices
+from megarl.lora.files.stacked_experts import AdapterFile
 from megarl.lora.layers.vocabulary import check_tables
 from megarl.lora.targets.parameters import as_peft_reads
-from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE, resolve_targets
+from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.parallel.groups import Groups
-from megarl.peft.names import BASE_WEIGHT, PREFIX
 from megarl.peft.rules import rank_and_scaling
 
 
@@ -46,8 +46,8 @@ def load_matrices(path: str | Path, target: LoadTarget) -> None:
     """Check a whole PEFT directory against an adapter, then fill the adapter.
 
     Raises:
-        AdapterError: it belongs to another adapter, a file is damaged, or a name or shape does not fit. Nothing was
-            changed.
+        AdapterError: it belongs to another adapter or model, a file is damaged, or a name or shape does not fit.
+            Nothing was changed.
     """
     folder = user_path("adapter", path)
     _check_same_targets(load_peft_config(folder), target.config, target.names, folder)
@@ -61,14 +61,14 @@ def load_matrices(path: str | Path, target: LoadTarget) -> None:
     with source:
         targets = resolve_targets(target.config, target.names)
         matrices = AdapterFile(source, targets, target.names)
-        _check_names(set(source.keys()), targets, target.names, file)
+        check_contents(matrices, targets, file)
         for tensor in target.tensors:
             shape = tuple(matrices.get_slice(tensor.name).get_shape())
             if shape != tensor.shape:
                 raise AdapterError(
                     f"{file}: '{tensor.name}' has shape {list(shape)}, the model needs {list(tensor.shape)}"
                 )
-        stored = sorted(_base_weights(targets) & set(source.keys()))
+        stored = sorted(base_weights(targets) & set(source.keys()))
         check_tables(source, stored, target.layers, target.groups)
         for tensor in target.tensors:
             tensor.load(matrices.get_slice(tensor.name), target.groups)
@@ -94,26 +94,3 @@ def _check_same_targets(config: LoraConfig, applied: LoraConfig, names: WeightMa
                 f"{folder / CONFIG}: '{name}' is adapted by {read} in the file and by {built} here; apply the file's "
                 "own config (load_peft_config)"
             )
-
-
-def _base_weights(names: Collection[str]) -> set[str]:
-    """Return the names under which PEFT stores the base weights of an adapted embedding or output layer."""
-    return {f"{PREFIX}{name}{BASE_WEIGHT}" for name in {EMBED_MODULE, OUTPUT_MODULE}.intersection(names)}
-
-
-def _check_names(stored: set[str], targets: Mapping[str, str], names: WeightMap, file: Path) -> None:
-    """Refuse a file that lacks a matrix of the whole model's adapter, or holds anything else."""
-    expected = {place.file for place in locate_matrices(targets, names).values()}
-    check_stored_names(stored - _base_weights(targets), expected, file)
-
-
-def check_stored_names(stored: set[str], expected: set[str], file: Path) -> None:
-    """Refuse a weights file whose tensors are not those of the adapter.
-
-    Raises:
-        AdapterError: a tensor is missing or unexpected; the message names the first.
-    """
-    if missing := sorted(expected - stored):
-        raise AdapterError(f"{file} lacks '{missing[0]}'{nearest(missing[0], stored)} ({len(missing)} tensors missing)")
-    if extra := sorted(stored - expected):
-        raise AdapterError(f"{file} holds '{extra[0]}', which nothing here uses ({len(extra)} unexpected tensors)")

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 
-from megarl.errors import UnsupportedError
+from megarl.errors import AdapterError, UnsupportedError
+from megarl.lora.files.contents import check_finite
+from megarl.lora.targets.resolve import ALL_LINEAR
 from megarl.peft.names import PREFIX, matrix_name
 
 
@@ -16,12 +20,14 @@ class NamedPairs:
     Args:
         source: from ``safetensors.safe_open``.
         file: its path, for messages.
+        config: PEFT's config beside it.
 
     Raises:
+        AdapterError: the config does not name a module, or a tensor holds a number that is not finite.
         UnsupportedError: a tensor belongs to no linear (an embedding, stacked experts).
     """
 
-    def __init__(self, source: Any, file: Path) -> None:
+    def __init__(self, source: Any, file: Path, config: LoraConfig) -> None:
         self.source = source
         names = set(source.keys())
         ends = (matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX))
@@ -33,9 +39,20 @@ class NamedPairs:
                 f"{file} holds '{other[0]}', which is not one of a linear's two matrices; for this model_type merging "
                 "supports adapters of linears only; merge this one with PEFT (merge_and_unload)"
             )
+        if unnamed := [module for module in sorted(modules) if not _is_named(config, module)]:
+            raise AdapterError(
+                f"{file} adapts '{unnamed[0]}', which the adapter's config does not name ({len(unnamed)} such modules)"
+            )
+        check_finite(((name, source.get_tensor(name)) for name in sorted(names)), file)
         self.targets = {module: module for module in sorted(modules)}
 
     def pair(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the whole A and B of a linear."""
         a, b = (self.source.get_tensor(matrix_name(module, side)) for side in "AB")
         return a, b
+
+
+def _is_named(config: LoraConfig, module: str) -> bool:
+    """Return True if PEFT adapts the module by this config; with ``all-linear`` the model alone tells."""
+    match = config.target_modules == ALL_LINEAR or check_target_module_exists(config, module)
+    return bool(match) and type(match).__name__ != "_ExcludedModule"

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.families import FAMILIES, WeightMap
-from megarl.families.base import COUNTS
+from megarl.families.base import MoeMap
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.hf_folder import parse_json, read_config
+
+# Keys of config.json for the number of routed experts, in any family (the last: ERNIE 4.5, DBRX).
+EXPERT_COUNTS = (*MoeMap.count_keys, "moe_num_experts")
 
 
 def is_listed(model: Path) -> bool:
@@ -39,4 +42,5 @@ def has_experts(model: Path) -> bool:
     if names := names_if_listed(model):
         return bool(names.num_experts)
     shape = shape_of(model)
-    return any(shape.get(key) for key in COUNTS)
+    sections = [shape, *(value for value in shape.values() if isinstance(value, Mapping))]
+    return any(section.get(key) for section in sections for key in EXPERT_COUNTS)

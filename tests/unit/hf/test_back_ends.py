@@ -187,3 +187,16 @@ def test_an_adapter_of_another_rank_or_with_a_lost_tensor_changes_nothing(folder
         model.load_adapter(tmp_path / "own")
     after = exported(model)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_switches_dropout_of_adapters_and_recomputation_alone(folder: Path) -> None:
+    model = build(folder / "untied", "transformers", lora=LORA | {"lora_dropout": 0.5}, recompute="full")
+    update(model, 0)
+    calls: list[bool] = []
+    mlp = model.network.body.layers[0].mlp
+    mlp.register_forward_pre_hook(lambda module, _: calls.append(module.training))
+    batch = model.pack(SAMPLES, WEIGHTS)
+    evaluated = model.evaluate(batch, SurrogateLoss())["entropy"]
+    computed = len(calls)
+    assert model.forward_backward(batch, SurrogateLoss())["entropy"] != pytest.approx(evaluated, rel=1e-6)
+    assert calls == [False] * 3 * computed, "computed once more, and anew in the backward pass"

@@ -25,6 +25,7 @@ from megarl.config.sections.lora import LoraConfig
 from megarl.errors import AdapterError, ConfigError, MegarlError, ModelError, UnsupportedError
 from megarl.hf import attention
 from megarl.hf.inspection import inspect_model
+from megarl.hf.lengths import check_length
 from megarl.hf.load import load_config
 from megarl.launch.names import check_model
 from megarl.verify.inputs.samples import make_samples
@@ -119,6 +120,35 @@ def test_a_sample_beyond_the_models_positions_is_refused(tmp_path: Path) -> None
     model = build(write_model(tmp_path, "olmo2"))
     with pytest.raises(ConfigError, match=r"a sample's length \(\d+\) exceeds .* max_position_embeddings \(128"):
         model.pack(make_samples(40, SIZES["vocab_size"], longest=200))
+
+
+def test_a_sample_beyond_longropes_original_length_is_refused(tmp_path: Path) -> None:
+    """transformers would compute its shorter neighbours in a pack with the long factors too."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 4.0, 8.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    folder = write_model(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=32)
+    model = build(folder)
+    samples = make_samples(40, SIZES["vocab_size"], longest=48)
+    short = [sample for sample in samples if len(sample.tokens) <= 32]
+    assert 10 < len(short) < 40
+    model.pack(short)
+    message = r"longrope RoPE changes beyond 32 tokens \(original_max_position_embeddings\), but "
+    with pytest.raises(UnsupportedError, match=message + r"a sample's length is \d+; supported are sequences up to"):
+        model.pack(samples)
+    section = ModelConfig(path=str(folder), backend="transformers", dtype="float32")
+    inspect_model(TrainerConfig(section, train=TrainConfig(device="cpu"), longest=32))
+    with pytest.raises(UnsupportedError, match=message + "sampler.max_prompt_tokens"):
+        inspect_model(TrainerConfig(section, train=TrainConfig(device="cpu"), longest=33))
+
+
+def test_longrope_by_kind_of_layer_is_found() -> None:
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+    kinds = {"full_attention": longrope, "sliding_attention": {"rope_type": "default"}}
+    config = type("Config", (), {"rope_parameters": kinds})()
+    check_length(config, 32, "a length")
+    with pytest.raises(UnsupportedError, match="changes beyond 32 tokens"):
+        check_length(config, 33, "a length")
+    check_length(type("Config", (), {})(), 10**9, "a length")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.errors import AdapterError, ModelError, UnsupportedError
 from megarl.lora.merge import merge_folder
@@ -77,8 +78,6 @@ def compare_logprobs(tmp_path, model, adapter):
 
 
 def test_bf16_is_rounded_once(tmp_path):
-    from safetensors.torch import load_file
-
     model = make_model(tmp_path / "model", "llama", tied=False, dtype="bfloat16")
     adapter = make_adapter(model, tmp_path / "adapter")
     merge_folder(model, adapter, tmp_path / "merged")
@@ -106,3 +105,34 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
     with pytest.raises(ModelError, match="exists already"):
         merge_folder(model, adapter, other)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["adapter", "cut", "model", "other"]
+
+
+def make_any(folder, family):
+    return write_model(folder, family) if family == "glm4" else make_model(folder, family, tied=False)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_an_adapter_with_a_number_that_is_not_finite_is_named_and_leaves_nothing(tmp_path, family, value):
+    model = make_any(tmp_path / "model", family)
+    adapter = make_adapter(model, tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = max(tensors)
+    tensors[name][0, 1] = value
+    save_file(tensors, file)
+    with pytest.raises(AdapterError, match=f"{file}: '{name}' holds a number that is not finite"):
+        merge_folder(model, adapter, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "glm4"])
+def test_a_matrix_that_the_config_does_not_name_is_refused(tmp_path, family):
+    model = make_any(tmp_path / "model", family)
+    adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["q_proj"]}))
+    with pytest.raises(AdapterError, match=r"(holds|adapts) '\S*model\.layers\.0\.self_attn\.v_proj.*, which"):
+        merge_folder(model, adapter, tmp_path / "merged")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": ["q_proj", "v_proj"]}))
+    merge_folder(model, adapter, tmp_path / "merged")
