@@ -3,12 +3,10 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-
-import ray
 
 from megarl.config import RunConfig
 from megarl.controller.actors.sampler_group import SamplerGroup
@@ -26,14 +24,13 @@ from megarl.sampler.engine.device_checks import check_device
 
 # Everything must have ended 30 s after a failure. An engine gets this much of it to stop by itself.
 CLOSE_SECONDS = 10.0
-# On a host with so many cores the model is checked while Ray starts. Ray gives up after 30 s (2.60, fixed), which it
-# needs on a busy host with two cores.
-MANY_CORES = 8
 
 
 @contextlib.contextmanager
-def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratch: Path) -> Iterator[Staff]:
-    """Start Ray, trainer ranks and engines side by side. On exit, for whatever reason, end all of them.
+def actors(
+    config: RunConfig, screen: Screen, folder: Path, needed: Path, ray_is_there: Callable[[], None]
+) -> Iterator[Staff]:
+    """Start trainer ranks and engines side by side. On exit, for whatever reason, end all of them.
 
     Args:
         config: the resolved config.
@@ -41,16 +38,16 @@ def actors(config: RunConfig, screen: Screen, folder: Path, needed: Path, scratc
         folder: the run folder.
         needed: file or folder that the ranks must be able to see: the checkpoint to resume from, or a file of the new
             run folder.
-        scratch: folder for files that Ray and vLLM leave.
+        ray_is_there: waits for Ray, or starts it; from ``ray_for``.
 
     Yields:
         The actors, built.
     """
     screen.phase("Ray")
     model_checked = ThreadPoolExecutor(1).submit(check_model, config)
-    if (os.cpu_count() or 1) < MANY_CORES:
+    if (os.cpu_count() or 1) < ray_start.MANY_CORES:
         model_checked.result()
-    ray_start.start_ray(config, scratch)
+    ray_is_there()
     staff = places = None
     try:
         model_checked.result()
@@ -95,7 +92,7 @@ def stop_engines(samplers: SamplerGroup, screen: Screen) -> None:
 
 
 def end(staff: Staff | None, places: Places | None) -> None:
-    """Kill all actors and leave Ray. No signal interrupts it."""
+    """Kill all actors. No signal interrupts it."""
     with signals_ignored():
         if places is not None:
             places.end_waits()
@@ -103,4 +100,3 @@ def end(staff: Staff | None, places: Places | None) -> None:
             staff.end()
         if places is not None:
             places.release()
-        ray.shutdown()

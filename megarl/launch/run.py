@@ -3,6 +3,7 @@
 
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from megarl.hub import offline_children
 from megarl.launch.actors import actors
 from megarl.launch.contents import contents_of
 from megarl.launch.names import check_names, with_absolute_paths
+from megarl.launch.placement.ray_start import ray_for
 from megarl.launch.reaper import reaper
 from megarl.launch.requeue import find_run
 from megarl.run_folder import CONFIG, LOGS, run_prefix
@@ -58,13 +60,19 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     """
     config = find_run(with_absolute_paths(config, recipe_dir))
     check(config)
+    with reaper() as scratch, ray_for(config, scratch) as ray_is_there:
+        return _train(config, recipe_dir, ray_is_there)
+
+
+def _train(config: RunConfig, recipe_dir: Path, ray_is_there: Callable[[], None]) -> Path:
+    """Prepare the run, start its actors, run the loop; return the run folder."""
     task, tokenizer = prepare_task(config, recipe_dir)
     sets = build_sets(config, recipe_dir, tokenizer, lambda: task)
     training = training_part(task, config.task.held_out, [prompt for one in sets for prompt in one.prompts])
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
-    with offline_children(), Screen(config.train.steps, start=StartTimes()) as screen, reaper() as scratch:
+    with offline_children(), Screen(config.train.steps, start=StartTimes()) as screen:
         screen.say(f"run folder: {folder}")
         say_settings(config, screen)
         recorder = Recorder(folder, config, screen)
@@ -91,7 +99,7 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
             if not resumed:
                 recorder.begin()
             needed = resumed.checkpoint if resumed else folder / CONFIG
-            with actors(config, screen, folder, needed, scratch) as staff:
+            with actors(config, screen, folder, needed, ray_is_there) as staff:
                 state = RunState(
                     config=config,
                     trainers=staff.trainers,

@@ -28,6 +28,7 @@ class TrainerRank:
 
     def __init__(self, config: RunConfig, participant: Participant) -> None:
         participant.join()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Ray may have started before the driver had all files
         began = time.perf_counter()
         # Takes seconds, which all ranks spend here at the same time.
         back_end = "hf.transformers_model" if config.model.backend == TRANSFORMERS else "model.megatron_model"

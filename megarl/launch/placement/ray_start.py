@@ -5,7 +5,9 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,39 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.launch.placement.places import Places, reserve
 from megarl.launch.placement.plan import plan_placement
 from megarl.launch.placement.ray_nodes import cluster_nodes, free_resources
-from megarl.launch.processes import handlers_kept
+from megarl.launch.processes import handlers_kept, signals_ignored
 from megarl.network import LOOPBACK
 
+# On a host with so many cores Ray starts while the run is prepared and its model checked. Ray gives up after 30 s
+# (2.60, fixed), which it needs on a busy host with two cores.
+MANY_CORES = 8
 PLACEMENT_SECONDS = 120
 POLL_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def ray_for(config: RunConfig, scratch: Path) -> Iterator[Callable[[], None]]:
+    """Start Ray beside what the block does, on a host with ``MANY_CORES``, and leave it when the block ends.
+
+    Args:
+        config, scratch: as for ``start_ray``.
+
+    Yields:
+        What returns once Ray is there, or raises what ``start_ray`` raises. With fewer cores it starts Ray.
+    """
+    # Ray's processes end when the thread that started them does (PR_SET_PDEATHSIG): it lives until they are gone.
+    thread = ThreadPoolExecutor(1, thread_name_prefix="megarl-ray")
+    begun: Future[None] | None = None
+    if (os.cpu_count() or 1) >= MANY_CORES:
+        begun = thread.submit(start_ray, config, scratch)
+    try:
+        yield begun.result if begun else partial(start_ray, config, scratch)
+    finally:
+        with signals_ignored():
+            if begun:
+                wait([begun])
+            ray.shutdown()
+            thread.shutdown()
 
 
 def start_ray(config: RunConfig, scratch: Path) -> None:
