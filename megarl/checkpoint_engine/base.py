@@ -11,6 +11,7 @@ and receivers answer the sender itself, so that no other process has a part in a
 wait for it, beside the engine's own loop.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -40,10 +41,13 @@ class Sender(Protocol):
     Attributes:
         stays: True if it serves one transfer after the other; then it has ``receipts``.
         reuses_buffers: True if ``buffer`` returns the same memory again and again.
+        forget: set by the ``Outbox`` if buffers are reused. Call it with a buffer's address before the buffer makes way
+            for a larger one: it drops views, which would keep the memory.
     """
 
     stays: bool
     reuses_buffers: bool
+    forget: Callable[[int], Any]
 
     def endpoint(self) -> dict[str, Any]:
         """Return the JSON-able address by which receivers find this sender."""

@@ -46,6 +46,8 @@ class CheckpointEngineManager:
         self._endpoint: dict[str, Any] | None = None
         self._connected: tuple[str, ...] = ()
         self._adapters = False
+        # False as long as every sink has the base that it read from disk.
+        self._sends_base = config.base_weights == "send" or config.content == "merged"
 
     @property
     def stale(self) -> dict[str, str]:
@@ -79,14 +81,15 @@ class CheckpointEngineManager:
     def readmit(self, version: int, check: Callable[[list[str]], Any] = lambda names: None) -> list[SyncReport]:
         """Bring the stale sinks back: they forget everything, and get the base and a version.
 
-        The others may go on meanwhile; what they hold is not touched.
+        The base is left out if they read it from disk, as their successors do, and none was ever sent. The others may
+        go on meanwhile; what they hold is not touched.
 
         Args:
             version: the trainer's version.
             check: called with their names once they have switched; raises if they must not be sampled from.
 
         Returns:
-            The reports of both syncs; none if no sink is stale.
+            The reports of the syncs; none if no sink is stale.
 
         Raises:
             WeightSyncError: it failed, and they are still stale.
@@ -96,7 +99,8 @@ class CheckpointEngineManager:
             return []
         calls = {sink.name: sink.readmit for sink in sinks}
         gather(calls, time.monotonic() + self._config.timeout_seconds, "readmit")
-        reports = [self._sync(sinks, version, kind) for kind in ("base", self._config.content)]
+        kinds: list[Kind] = ["base", self._config.content] if self._sends_base else [self._config.content]
+        reports = [self._sync(sinks, version, kind) for kind in kinds]
         try:
             check([sink.name for sink in sinks])
         except BaseException as error:
@@ -123,6 +127,10 @@ class CheckpointEngineManager:
         if config != self._config:
             self._config, self._endpoint = config, None
 
+    def disconnect(self) -> None:
+        """Let the next sync connect anew, since the source has closed the transport."""
+        self._endpoint = None
+
     def lose(self, name: str, reason: str) -> None:
         """Go on without a sampler whose process is dead, until ``replace`` brings its successor."""
         self._gone[name] = reason
@@ -135,6 +143,7 @@ class CheckpointEngineManager:
     def _sync(self, sinks: list[Sink], version: int, kind: Kind) -> SyncReport:
         """Sync to some sinks; they are stale if it fails."""
         check_sync(version, kind)
+        self._sends_base |= kind == "base"
         names = tuple(sink.name for sink in sinks)
         usable = self._connected == names and (kind == "adapter" or not self._adapters)
         endpoint, self._connected, self._adapters = self._endpoint if usable else None, names, kind == "adapter"

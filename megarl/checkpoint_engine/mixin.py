@@ -127,7 +127,8 @@ class CheckpointEngineMixin:
                 _run_to_end(stream)
             return None
         try:
-            manifest = self._outbox.send(streams[-1], version, kind, self._plan(streams) if kind == "adapter" else None)
+            plan = self._plan(streams) if kind == "adapter" else None
+            manifest = self._outbox.send(streams[-1], version, kind, plan)
         except BaseException:
             # Keep the first error, which has the cause; the export may fail as well.
             with contextlib.suppress(Exception):
@@ -162,12 +163,12 @@ class CheckpointEngineMixin:
     def _plan(self, streams: "list[Iterable[Named]]") -> Plan:
         """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
         assert self._config is not None and self._plans is not None
-        if len(streams) > 1:
+        if (plan := self._plans[self._key]) is None:
+            if len(streams) == 1:
+                # An earlier sync failed before there was a plan. The other ranks run one export: hold its tensors.
+                streams[0] = list(streams[0])
             limit = int(self._config.bucket_mib * 2**20)
-            self._plans[self._key] = plan_of(streams[0], self.export_adapter_config(), limit)
-        plan = self._plans[self._key]
-        if plan is None:
-            raise WeightSyncError("an earlier sync failed before it knew what the adapter consists of")
+            plan = self._plans[self._key] = plan_of(streams[0], self.export_adapter_config(), limit)
         return plan
 
     def _check_version(self, version: int) -> None:

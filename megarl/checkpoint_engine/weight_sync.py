@@ -7,6 +7,7 @@ collective.
 """
 
 import concurrent.futures
+import contextlib
 import os
 import pickle
 import time
@@ -85,6 +86,8 @@ class WeightSync:
     def readmit(self, successors: Sequence[Sink] = ()) -> list[SyncReport]:
         """Bring back the engines that refuse since a sync failed: base and present version are sent to them anew.
 
+        A base that they read from disk is not sent, see ``CheckpointEngineManager.readmit``.
+
         Args:
             successors: on rank 0, engines that were started in the place of dead ones, under their names.
 
@@ -104,7 +107,8 @@ class WeightSync:
 
     def close(self) -> None:
         """Disconnect from the engines on this rank; they keep what they have. A later sync connects again."""
-        self._manager = None
+        if self._manager is not None:
+            self._manager.disconnect()
         self._model.finish_sync()
 
     def _drive(self, act: Callable[[CheckpointEngineManager], T]) -> T:
@@ -136,6 +140,8 @@ class WeightSync:
             method, arguments = self._board.next_call(self._config.timeout_seconds + GRACE_SECONDS)
             if method is None:
                 [outcome] = arguments
+                with contextlib.suppress(RuntimeError):  # rank 0 has what it needs, and may have ended
+                    self._board.answer(None)
                 if isinstance(outcome, BaseException):
                     raise outcome
                 return outcome
@@ -217,7 +223,8 @@ class _Board:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         self.alone = self._ranks == 1
         self._number = 0
-        self._kept: list[list[str]] = [[], []]
+        # Rank 0: the first call whose keys are in the store, and the ends of syncs that a rank may not have read yet.
+        self._oldest, self._ended = 1, list[int]()
         if self.alone:
             return
         place: list[Any] = [None]
@@ -235,21 +242,26 @@ class _Board:
         """Rank 0: leave a call; its number."""
         self._number += 1
         if not self.alone:
-            self._set(f"call/{self._number}", (method, arguments))
+            self._store.set(f"call/{self._number}", pickle.dumps((method, arguments)))
         return self._number
 
     def end(self, outcome: Any) -> None:
-        """Rank 0: leave the outcome of a sync. Nobody reads what belongs to the sync before any more."""
-        self.call(None, (outcome,))
-        for key in self._kept.pop(0):
-            self._store.delete_key(key)
-        self._kept.append([])
+        """Rank 0: leave the outcome of a sync, and delete those before that every other rank has read to their end."""
+        number = self.call(None, (outcome,))
+        if self.alone:
+            return
+        while self._ended and self._store.check(self._answers(self._ended[0])):
+            end = self._ended.pop(0)
+            for old in range(self._oldest, end + 1):
+                for key in [f"call/{old}", *self._answers(old)]:
+                    self._store.delete_key(key)
+            self._oldest = end + 1
+        self._ended.append(number)
 
     def unanswered(self, number: int) -> list[int]:
         """Rank 0: the ranks that have not answered a call; raises the error of one that failed."""
         waiting = []
-        for rank in range(1, self._ranks):
-            key = f"answer/{number}/{rank}"
+        for rank, key in enumerate(self._answers(number), 1):
             if not self._store.check([key]):
                 waiting.append(rank)
                 continue
@@ -257,7 +269,6 @@ class _Board:
             if failure is not None:
                 failure.args = (f"rank {rank}: {failure}",)
                 raise failure
-            self._kept[-1].append(key)
         return waiting
 
     def next_call(self, timeout: float) -> tuple[str | None, tuple]:
@@ -274,6 +285,5 @@ class _Board:
         """Another rank: say how the last call ended."""
         self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(failure))
 
-    def _set(self, key: str, value: Any) -> None:
-        self._kept[-1].append(key)
-        self._store.set(key, pickle.dumps(value))
+    def _answers(self, number: int) -> list[str]:
+        return [f"answer/{number}/{rank}" for rank in range(1, self._ranks)]

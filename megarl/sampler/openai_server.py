@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Return the arguments of vLLM's OpenAI server for an adapter on its base model."""
 
+import json
+from typing import Any
+
 from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
 from megarl.sampler.engine.settings import BATCHED_TOKENS, engine_arguments
@@ -38,6 +41,11 @@ def server_arguments(config: EngineConfig, device: str, name: str) -> list[str]:
         flag = f"--{key.replace('_', '-')}"
         if isinstance(value, bool):
             options.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            options += [flag, str(value)]
+        elif value is not None:
+            options += [flag, *map(_text, value if isinstance(value, list | tuple) else [value])]
     return options
+
+
+def _text(value: Any) -> str:
+    """Return a value as vLLM's parser reads it."""
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
 from multiprocessing import connection
 from pathlib import Path
@@ -87,6 +87,8 @@ class SamplerProcess:
         check_device(self.config, resolve_device(device))
         self.name, self.receivers = f"sampler {index}", self.config.sampler.parallel.tensor
         self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
+        # Held while a call is sent, which may take long: `_read` must go on meanwhile, so it never takes this one.
+        self._sending = threading.Lock()
         self._connection, theirs = connection.Pipe()
         with open(log, "ab") if log else nullcontext(sys.stderr) as output:
             self._process = subprocess.Popen(
@@ -181,7 +183,7 @@ class SamplerProcess:
     def close(self) -> None:
         """Stop the engine and its process; may be called twice."""
         # Said, because closing this end would not reach the child while `_read` waits on it.
-        with self._lock, suppress(OSError):
+        with self._sending, suppress(OSError):
             self._connection.send((0, STOP, ()))
         self._ended.wait(CLOSE_SECONDS)
         self._end_group()
@@ -199,11 +201,17 @@ class SamplerProcess:
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = future
-            try:
-                self._connection.send((number, method, arguments))
-            except OSError:
-                self._waiting.pop(number)
-                future.set_exception(self._death())
+            ended = self._ended.is_set()  # then nobody settles this call any more
+        try:
+            if not ended:
+                with self._sending:
+                    self._connection.send((number, method, arguments))
+        except OSError:
+            ended = True
+        if ended:
+            with self._lock:
+                self._waiting.pop(number, None)
+            _fail(future, self._death())
         return future
 
     def _read(self) -> None:
@@ -223,15 +231,16 @@ class SamplerProcess:
         with self._lock:
             left, self._waiting = self._waiting, {}
         for future in left.values():
-            future.set_exception(self._death())
+            _fail(future, self._death())
 
     def _settle(self, number: int, succeeded: bool, value: Any) -> None:
         with self._lock:
             future = self._waiting.pop(number)
-        if succeeded:
+        if not succeeded:
+            _fail(future, value)
+            return
+        with suppress(InvalidStateError):  # it was cancelled
             future.set_result(value)
-        else:
-            future.set_exception(value)
 
     def _end_group(self) -> None:
         """Kill what is left of the child and of vLLM's processes."""
@@ -248,6 +257,11 @@ class SamplerProcess:
         status = self._process.wait()  # its pipe closes a little earlier
         log = f"; its log: {self._log}" if self._log else ""
         return WorkerError(f"the process of {self.name} ended with status {status}{log}")
+
+
+def _fail(future: Future, error: BaseException) -> None:
+    with suppress(InvalidStateError):  # it was cancelled, or has failed already
+        future.set_exception(error)
 
 
 def _environment(gpus: Sequence[int] | None) -> dict[str, str]:

@@ -5,11 +5,13 @@ import asyncio
 import contextlib
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from megarl.config import EngineConfig
@@ -18,19 +20,26 @@ from megarl.sampler.environment import prepare_environment
 
 # The method of the last message.
 STOP = "stop"
+# Seconds that the last replies may take to leave.
+LEAVE_SECONDS = 5.0
 
 
 class _Server:
     """Runs each call as a task of its own: a sync arrives while ``generate`` runs."""
 
     def __init__(self, connection: Connection) -> None:
-        self._connection, self._lock = connection, threading.Lock()
+        self._connection = connection
         self._sampler: Any = None
         self._started = asyncio.Event()
+        self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task] = set()
+        # A thread sends them: the loop must take calls meanwhile, or parent and child would wait for each other.
+        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._send, daemon=True)
 
     async def run(self) -> None:
         """Answer calls until the parent says stop or its end of the pipe is closed."""
+        self._writer.start()
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         # In the loop's own thread: a thread that waits would cost a sync two switches more.
@@ -38,6 +47,8 @@ class _Server:
         await ended
         if self._sampler is not None:
             await self._sampler.close()
+        self._replies.put(None)
+        self._writer.join(LEAVE_SECONDS)
 
     def _take(self, ended: asyncio.Future) -> None:
         """Start the call that has come."""
@@ -54,22 +65,21 @@ class _Server:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, method: str, arguments: tuple) -> None:
-        reply: tuple[int, bool, Any]
         try:
-            if method == "start":
-                await self._start(*arguments)
-                reply = (number, True, None)
-            else:
-                await self._started.wait()
-                reply = (number, True, await getattr(self._sampler, method)(*arguments))
-        except MegarlError as error:
-            traceback.print_exc()
-            reply = (number, False, _portable(error))
+            reply = ForkingPickler.dumps((number, True, await self._value(method, arguments)))
         except BaseException as error:
             traceback.print_exc()
-            reply = (number, False, WorkerError(f"{method} raised {type(error).__name__}: {error}"))
-        with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
-            self._connection.send(reply)
+            reply = ForkingPickler.dumps((number, False, _portable(method, error)))
+        self._replies.put(reply)
+
+    async def _value(self, method: str, arguments: tuple) -> Any:
+        """Return a call's result; raise why the engine did not start, if it did not."""
+        if method == "start":
+            return await self._start(*arguments)
+        await self._started.wait()
+        if self._failure is not None:
+            raise _portable("start", self._failure)
+        return await getattr(self._sampler, method)(*arguments)
 
     async def _start(self, config: EngineConfig, threads: int | None, index: int) -> None:
         try:
@@ -78,12 +88,23 @@ class _Server:
 
             self._sampler = VllmSampler(config, engine_index=index)
             await self._sampler.start()
+        except BaseException as error:
+            self._failure = error
+            raise
         finally:
             self._started.set()
 
+    def _send(self) -> None:
+        """Send replies in order, until there is None."""
+        with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
+            while (reply := self._replies.get()) is not None:
+                self._connection.send_bytes(reply)
 
-def _portable(error: MegarlError) -> MegarlError:
-    """The error without what it was raised from, which may not be importable where it is read."""
+
+def _portable(method: str, error: BaseException) -> MegarlError:
+    """Return a call's error without what it was raised from, which may not be importable where it is read."""
+    if not isinstance(error, MegarlError):
+        return WorkerError(f"{method} raised {type(error).__name__}: {error}")
     error.__cause__ = error.__context__ = None
     pickle.dumps(error)
     return error

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the transfer of a base between two GPUs by two bare processes, without a trainer or vLLM around it.
 
-`python3 -m tests.gpu.transfer_times [SHAPE] [MIB,...] [rounds=N]`: MIB are sizes of a bucket. Prints the milliseconds
-of each transfer, of both sides' stages, and what the GPUs did in one of them: seconds of each kernel, and the pauses
-between broadcasts. A broadcast of as many bytes is the ceiling. It starts in seconds, so that a change of the weight
-path can be tried many times in one call.
+`python3 -m tests.gpu.transfer_times [SHAPE] [MIB,...] [rounds=N] [TRANSPORT,...]`: MIB are sizes of a bucket, and the
+transports are `nccl` (default) and `ipc`. Prints the milliseconds of each transfer, of both sides' stages, and what the
+GPUs did in one of them: seconds of each kernel, and the pauses between broadcasts. A broadcast of as many bytes is the
+ceiling. It starts in seconds, so that a change of the weight path can be tried many times in one call.
 """
 
 import json
@@ -115,17 +115,19 @@ def print_kernels(side: str, seen: Any) -> None:
     for name, times in sorted(total.items(), key=lambda one: -sum(one[1]))[:SHOWN]:
         each = f"{len(times):4d}, median {statistics.median(times):7.1f} us"
         print(f"  {side}: {sum(times) / 1e3:8.2f} ms in {each}  {name}")
+    if not broadcasts:
+        return
     broadcasts.sort()
     pauses = sum(after[0] - before[1] for before, after in pairwise(broadcasts))
     whole = broadcasts[-1][1] - broadcasts[0][0]
     print(f"  {side}: broadcasts take {whole / 1e3:.2f} ms, of which {pauses / 1e3:.2f} ms are pauses", flush=True)
 
 
-def measure(tensors: tuple, mib: int, rounds: int) -> None:
+def measure(tensors: tuple, transport: str, mib: int, rounds: int) -> None:
     """Send the tensors again and again to a new process."""
-    sender = open_sender("nccl", Link(1, TIMEOUT))
+    sender = open_sender(transport, Link(1, TIMEOUT))
     outbox = Outbox(sender, mib * 2**20)
-    endpoint = json.dumps({"transport": "nccl", "stays": True} | sender.endpoint())
+    endpoint = json.dumps({"transport": transport, "stays": True} | sender.endpoint())
     child = subprocess.Popen([sys.executable, "-m", __spec__.name, "receive", endpoint])
     times = []
     for version in range(1, max(rounds, PROFILED + 2) + 1):
@@ -142,18 +144,22 @@ def measure(tensors: tuple, mib: int, rounds: int) -> None:
             times.append(1e3 * (time.perf_counter() - began))
     stages = outbox.stages.seconds
     print("sender", {name: round(1e3 * value, 2) for name, value in stages.items()})
-    print(f"{mib} MiB: median {statistics.median(times[2:]):.2f} ms of {[round(one, 1) for one in times]}", flush=True)
+    print(
+        f"{transport}, {mib} MiB: median {statistics.median(times[2:]):.2f} ms of {[round(one, 1) for one in times]}",
+        flush=True,
+    )
     sender.close()
     child.wait(20)
 
 
-def main(shape: str = "qwen3-8b", sizes: str = "256", rounds: str = "rounds=12") -> None:
-    """Measure all sizes, and the ceiling."""
+def main(shape: str = "qwen3-8b", sizes: str = "256", rounds: str = "rounds=12", transports: str = "nccl") -> None:
+    """Measure all transports and sizes, and the ceiling."""
     torch.cuda.set_device(0)
     tensors = tensors_of(shape)
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
-    for mib in map(int, sizes.split(",")):
-        measure(tensors, mib, int(rounds.removeprefix("rounds=")))
+    for transport in transports.split(","):
+        for mib in map(int, sizes.split(",")):
+            measure(tensors, transport, mib, int(rounds.removeprefix("rounds=")))
     rate = broadcast_rate(nbytes, [1])
     print(f"one broadcast of {nbytes / 2**20:.0f} MiB: {nbytes / rate / 1e6:.2f} ms, {rate:.0f} GB/s", flush=True)
 

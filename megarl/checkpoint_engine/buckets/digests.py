@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digest the tensors inside a bucket: 64 bits each, computed where the bytes are.
 
-In host memory a digest is xxh3-64, on a GPU ``splitmix.mix64``. Both ends of a transfer have the bucket in the same
-kind of memory.
+In host memory a digest is xxh3-64, on a GPU ``splitmix.mix64``. Bytes on any other device come to the host first. Both
+ends of a transfer have the bucket in the same kind of memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
         return as_bytes(range_digests(payload, places))
 
     def digests() -> bytes:
-        raw = payload.numpy()
+        raw = payload.cpu().numpy()
         return b"".join(xxhash.xxh3_64_digest(raw[p.offset : p.offset + p.nbytes].data) for p in places)
 
     return digests

@@ -152,6 +152,10 @@ class Filler:
         self._copy(payload, filling)
         return begin_digests(payload, filling.places)
 
+    def forget(self, address: int) -> None:
+        """Drop the views of the buffer at an address, which is to be freed."""
+        self._views = {key: views for key, views in self._views.items() if key[0] != address}
+
     @torch.no_grad()
     def _copy(self, payload: torch.Tensor, filling: Filling) -> None:
         key = (payload.data_ptr(), filling.places)

@@ -74,6 +74,8 @@ class Outbox:
         self.sender, self._limit, self._book = sender, bucket_bytes, Book()
         self.stages = Stages()
         self._filler = Filler(keeps=sender.reuses_buffers)
+        if sender.reuses_buffers:
+            sender.forget = self._filler.forget
         # Of each kind the tensors that were sent last, if they are kept, their plan, and the buckets that they fill.
         self._kept: dict[Kind, tuple[Iterable[Named], Plan | None, list[Filling]]] = {}
 

@@ -199,7 +199,7 @@ class CollectiveReceiver(LiveReceiver):
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         held = self._buffers[number]
         if held is None or held.numel() < nbytes:
-            self._buffers[number] = None
+            self._buffers[number] = held = None
             held = self._buffers[number] = torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device)
         group = self._join(deadline)
         if held.is_cuda and self._last is not None:

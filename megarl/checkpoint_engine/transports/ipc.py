@@ -57,6 +57,8 @@ class IpcSender(LiveSender):
             self._folder, lock = make_folder()
             # Also if nobody closes this sender: when it is dropped, or when the process ends.
             self._remove = weakref.finalize(self, _remove, self._folder, lock)
+        for smaller in self._folder.glob(f"{number}.*"):
+            smaller.unlink()  # every receiver has mapped it, and reads it no more
         path = self._folder / f"{number}.{nbytes}"
         return torch.frombuffer(map_new_file(path, nbytes), dtype=torch.uint8), str(path).encode()
 

@@ -7,6 +7,7 @@ A transport derives both classes, and says how a buffer is made and how its byte
 import contextlib
 import struct
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -38,6 +39,7 @@ class LiveSender:
         self._news: list[bytes] = [b""] * DEPTH
         self._count = self._released = 0
         self._deadline: float | None = None
+        self.forget: Callable[[int], Any] = lambda address: None
 
     def endpoint(self) -> dict[str, Any]:
         """Return the address of the messages, and what the transport adds."""
@@ -50,10 +52,11 @@ class LiveSender:
         self._wait_for_readers(DEPTH - 1)
         held = self._buffers[number]
         if held is None or held.numel() < nbytes:
-            self._buffers[number] = None
-            self._buffers[number], self._news[number] = self._allocate(number, nbytes)
-            held = self._buffers[number]
-        assert held is not None
+            if held is not None:
+                self.forget(held.data_ptr())
+            self._buffers[number] = held = None
+            held, self._news[number] = self._allocate(number, nbytes)
+            self._buffers[number] = held
         return held[:nbytes]
 
     def put(self, header: bytes, payload: torch.Tensor) -> None:

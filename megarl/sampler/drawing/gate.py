@@ -37,6 +37,8 @@ class VersionGate:
 
     def __init__(self, base_ready: bool, content: Kind = "adapter") -> None:
         self._base_ready, self._content = base_ready, content
+        # True while the base is the one that vLLM read from disk, which a readmission need not bring again.
+        self._untouched = base_ready
         self._resident: int | None = None
         self._staged: Staged | None = None
         self._refused: str | None = None
@@ -127,6 +129,7 @@ class VersionGate:
         if self.in_flight:
             raise WeightSyncError(f"{kind} weights came while {self.in_flight} requests run; wait for them first")
         self._base_ready, self._resident = self._base_ready and kind != "base", None
+        self._untouched = False
 
     def check_flip(self, version: int, kind: Kind, checksum: str) -> None:
         """Raise ``WeightSyncError`` unless exactly these weights are staged, and for a policy the base is present."""
@@ -180,8 +183,8 @@ class VersionGate:
         self._refused = self._refused or reason
 
     def renewed(self) -> "VersionGate":
-        """Return a gate of the same engine that knows of no weights."""
-        return VersionGate(False, self._content)
+        """Return a gate of the same engine that knows of no weights but a base that vLLM read from disk."""
+        return VersionGate(self._untouched, self._content)
 
     def check_usable(self) -> None:
         """Raise ``WeightSyncError`` with the reason if the engine refuses."""

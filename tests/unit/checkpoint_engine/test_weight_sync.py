@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of what rank 0 asks of its own model."""
+"""The order of what rank 0 asks of its own model, what it leaves for the other ranks, and what it remembers."""
 
 import threading
 from types import SimpleNamespace
 
-from megarl.checkpoint_engine.weight_sync import _AllRanks
+import pytest
+from torch.distributed import HashStore
+
+from megarl.checkpoint_engine import weight_sync
+from megarl.checkpoint_engine.weight_sync import WeightSync, _AllRanks, _Board
+from megarl.errors import WeightSyncError
+from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
 
 
 class Model:
@@ -38,3 +44,67 @@ def test_a_transfer_ends_before_the_next_connection_is_made_but_can_be_closed_me
     prepare.result(10)
     send.result(10)
     assert model.done == ["prepare", "finish", "send 1", "prepare"]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Without other ranks."""
+    monkeypatch.setattr(weight_sync, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+
+
+@pytest.fixture
+def boards(alone):
+    """The boards of three ranks, of which the first is rank 0's, on a store in this process."""
+    store, made = HashStore(), [_Board(1.0) for _ in range(3)]
+    for rank, board in enumerate(made):
+        board._rank, board._ranks, board.alone, board._store = rank, len(made), False, store
+    return made
+
+
+def test_a_rank_that_is_late_still_reads_every_end(boards):
+    """Rank 0 ends many syncs at once if they fail at once, as when an earlier one failed."""
+    first, second, third = boards
+    for number in range(5):
+        first.end(WeightSyncError(f"failed {number}"))
+    for board in (second, third):
+        for number in range(5):
+            method, (outcome,) = board.next_call(0.1)
+            board.answer(None)
+            assert (method, str(outcome)) == (None, f"failed {number}")
+    first.end("report")
+    assert second.next_call(0.1)[1] == ("report",)
+
+
+def test_what_all_ranks_have_read_is_deleted(boards):
+    first, *others = boards
+    for number in range(20):
+        call = first.call("send_weights", (number, "adapter"))
+        for board in others:
+            board.next_call(0.1)
+            board.answer(WeightSyncError("out of luck") if number % 2 else None)
+        if number % 2:
+            with pytest.raises(WeightSyncError, match="rank 1: out of luck"):
+                first.unanswered(call)
+        else:
+            assert first.unanswered(call) == []
+        first.end(number)
+        for board in others:
+            board.next_call(0.1)
+            board.answer(None)
+    # The last sync's: a call, its end, and two answers to each.
+    assert first._store.num_keys() == 6
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_base_that_was_sent_is_remembered_while_no_transport_is_open(alone, closed):
+    settings = config(transport="gloo").model_copy(update={"base_weights": "disk"})
+    model = Rank()
+    model.version = 3
+    weights = WeightSync(model, [Engine(0, 1)], settings)
+    assert [weights.sync(kind).kind for kind in ("base", "adapter")] == ["base", "adapter"]
+    if closed:
+        weights.close()
+    successor = Engine(0, 1)
+    assert [report.kind for report in weights.readmit([successor])] == ["base", "adapter"]
+    assert weights.sync().version == successor.resident == 3
+    weights.close()

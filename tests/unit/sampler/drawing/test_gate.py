@@ -106,6 +106,29 @@ def test_merged_weights_need_their_base_and_an_idle_engine_and_end_the_version_b
     assert gate.retire_idle() == []
 
 
+def test_an_engine_that_read_its_base_from_disk_needs_no_other_after_a_readmission() -> None:
+    gate = VersionGate(base_ready=True)
+    sync(gate, 3)
+    gate.refuse("a sync failed")
+    renewed = gate.renewed()
+    with pytest.raises(StaleVersionError, match="holds none yet"):
+        use(renewed, 3)
+    sync(renewed, 4)
+    use(renewed, 4)
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_an_engine_whose_base_was_overwritten_needs_it_anew_after_a_readmission(complete: bool) -> None:
+    gate = VersionGate(base_ready=True)
+    gate.overwrite("base")
+    if complete:
+        sync(gate, 3, "base")
+        gate = gate.renewed()
+    for renewed in (gate.renewed(), VersionGate(base_ready=False).renewed()):
+        with pytest.raises(WeightSyncError, match="before the base weights"):
+            sync(renewed, 4)
+
+
 @pytest.mark.parametrize(("content", "other"), [("merged", "adapter"), ("adapter", "merged")])
 def test_only_the_content_that_the_engine_was_started_for_is_taken(content: Kind, other: Kind) -> None:
     gate = VersionGate(True, content)
