@@ -11,6 +11,7 @@ import torch
 
 from megarl.build import build_with
 from megarl.config import ParallelConfig
+from megarl.errors import UnsupportedError
 from megarl.families.base import OUTPUT
 from megarl.lora import load_peft_config
 from megarl.lora.merge import merge_folder, write_merged
@@ -86,12 +87,16 @@ def train(place: Place, groups: Groups) -> list[Finding]:
         case.write(f"{place.layout}/after", after)
     report_progress(f"{place.key}: compared, saves for Hugging Face + PEFT")
     model.save_adapter(place.folder / "adapter")
-    write_merged(model.export_merged(), case.model, place.folder / "merged")
-    if groups.rank == 0:
-        shutil.rmtree(place.folder / "exported", ignore_errors=True)
-        merge_folder(case.model, place.folder / "adapter", place.folder / "exported")  # as ``megarl export`` does
-    findings.append(compare_base(model, case.model))
-    return findings
+    try:
+        merged = model.export_merged()
+        if groups.rank == 0:
+            shutil.rmtree(place.folder / "exported", ignore_errors=True)
+            merge_folder(case.model, place.folder / "adapter", place.folder / "exported")  # as ``megarl export`` does
+    except UnsupportedError as error:
+        report_progress(f"{place.key}: not exported, and so not compared, are merged and base weights: {error}")
+        return findings
+    write_merged(merged, case.model, place.folder / "merged")
+    return [*findings, compare_base(model, case.model)]
 
 
 def run_updates(model: TrainedModel, case: Case, checkpoint: Path) -> Outcome:

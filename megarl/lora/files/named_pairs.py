@@ -34,12 +34,15 @@ class NamedPairs:
         modules = {name.removeprefix(PREFIX).removesuffix(end) for name in names for end in ends if name.endswith(end)}
         linears = {matrix_name(module, side) for module in modules for side in "AB"}
         stacked = {name for name in linears if name in names and len(source.get_slice(name).get_shape()) != 2}
+        unnamed = [module for module in sorted(modules) if not _is_named(config, module)]
+        if config.target_parameters:
+            stacked |= {matrix_name(module, side) for module in unnamed for side in "AB"}
         if other := sorted((names ^ linears) | stacked):
             raise UnsupportedError(
                 f"{file} holds '{other[0]}', which is not one of a linear's two matrices; for this model_type merging "
                 "supports adapters of linears only; merge this one with PEFT (merge_and_unload)"
             )
-        if unnamed := [module for module in sorted(modules) if not _is_named(config, module)]:
+        if unnamed:
             raise AdapterError(
                 f"{file} adapts '{unnamed[0]}', which the adapter's config does not name ({len(unnamed)} such modules)"
             )

@@ -3,12 +3,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 
 from megarl.config import ParallelConfig, RunConfig, TrainerConfig, check_run, parse_config
 from megarl.config.back_ends import TRANSFORMERS
-from megarl.config.checks import read_model_shape
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.families import FAMILIES
 
 # Axis -> its abbreviation in a layout's name.
 SHORT = {
@@ -116,8 +115,9 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
 def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
     """Choose the layout at which a checkpoint is reloaded: the allowed one that cuts tensors most differently.
 
-    A checkpoint of transformers is reloaded by Megatron-Core on one rank; of a family that Megatron-Core has not, by
-    transformers with a whole base instead of shards, or with shards instead.
+    A checkpoint of transformers is reloaded by Megatron-Core on one rank. One of a family that Megatron-Core has not, or
+    with experts, which transformers stacks, is reloaded by transformers with a whole base instead of shards, or with
+    shards instead.
 
     Args:
         config: config at which the checkpoint is saved.
@@ -128,7 +128,11 @@ def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
     """
     if config.model.backend == TRANSFORMERS:
         tree = config.model_dump()
-        if read_model_shape(config.model.path).get("model_type") not in FAMILIES:
+        # Imported here: it imports torch.
+        from megarl.verify.inputs.model_facts import has_experts, is_listed
+
+        path = Path(config.model.path).expanduser()
+        if not is_listed(path) or has_experts(path):
             return parse_config(tree | {"train": tree["train"] | {"shard_base": not config.train.shard_base}})
         changes = {
             "model": tree["model"] | {"backend": "local"},

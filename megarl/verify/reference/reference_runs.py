@@ -163,7 +163,7 @@ def _run_yardstick(case: Case) -> Outcome:
 
 
 def read_back(place: Place) -> list[tuple[Finding, float]]:
-    """Load what megarl saved into Hugging Face + PEFT; return ``(finding, the yardstick's error)`` of four rows."""
+    """Load what megarl saved into Hugging Face + PEFT; return ``(finding, the yardstick's error)`` of each row."""
     report_progress(f"{place.key}: Hugging Face + PEFT load what was saved")
     case, rule = place.case, place.case.rule
     dtype, device = case.read("truth-is")
@@ -179,18 +179,18 @@ def read_back(place: Place) -> list[tuple[Finding, float]]:
     truth_dtype = dtype
     truth = logprobs(case.model, adapter, dtype)
     loaded = compare_logprobs(PEFT_LOAD, case.read(f"{place.layout}/after"), truth, rule)
-    merged_loaded = compare_logprobs(MERGED_LOAD, logprobs(merged, None, dtype), truth, rule)
-    adapter_error = merged_error = 0.0
+    error = 0.0
     if rule.needs_yardstick(loaded):
-        adapter_error = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
+        error = compare_logprobs(PEFT_LOAD, logprobs(case.model, adapter, case.dtype), truth, rule).error
+    if not merged.is_dir():  # the back end cannot export it, and has said so
+        return [(loaded, error)]
+    found = [(loaded, error), merged_weights(EXPORTED_WEIGHTS, case.model, adapter, place.folder / "exported", rule)]
+    merged_loaded = compare_logprobs(MERGED_LOAD, logprobs(merged, None, dtype), truth, rule)
+    error = 0.0
     if rule.needs_yardstick(merged_loaded):
         theirs = logprobs(case.model, adapter, case.dtype, merge=True)
-        merged_error = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
-    weights = [
-        merged_weights(row, case.model, adapter, folder, rule)
-        for row, folder in ((MERGED_WEIGHTS, merged), (EXPORTED_WEIGHTS, place.folder / "exported"))
-    ]
-    return [(loaded, adapter_error), (merged_loaded, merged_error), *weights]
+        error = compare_logprobs(MERGED_LOAD, theirs, truth, rule).error
+    return [*found, (merged_loaded, error), merged_weights(MERGED_WEIGHTS, case.model, adapter, merged, rule)]
 
 
 def merged_weights(row: str, model: Path, adapter: Path, merged: Path, rule: Rule) -> tuple[Finding, float]:
