@@ -115,8 +115,8 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
 def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:
     """Choose the layout at which a checkpoint is reloaded: the allowed one that cuts tensors most differently.
 
-    Megatron-Core reloads a checkpoint of transformers on one rank. If it has not the family, or there are experts, which
-    transformers stacks, then transformers reloads it with a whole base instead of shards, or with shards instead.
+    Megatron-Core reloads a checkpoint of transformers on one rank. If it has not the family, or there are experts,
+    which transformers stacks, transformers reloads it with a whole base instead of shards, or with shards instead.
 
     Args:
         config: config at which the checkpoint is saved.
