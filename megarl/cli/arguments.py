@@ -40,13 +40,17 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         argv: without the program's name.
 
     Returns:
-        The result of argparse. ``overrides`` holds ``section.key=value`` without dashes, in the order given.
+        The result of argparse. ``overrides`` holds ``section.key=value`` without dashes, in the order given. A command
+        whose defaults name a list in ``late`` gets what else follows an option there.
     """
     plain, overrides = split_overrides(argv)
     arguments, rest = parser.parse_known_args(plain)
     takes = hasattr(arguments, "overrides")
     # argparse takes positionals only before the first option; here they may follow it. Keys of `bench` have no dots.
-    late = [text.removeprefix("--") if "=" in text else text for text in rest] if takes else rest
+    if words := getattr(arguments, "late", ""):
+        setattr(arguments, words, [*getattr(arguments, words), *(text for text in rest if not text.startswith("-"))])
+        rest = [text for text in rest if text.startswith("-")]
+    late = [text.removeprefix("--") if "=" in text and not words else text for text in rest] if takes else rest
     if wrong := [text for text in late if text.startswith("-") or not takes] or ([] if takes else overrides):
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     if takes:

@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="a task's name or an entry of eval.tasks in YAML; may be given several times",
     )
     parser.add_argument("--json", dest="file", metavar="FILE", help="also write all numbers as JSON")
-    parser.set_defaults(run=evaluate, online=True)
+    parser.set_defaults(run=evaluate, online=True, late="sources")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -52,7 +52,6 @@ def evaluate(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from megarl.cli.target import find_target
     from megarl.evaluation import table
     from megarl.files import user_path, write_text, writing
 
@@ -62,8 +61,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     entries = [text if text.lstrip().startswith("{") else f"{{name: {json.dumps(text)}}}" for text in arguments.tasks]
     given = [f"eval.tasks=[{', '.join(entries)}]"] if entries else []
     with progress("reading the targets") as report:
-        targets = [find_target(text, [*arguments.overrides, *given]) for text in dict.fromkeys(arguments.sources)]
-        config = next((target.config for target in targets if target.run), targets[0].config)
+        targets, config = _find(arguments.sources, arguments.overrides, given)
         targets = [target if target.run else target.like(config.model) for target in targets]
         results = evaluate_targets(targets, config, bool(given), report)
     head, lines = table.rows(results)
@@ -77,6 +75,19 @@ def evaluate(arguments: argparse.Namespace) -> None:
     if file:
         with writing(file, ConfigError):
             write_text(file, json.dumps(table.as_json(results), indent=1) + "\n")
+
+
+def _find(sources: Sequence[str], overrides: Sequence[str], tasks: Sequence[str]) -> tuple[list["Target"], "RunConfig"]:
+    """Return the targets, and the config that gives the settings: that of the first run, or else of the first target.
+
+    Only that one gets all overrides. What another target's config would make of them does not matter.
+    """
+    from megarl.cli.target import find_target, is_run
+
+    leading = next((text for text in sources if is_run(text)), sources[0])
+    of_model = [override for override in overrides if override.startswith("model.")]
+    targets = {text: find_target(text, [*overrides, *tasks] if text == leading else of_model) for text in sources}
+    return list(targets.values()), targets[leading].config
 
 
 def evaluate_targets(
@@ -124,8 +135,9 @@ def _evaluate_model(
         task = build_task(context)
         if config.task.long_prompts != "drop":
             return task
-        # The held-out prompts of the run are the last of those that it kept.
-        return without_long(task, tokenizer, config.task, config.sampler.max_prompt_tokens)
+        # The held-out prompts of the run are the last of those that it kept, by its own model's tokens.
+        of_run = load_tokenizer(config.model.path)
+        return without_long(task, of_run, config.task, config.sampler.max_prompt_tokens)
 
     sets = build_sets(config, Path.cwd(), tokenizer, task_of_run, entries)
     of_run = [one for one in sets if one.context is None]

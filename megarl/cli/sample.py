@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="as eval.tasks[].top_p")
     parser.add_argument("--max-tokens", type=int, metavar="N", help=f"of a completion (default: {RESPONSE_TOKENS})")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
-    parser.set_defaults(run=sample, online=True)
+    parser.set_defaults(run=sample, online=True, late="prompts")
 
 
 def sample(arguments: argparse.Namespace) -> None:

@@ -48,6 +48,8 @@ def serve(arguments: argparse.Namespace) -> None:
         more = shlex.split(arguments.more)
     except ValueError as error:
         raise ConfigError(f"--vllm is '{arguments.more}', which a shell could not split: {error}") from error
+    if own := {flag for flag in map(_flag, more) if flag in ("--host", "--port")}:
+        raise ConfigError(f"--vllm holds {' and '.join(sorted(own))}; give it to `megarl serve` itself")
     if not is_local(arguments.host) and not has_key(more, os.environ):
         raise ConfigError(
             f"--host is '{arguments.host}': anybody who reaches it could use the server; set VLLM_API_KEY, or give "
@@ -78,5 +80,15 @@ def is_local(host: str) -> bool:
 
 
 def has_key(options: list[str], environment: Mapping[str, str]) -> bool:
-    """Return True if the server asks for a key."""
-    return bool(environment.get("VLLM_API_KEY")) or any(item.partition("=")[0] == "--api-key" for item in options)
+    """Return True if the server asks for a key. vLLM drops empty ones."""
+    given = environment.get("VLLM_API_KEY", "")
+    for item, following in zip(options, [*options[1:], ""], strict=False):
+        if _flag(item) == "--api-key":
+            _, equals, value = item.partition("=")
+            given += value if equals else following if not following.startswith("--") else ""
+    return bool(given)
+
+
+def _flag(option: str) -> str:
+    """Return an option's name as vLLM reads it; ``--api_key=K`` is ``--api-key``."""
+    return option.partition("=")[0].replace("_", "-")

@@ -70,11 +70,7 @@ def find_target(text: str, overrides: Sequence[str] = ()) -> Target:
         ConfigError: it is none of these, its base model is not known, or a setting is wrong.
         CheckpointError: the run has no adapter yet, none of that step, or its base model has changed.
     """
-    match = AT_STEP.fullmatch(text)
-    step = None
-    folder = user_path("TARGET", text)
-    if match and not folder.exists():
-        folder, step = user_path("TARGET", match[1]), int(match[2])
+    folder, step = _folder_of(text)
     if (folder / CONFIG).is_file():
         config = load_config(folder / CONFIG, overrides)
         adapter = find_adapter(folder, step)
@@ -82,7 +78,9 @@ def find_target(text: str, overrides: Sequence[str] = ()) -> Target:
         _check_base(folder, target.config)
         return target
     if step is not None:
-        raise ConfigError(f"TARGET is '{text}', but '{match and match[1]}' is not a run folder: it holds no {CONFIG}")
+        raise ConfigError(
+            f"TARGET is '{text}', but '{text.rpartition('@')[0]}' is not a run folder: it holds no {CONFIG}"
+        )
     if (folder / ADAPTER_CONFIG).is_file():
         base = read_json(folder / ADAPTER_CONFIG, "TARGET", ConfigError).get("base_model_name_or_path")
         if not any(item.startswith("model.path=") for item in overrides):
@@ -98,6 +96,19 @@ def find_target(text: str, overrides: Sequence[str] = ()) -> Target:
         f"TARGET is '{text}', which is neither a run folder ({CONFIG}), nor a PEFT directory ({ADAPTER_CONFIG}), nor a "
         f"Hugging Face folder ({MODEL_CONFIG}), nor the id of a model on the hub"
     )
+
+
+def is_run(text: str) -> bool:
+    """Return True if a target is a run, or a step of one."""
+    return (_folder_of(text)[0] / CONFIG).is_file()
+
+
+def _folder_of(text: str) -> tuple[Path, int | None]:
+    """Return a target's folder, and the step that it names."""
+    match, folder = AT_STEP.fullmatch(text), user_path("TARGET", text)
+    if match and not folder.exists():
+        return user_path("TARGET", match[1]), int(match[2])
+    return folder, None
 
 
 class TargetEngine:

@@ -128,6 +128,8 @@ def _apply_override(tree: DictConfig, override: str) -> DictConfig:
         raise ConfigError(f"override '{override}' has no value; write '{key}=null' or '{key}=\"\"' if you mean that")
     try:
         merged = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+        if value.strip() == "{}":  # merging it would change nothing
+            OmegaConf.update(merged, key, {}, merge=False)
     except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError(f"override '{override}' cannot be applied: {_first_line(error)}") from error
     assert isinstance(merged, DictConfig)  # merging into a mapping gives a mapping

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the turns of one episode, within its limits, and keep every drawn token with its logprob and version."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,8 +92,8 @@ class Client:
 
     @property
     def turns(self) -> int:
-        """Number of turns that have been asked for."""
-        return len(self._calls)
+        """Number of turns that have been asked for, without those that were given up."""
+        return sum(not call.given_up for call in self._calls)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text, without special tokens around it, int64."""
@@ -135,7 +136,10 @@ class Client:
         self._calls.append(call)
         most = min(left, self.limits.turn_tokens, max_tokens or left)
         try:
-            whole = await self.draw(sent, self.turns - 1, most)
+            whole = await self.draw(sent, len(self._calls) - 1, most)
+        except asyncio.CancelledError:
+            call.given_up = True
+            raise
         except Exception as error:
             self.failure = error
             raise

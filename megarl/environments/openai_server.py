@@ -81,7 +81,8 @@ class Server:
 
     async def _answered(self, reader: asyncio.StreamReader) -> bytes:
         try:
-            reply = await self._respond(*await self._read(reader))
+            path, body = await self._read(reader)
+            reply = await _while_open(reader, self._respond(path, body))
         except Refused as error:
             return _json(error.status, error_body(error.kind, str(error)))
         except EpisodeLimit as error:
@@ -113,6 +114,30 @@ class Server:
         if not isinstance(body, dict):
             raise Refused("the body is not a JSON object")
         return path.partition("?")[0], body
+
+
+async def _while_open(reader: asyncio.StreamReader, answer: Awaitable[Reply]) -> Reply:
+    """Wait for an answer. Give it up if whoever asked is gone: what nobody received must not be trained on.
+
+    Raises:
+        ConnectionAbortedError: the connection was closed; a harness may ask again.
+    """
+    drawing, gone = asyncio.ensure_future(answer), asyncio.ensure_future(_closed(reader))
+    try:
+        await asyncio.wait({drawing, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if drawing.done():
+            return drawing.result()
+        raise ConnectionAbortedError
+    finally:
+        for task in (drawing, gone):
+            task.cancel()
+        await asyncio.gather(drawing, gone, return_exceptions=True)
+
+
+async def _closed(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(1):
+            pass
 
 
 def _json(status: int, body: dict[str, Any]) -> bytes:

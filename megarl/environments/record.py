@@ -16,10 +16,12 @@ class Call:
     Attributes:
         sent: the ids that it saw, int64 ``[P]``.
         drawn: the answer, or None as long as there is none.
+        given_up: True if nobody waits for the answer any more.
     """
 
     sent: np.ndarray
     drawn: Completion | None = None
+    given_up: bool = False
 
 
 @dataclass

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Set results of several targets side by side, with the difference to the first one."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,18 +14,30 @@ Results = Mapping[str, SetResult]
 
 
 def differences(first: Results, other: Results) -> dict[str, dict[str, Estimate]]:
-    """Return set -> metric -> the mean difference of ``other`` and ``first`` over the same prompts.
+    """Return set -> metric -> the mean difference of ``other`` and ``first`` over the prompts that both answered.
 
     Prompts are paired, so the interval is of the difference, and is narrower than those of the two values suggest.
     """
     changes: dict[str, dict[str, Estimate]] = {}
-    for key, result in other.items():
-        for name, values in result.values.items():
-            if key in first and name in first[key].values and first[key].values[name].shape == values.shape:
-                change = values - first[key].values[name]
-                if known := list(change[~np.isnan(change)]):
-                    changes.setdefault(key, {})[name] = average(np.array(known))
+    for key in other.keys() & first.keys():
+        theirs, ours = (places_of(one[key]) for one in (first, other))
+        both = [place for place in ours if place in theirs]
+        for name in other[key].values.keys() & first[key].values.keys():
+            values = other[key].values[name][[ours[place] for place in both]]
+            change = values - first[key].values[name][[theirs[place] for place in both]]
+            if known := list(change[~np.isnan(change)]):
+                changes.setdefault(key, {})[name] = average(np.array(known))
     return changes
+
+
+def places_of(result: SetResult) -> dict[tuple[str, int], int]:
+    """Return each prompt's place among the set's; a prompt is its id, and how many with that id are before it."""
+    seen: Counter[str] = Counter()
+    places = {}
+    for place, prompt in enumerate(result.measured.prompts):
+        places[prompt.id, seen[prompt.id]] = place
+        seen[prompt.id] += 1
+    return places
 
 
 def short_labels(labels: Sequence[str]) -> list[str]:

@@ -97,6 +97,13 @@ def test_overrides_may_have_dashes_and_stand_anywhere(arguments, place):
     assert (parsed.recipe, parsed.overrides) == ("run.yaml", ["train.steps=2", "lora.r=8"])
 
 
+def test_prompts_and_targets_may_follow_options():
+    parsed = parse(parser(), ["sample", "run", "--temperature", "0", "What is a=3?", "sampler.seed=1", "And 4?"])
+    assert parsed.prompts == ["What is a=3?", "And 4?"] and parsed.overrides == ["sampler.seed=1"]
+    parsed = parse(parser(), ["eval", "run", "--task", "arithmetic", "other"])
+    assert parsed.sources == ["run", "other"] and parsed.overrides == []
+
+
 def test_options_are_no_overrides_and_a_benchs_keys_have_no_dots():
     parsed = parse(
         parser(), ["bench", "train", "tiny", "steps=1", "--profile", "--sequences=2", "--out=x", "length=64"]

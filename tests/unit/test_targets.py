@@ -11,8 +11,9 @@ import pytest
 
 from megarl.bench.character_tokenizer import make_tokenizer
 from megarl.cli import target as targets
+from megarl.cli.evaluate import _find
 from megarl.cli.main import main
-from megarl.cli.serve import is_local
+from megarl.cli.serve import has_key, is_local
 from megarl.cli.target import find_target
 from megarl.config import dump_config, parse_config
 from megarl.sampler.openai_server import server_arguments
@@ -63,6 +64,8 @@ def test_a_target_is_a_run_an_adapter_or_a_model(folder):
         (["sample", "run", "Hi", "--max-tokens", "4000"], 2, "--max-tokens is 4000, but the model has 256 positions"),
         (["serve", "run", "--host", "0.0.0.0"], 2, "anybody who reaches it could use the server; set VLLM_API_KEY"),
         (["serve", "run", "--vllm", "'"], 2, "which a shell could not split"),
+        (["serve", "run", "--host", "0.0.0.0", "--vllm=--api-key="], 2, "anybody who reaches it could use the"),
+        (["serve", "run", "--vllm=--host 0.0.0.0"], 2, "--vllm holds --host; give it to `megarl serve` itself"),
     ],
 )
 def test_a_wrong_argument_is_one_message(folder, command, status, message, monkeypatch, capsys):
@@ -101,6 +104,24 @@ def decoded(folder, ids):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder / "model").decode(ids)
+
+
+def test_only_keys_that_vllm_asks_for_count():
+    for options in (["--api-key", "k"], ["--api-key=k"], ["--api_key", "k"], ["--x", "--api-key", "a", "b"]):
+        assert has_key(options, {}), options
+    for options in ([], ["--api-key"], ["--api-key", "--x"], ["--api-key="], ["--api-key", ""], ["--api-keys", "k"]):
+        assert not has_key(options, {}), options
+    assert has_key([], {"VLLM_API_KEY": "k"}) and not has_key([], {"VLLM_API_KEY": ""})
+
+
+def test_settings_and_tasks_are_those_of_the_first_run_whatever_stands_before_it(folder):
+    texts = [str(folder / "model"), str(folder / "run")]
+    found, config = _find(texts, ["task.held_out=4", "sampler.seed=3"], ["eval.tasks=[{name: held_out}]"])
+    assert [target.label for target in found] == texts and config is found[1].config
+    assert (config.task.held_out, config.sampler.seed, config.eval.tasks[0].name) == (4, 3, "held_out")
+    assert found[0].config.sampler.seed != 3
+    found, config = _find(texts[:1], ["sampler.seed=3"], [])
+    assert config is found[0].config and config.sampler.seed == 3
 
 
 def test_prompts_are_rendered_by_the_chat_template_and_raw_ones_are_not(folder, engine, capsys):

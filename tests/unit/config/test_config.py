@@ -174,6 +174,13 @@ def test_a_malformed_model_config_is_a_config_error(recipe, model, content, part
     assert part in message_of(recipe)
 
 
+def test_an_empty_mapping_replaces_the_recipes_and_others_are_merged_into_it(recipe):
+    given = ["lora.rank_pattern.q_proj=4", "task.options.max=9"]
+    config = load_config(recipe, [*given, "lora.rank_pattern={}", "task.options={min: 2}"])
+    assert config.lora.rank_pattern == {}
+    assert (config.task.options["min"], config.task.options["max"]) == (2, 9)
+
+
 def test_overrides_apply_in_order_and_keep_their_yaml_types(recipe):
     config = load_config(
         recipe,

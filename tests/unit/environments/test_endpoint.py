@@ -251,6 +251,34 @@ def test_without_the_token_nothing_is_answered(folder):
     assert not client.sequences()
 
 
+def test_what_a_harness_no_longer_waits_for_is_neither_recorded_nor_a_turn(folder):
+    """As when a client's time is up, and it asks again."""
+    policy, slow = Policy(folder, ["ab", "cd"]), asyncio.Event()
+    draw = policy.draw
+
+    async def draw_slowly(ids, turn, most):
+        if turn == 0:
+            await slow.wait()
+        return await draw(ids, turn, most)
+
+    policy.draw = draw_slowly
+    client = policy.client(turns=1)
+
+    async def harness(remote):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(remote.with_options(timeout=0.3), USER)
+        while client.turns:
+            await asyncio.sleep(0.01)
+        answer = await ask(remote, USER)
+        slow.set()
+        await asyncio.sleep(0.1)
+        return answer.choices[0].message.content
+
+    assert run(client, harness) == "cd"
+    [sequence] = client.sequences()
+    assert client.decode(sequence.response_ids) == "cd" and client.turns == 1
+
+
 def test_a_limit_that_a_harness_runs_into_is_no_error_of_it(folder):
     class Harness:
         async def rollout(self, prompt, client):

@@ -96,3 +96,15 @@ def test_targets_are_compared_prompt_by_prompt():
     assert next(line for line in lines if line[1] == "correct")[-1] == change.text("{:+.3f}")
     told = table.as_json(results)["runs/better"]["difference_to_first"]["sums"]["correct"]
     assert told == {"value": change.value, "low": change.low, "high": change.high}
+
+
+def test_only_prompts_that_both_targets_answered_are_compared():
+    """Two tokenizers may leave out other prompts (``task.long_prompts: drop``)."""
+    first, other = ({"sums": measured([[of("1", hit)] for hit in hits])} for hits in ([1, 0, 1], [1, 1, 1]))
+    names = ("a", "b", "c"), ("b", "c", "d")
+    for each, named in zip((first, other), names, strict=True):
+        each["sums"].measured.prompts[:] = [Prompt(name, ()) for name in named]
+    # b: 1 against 0; c: 1 against 1.
+    assert table.differences(first, other)["sums"]["correct"].value == 0.5
+    other["sums"].measured.prompts[:] = [Prompt(name, ()) for name in "xyz"]
+    assert table.differences(first, other) == {}
