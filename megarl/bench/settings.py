@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError
@@ -55,10 +56,10 @@ def parse(kind: type[S], model: str, defaults: dict[str, Any], overrides: Sequen
         given: Any = OmegaConf.to_container(OmegaConf.from_dotlist([_checked(override) for override in overrides]))
         tree |= given
         settings = kind.model_validate(tree)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"bench: {str(error).splitlines()[0]}") from error
     except ValidationError as error:
         raise ConfigError(explain(error, tree, kind)) from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"bench: {str(error).splitlines()[0]}") from error
     model_config(settings.model, settings.layers)
     return settings
 

@@ -47,8 +47,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
     settings = parse_settings(arguments.model, arguments.overrides)
     with progress("starting") as show:
-        out = Path(arguments.out).expanduser()
-        report = bench_train(settings, out, profile=arguments.profile, graph=arguments.graph, report=show)
+        report = bench_train(settings, _out(arguments), profile=arguments.profile, graph=arguments.graph, report=show)
     print(table(report))
     print(json.dumps(report))
 
@@ -63,7 +62,7 @@ def _sync(arguments: argparse.Namespace) -> None:
     from megarl.bench.syncing.sync import bench_sync
 
     with progress("starting") as show:
-        report = bench_sync(settings, Path(arguments.out).expanduser(), report=show)
+        report = bench_sync(settings, _out(arguments), report=show)
     print(sync_table(report))
     print(json.dumps(report))
 
@@ -77,7 +76,7 @@ def _rollout(arguments: argparse.Namespace) -> None:
     from megarl.bench.rollouts.rollout import bench_rollout
 
     with progress("starting") as show:
-        report = bench_rollout(settings, Path(arguments.out).expanduser(), report=show)
+        report = bench_rollout(settings, _out(arguments), report=show)
     print(rollout_table(report))
     print(json.dumps(report))
 
@@ -91,6 +90,23 @@ def _loop(arguments: argparse.Namespace) -> None:
     from megarl.bench.looping.report import loop_table
 
     with progress("starting") as show:
-        report = bench_loop(settings, Path(arguments.out).expanduser(), overrides, report=show)
+        report = bench_loop(settings, _out(arguments), overrides, report=show)
     print(loop_table(report))
     print(json.dumps(report))
+
+
+def _out(arguments: argparse.Namespace) -> Path:
+    """Make the folder of ``--out``.
+
+    Raises:
+        ConfigError: it is a file, or cannot be made.
+    """
+    from megarl.errors import ConfigError
+    from megarl.files import user_path
+
+    out = user_path("--out", arguments.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out is '{arguments.out}', where no folder can be made: {error.strerror}") from error
+    return out

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megarl.cli.progress import progress
 from megarl.errors import ConfigError, UnsupportedError
+from megarl.files import write_text, writing
 
 RANKS = 4
 
@@ -68,14 +69,15 @@ def _verify(arguments: argparse.Namespace) -> int:
         else:
             reports = command.verify_model(config, report, full=full)
             text = output.markdown(reports[0])
-    if arguments.out:
-        arguments.out.write_text(text)
     if arguments.json:
         print(output.as_json(reports))
     elif not arguments.matrix:
         Console().print(output.table(reports[0]))
     elif not arguments.out:
         print(text, end="")
+    if arguments.out:
+        with writing(arguments.out, ConfigError):
+            write_text(arguments.out, text)
     for line in [line for verified in reports for line in verified.differences]:
         print(line, file=sys.stderr)
     return 0 if all(verified.passed for verified in reports) else 1
@@ -86,6 +88,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("--ranks is for --matrix; a single layout's ranks follow from parallel.*")
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks is {arguments.ranks}; it must be at least 1")
+    if arguments.out and arguments.out.is_dir():
+        raise ConfigError(f"--out is '{arguments.out}', which is a folder; name a file")
     if arguments.out and not arguments.out.parent.is_dir():
         raise ConfigError(f"--out '{arguments.out}': the folder '{arguments.out.parent}' does not exist")
     for override in arguments.overrides if arguments.matrix else ():

@@ -12,6 +12,7 @@ import select
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import nullcontext, suppress
@@ -56,6 +57,9 @@ class SamplerProcess:
         log: file that takes what the child prints; default: this process's standard error.
         index: number of this engine among several; shifts its seeds.
         longest_response: most tokens of any completion; default: ``sampler.max_response_tokens``.
+
+    Attributes:
+        start_seconds: what the engine took to start; 0 until it has.
 
     Raises:
         ConfigError, UnsupportedError: what the sampler cannot do is refused before the child is started.
@@ -104,7 +108,7 @@ class SamplerProcess:
         self._log = log
         self._ended = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
-        self._started = self._call("start", self.config, threads, index)
+        self._start(self.config, threads, index)
 
     def wait(self) -> Self:
         """Wait until the engine has started; every other call does so by itself.
@@ -195,6 +199,15 @@ class SamplerProcess:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _start(self, *arguments: Any) -> None:
+        began, self.start_seconds = time.perf_counter(), 0.0
+
+        def note(started: Future) -> None:
+            self.start_seconds = time.perf_counter() - began
+
+        self._started = self._call("start", *arguments)
+        self._started.add_done_callback(note)
 
     def _call(self, method: str, *arguments: Any) -> Future:
         future: Future = Future()

@@ -18,11 +18,13 @@ from megarl.bench.looping.rows import measured, rows_of
 from megarl.bench.looping.settings import LoopBenchSettings, Way
 from megarl.bench.random_weights import TMPFS, model_folder, save_weights
 from megarl.bench.shapes import SHAPES
-from megarl.errors import WorkerError
+from megarl.errors import ConfigError, WorkerError
 from megarl.launch import processes
 from megarl.run_folder import CONFIG, LOGS, METRICS, SUMMARY
 from megarl.sampler.environment import resolve_device
 
+# Name of a link to the model, in the folder of the logs.
+LINK = "loop-model"
 TRAIN = [sys.executable, "-m", "megarl.cli.main", "train"]
 # Seconds between two looks at a run, and those in which a run that is ended may save.
 LOOK_SECONDS, END_SECONDS = 0.5, 60
@@ -49,18 +51,19 @@ def bench_loop(
         ``settings``; ``overrides``; ``ways``: way -> what ``measured`` returns.
 
     Raises:
-        ConfigError: a setting of the recipe is wrong.
+        ConfigError: a setting of the recipe is wrong, or another file has the link's name.
         WorkerError: a run failed; the message has the end of its log.
     """
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"settings": settings.model_dump(), "overrides": list(overrides), "ways": {}}
     with tempfile.TemporaryDirectory() as runs, tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
         folder = model_folder(settings.model, Path(scratch), settings.layers).absolute()
-        path = _link(folder, out) if settings.model in SHAPES else folder
+        path = out.absolute() / LINK if settings.model in SHAPES else folder
         recipes = {way: out / f"loop-{way}.yaml" for way in settings.ways}
         for way, recipe in recipes.items():
             write_recipe(settings, overrides, way, path, Path(runs) / way, recipe)
         if settings.model in SHAPES:
+            _link(path, folder)
             report("the weights are written")
             save_weights(folder, settings.dtype, resolve_device(settings.device), settings.seed)
             make_tokenizer(folder)
@@ -71,12 +74,17 @@ def bench_loop(
     return result
 
 
-def _link(folder: Path, out: Path) -> Path:
-    """Return a path of a model that is the same each time: what vLLM compiles, it keeps by the model's path."""
-    link = out.absolute() / "model"
-    link.unlink(missing_ok=True)
+def _link(link: Path, folder: Path) -> None:
+    """Give the model a path that is the same each time: what vLLM compiles, it keeps by the model's path.
+
+    Raises:
+        ConfigError: something else has the link's name.
+    """
+    if link.is_symlink():
+        link.unlink()
+    elif link.exists():
+        raise ConfigError(f"--out: '{link}' is not a link of this bench, which needs the name; move it, or use another")
     link.symlink_to(folder)
-    return link
 
 
 def _run(

@@ -4,7 +4,6 @@
 import contextlib
 import dataclasses
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megarl.checkpoint_engine.folder_source import FolderSource
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import CheckpointEngineConfig
 from megarl.sampler.drawing.fetched_logprobs import Source
-from megarl.sampler.engine.settings import LORA_RANKS, stop_tokens
+from megarl.sampler.engine.settings import buffer_rank, stop_tokens
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.plain.rates import Load, count_tokens, rates
 from megarl.sampler.plain.rollout import time_plain_rollouts
@@ -52,7 +51,6 @@ def bench_rollout(
         folder = save_model(settings.model, Path(scratch), settings.dtype, device, settings.seed, settings.layers)
         adapter = Path(scratch) / "adapter"
         save_adapter(folder, adapter, settings.r, settings.dtype, settings.seed)
-        began = time.perf_counter()
         with contextlib.ExitStack() as stack:
             engines = {}
             for content in settings.contents:
@@ -62,7 +60,7 @@ def bench_rollout(
                 engines[content] = stack.enter_context(process)
             for content, engine in engines.items():
                 engine.wait()
-                result["start_seconds"][content] = time.perf_counter() - began
+                result["start_seconds"][content] = engine.start_seconds
             for content, engine in engines.items():
                 result["rates"] |= _measure(settings, engine, adapter if content == "adapter" else None, report)
         for content in settings.plain:
@@ -141,7 +139,7 @@ def _plain(settings: RolloutBenchSettings, folder: Path, adapter: Path | None, d
         "gpu_memory_utilization": GPU_SHARE,
     }
     if adapter:
-        arguments |= {"enable_lora": True, "max_lora_rank": min(rank for rank in LORA_RANKS if rank >= settings.r)}
+        arguments |= {"enable_lora": True, "max_lora_rank": buffer_rank(settings.r)}
     if device == "cpu":
         arguments |= {"enforce_eager": True, "block_size": 32}
     sampling = {

@@ -61,6 +61,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
         for row in report["rows"]:
             if row["kind"] == "adapter":
                 lines.append(f"a sync of the adapter is {by_disk / row['ms']:.0f} times as fast as save and load")
+    if "disk_error" in report:
+        lines.append(f"vLLM's own way (disk=true) failed: {report['disk_error']}")
     lines += verdict(report["rows"])
     lines += [
         "sync: from the end of the device's work until the new version serves; trainer/* and receiver/* overlap",

@@ -25,8 +25,10 @@ from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
+from megarl.errors import WorkerError
 from megarl.model.trained_model import TrainedModel
 from megarl.parallel.groups import destroy_groups
+from megarl.sampler.engine.settings import buffer_rank
 from megarl.sampler.plain.engine import time_plain_engine
 from megarl.sampler.process import SamplerProcess
 from megarl.types import Sample
@@ -75,7 +77,10 @@ def bench_sync(
                 row["broadcast"] = broadcast_rate(row["nbytes"], range(1, 1 + settings.engines * settings.tensor))
         if settings.disk:
             report("vLLM's own way: save, and load into a running engine")
-            result["disk"] = _disk(settings, model, folder, Path(scratch), out)
+            try:
+                result["disk"] = _disk(settings, model, folder, Path(scratch), out)
+            except WorkerError as error:  # what was measured before is told all the same
+                result["disk_error"] = str(error)
         destroy_groups()
         return result
 
@@ -173,7 +178,8 @@ def _measure(
     row["memory_mib"] = memory.grown()
     row |= _differences(model, engines)
     if settings.choose:
-        row["tokens_per_second"] = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
+        rate = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
+        row["tokens_per_second"] = settings.engines * rate  # of all of them, which share a step's tokens
         report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
@@ -264,7 +270,7 @@ def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratc
         {
             "path": str(folder),
             "dtype": settings.dtype,
-            "rank": settings.r,
+            "rank": buffer_rank(settings.r),
             "kv_cache_gib": settings.kv_cache_gib,
             "tensor": settings.tensor,
         },

@@ -243,6 +243,15 @@ def max_lora_rank(config: EngineConfig) -> int:
     if lora.get("target_parameters"):
         # PEFT then also stacks experts in target_modules; their gate and up become one pair of twice the rank.
         rank = max(rank, 2 * lora["r"])
+    return buffer_rank(rank)
+
+
+def buffer_rank(rank: int) -> int:
+    """Return vLLM's smallest buffer rank that holds a rank.
+
+    Raises:
+        UnsupportedError: it exceeds vLLM's largest.
+    """
     fitting = [size for size in LORA_RANKS if size >= rank]
     if not fitting:
         raise UnsupportedError(f"the adapter has rank {rank}; vLLM supports at most {LORA_RANKS[-1]}")

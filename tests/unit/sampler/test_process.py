@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from multiprocessing import connection
@@ -41,7 +42,7 @@ class Process(SamplerProcess):
         )
         theirs.close()
         threading.Thread(target=self._read, daemon=True).start()
-        self._started = self._call("start", None, threads, 0)
+        self._start(None, threads, 0)
 
 
 @pytest.fixture
@@ -56,6 +57,13 @@ def start() -> Iterator[Start]:
     for one in started:
         one._process.kill()  # before `close`, which would wait for a child that hangs
         one.close()
+
+
+def test_an_engines_start_is_timed_to_its_own_end_and_not_to_when_it_is_waited_for(start: Start) -> None:
+    process = start()
+    assert process.start_seconds == 0.0
+    time.sleep(SLOW := 3.0)
+    assert 0.0 < process.wait().start_seconds < SLOW
 
 
 def test_many_large_calls_at_once_do_not_block_each_other(start: Start) -> None:

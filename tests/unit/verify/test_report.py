@@ -102,3 +102,12 @@ def test_the_exit_status_follows_the_rows(config, capsys, monkeypatch, tmp_path,
     assert (tmp_path / "table.md").read_text().startswith("| row |")
     if not as_text:
         assert json.loads(out)["pass"] == (status == 0)
+
+
+def test_a_table_that_cannot_be_written_is_shown_before_that_is_said(config, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(command, "verify_model", lambda config, report, full: [report_of(config, GOOD, "TP1", [])])
+    monkeypatch.setattr(cli, "warm_up", lambda: None, raising=False)
+    monkeypatch.setattr("megarl.cli.verify.write_text", lambda *_: (_ for _ in ()).throw(PermissionError(13, "no")))
+    assert main(["verify", config.model.path, "--json", "--out", str(tmp_path / "table.md")]) == 2
+    out, err = capsys.readouterr()
+    assert json.loads(out)["pass"] is True and "table.md' cannot be written: no" in err

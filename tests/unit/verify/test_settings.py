@@ -65,6 +65,7 @@ def test_a_mistake_names_the_key(model, override, error, message):
         (["MODEL", "--matrix", "parallel.tensor=2"], "which runs all layouts"),
         (["MODEL", "--matrix", "lora.init_from=/some"], "does not fit a tiny model"),
         (["MODEL", "--out", "/nowhere/table.md"], "the folder '/nowhere' does not exist"),
+        (["MODEL", "--out", "/tmp"], "--out is '/tmp', which is a folder; name a file"),
         (["MODEL", "train.steps=2", "--json", "train.stepz=3"], "did you mean 'steps'"),
     ],
 )

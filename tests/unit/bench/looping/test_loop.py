@@ -115,3 +115,23 @@ def test_a_wrong_setting_of_the_recipe_is_refused_before_weights_are_written(run
     with pytest.raises(ConfigError, match="did you mean 'prompts_per_step'"):
         loop.bench_loop(settings, tmp_path, overrides, report=said.append)
     assert not said
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_file_of_the_users_is_not_replaced_by_the_link_to_the_model(runs, tmp_path: Path, kind: str) -> None:
+    settings, overrides = parse_loop_settings("tiny", ["steps=1"])
+    out = tmp_path / "out"
+    (out / "model").mkdir(parents=True)
+    loop.bench_loop(settings, out, overrides)
+    loop.bench_loop(settings, out, overrides)
+    assert (out / "model").is_dir() and (out / loop.LINK).is_symlink()
+    (out / loop.LINK).unlink()
+    (out / loop.LINK).mkdir() if kind == "folder" else (out / loop.LINK).write_text("mine")
+    with pytest.raises(ConfigError, match=f"{loop.LINK}' is not a link of this bench"):
+        loop.bench_loop(settings, out, overrides)
+
+
+def test_an_out_that_is_no_folder_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "out").write_text("")
+    assert main(["bench", "loop", "tiny", "--out", str(tmp_path / "out")]) == 2
+    assert f"--out is '{tmp_path / 'out'}', where no folder can be made: File exists" in capsys.readouterr().err

@@ -53,6 +53,7 @@ class Engine:
     def __init__(self, **arguments) -> None:
         self.arguments = arguments
         self.started.append(arguments)
+        self.start_seconds = {"adapter": 60.0, "merged": 35.0}[arguments["checkpoint_engine"]["content"]]
 
     def __enter__(self):
         return self
@@ -106,6 +107,7 @@ def test_one_command_prints_every_rate(tmp_path, capsys, monkeypatch) -> None:
     out, err = capsys.readouterr()
     report = json.loads(out.splitlines()[-1])
     rate = {"worker": [64.0, 128.0], "vllm": [32.0, 64.0], "none": [128.0, 256.0]}
+    assert report["start_seconds"] == {"adapter": 60.0, "merged": 35.0, "plain adapter": 3.0}
     assert report["rates"] == {"adapter": rate, "base": rate, "merged": rate}
     assert [one["checkpoint_engine"]["content"] for one in Engine.started] == ["adapter", "merged"]
     assert len(plain) == 1 and plain[0]["load"]["concurrency"] == [4, 8] and plain[0]["arguments"]["max_lora_rank"] == 8

@@ -43,6 +43,7 @@ def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
         ("tiny", ["steps=0"], "steps"),
         ("tiny", ["contenders=[tea]"], "'te'"),
         ("tiny", ["steps"], "key=value"),
+        ("tiny", ["contenders=[te"], "bench: while parsing a flow sequence"),
     ],
 )
 def test_a_mistake_is_one_clear_error(model: str, overrides: list[str], message: str) -> None:

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test the lines below the table of `megarl bench sync`."""
+
+from megarl.bench.syncing.report import sync_table
+
+SETTINGS = {"model": "tiny", "layers": None, "tensor": 1, "r": 24, "dtype": "float32", "engines": 1}
+
+
+def test_what_was_measured_is_told_though_vllms_own_way_failed() -> None:
+    row = {"kind": "adapter", "tensors": 2, "nbytes": 2**20, "ms": 2.0, "worst_ms": 3.0, "stages_ms": {}}
+    report = {"settings": SETTINGS, "transport": "ipc", "ceilings": {"copy": 10.0}, "rows": [row]}
+    failed = sync_table(report | {"disk_error": "the plain vLLM engine ended with status 1"})
+    assert "vLLM's own way (disk=true) failed: the plain vLLM engine ended with status 1" in failed
+    assert "adapter" in failed and "2.00" in failed
+    timed = sync_table(report | {"disk": {"save_ms": 30.0, "load_ms": 50.0, "start_seconds": 5.0}})
+    assert "a sync of the adapter is 40 times as fast as save and load" in timed and "failed" not in timed
