@@ -138,11 +138,17 @@ def write_text(file: Path, text: str) -> None:
 def replacing(file: Path) -> Iterator[IO[str]]:
     """Yield a text file that is flushed and renamed to ``file`` if the block succeeds.
 
-    A failure leaves the old file as it was.
+    A failure leaves the old file as it was. A link stays one: what it leads to is replaced. What is no regular file
+    (``/dev/stdout``, a pipe) is written to.
 
     Raises:
         OSError: the file cannot be written.
     """
+    file = Path(os.path.realpath(file))
+    if file.exists() and not file.is_file() and not file.is_dir():
+        with file.open("w", encoding="utf-8") as handle:
+            yield handle
+        return
     partial = file.with_name(HIDDEN.format(file.name))
     try:
         with partial.open("w", encoding="utf-8") as handle:

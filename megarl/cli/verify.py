@@ -73,13 +73,13 @@ def _verify(arguments: argparse.Namespace) -> int:
         print(output.as_json(reports))
     elif not arguments.matrix:
         Console().print(output.table(reports[0]))
-    elif not arguments.out:
+    else:
         print(text, end="")
+    for line in [line for verified in reports for line in verified.differences]:
+        print(line, file=sys.stderr)
     if arguments.out:
         with writing(arguments.out, ConfigError):
             write_text(arguments.out, text)
-    for line in [line for verified in reports for line in verified.differences]:
-        print(line, file=sys.stderr)
     return 0 if all(verified.passed for verified in reports) else 1
 
 

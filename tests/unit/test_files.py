@@ -170,3 +170,15 @@ def test_a_folder_that_is_deleted_or_replaced_is_noticed(tmp_path):
 def test_a_path_that_cannot_be_is_refused_with_its_setting(path):
     with pytest.raises(ConfigError, match=r"^train\.output is .*, which cannot be a path: "):
         user_path("train.output", path)
+
+
+def test_a_link_and_a_pipe_stay_what_they_are(tmp_path):
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    write_text(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "target").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_text(tmp_path / "pipe", "said")
+    assert os.read(reader, 10) == b"said" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)

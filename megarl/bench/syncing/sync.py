@@ -25,7 +25,7 @@ from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import WorkerError
+from megarl.errors import UnsupportedError, WorkerError
 from megarl.model.trained_model import TrainedModel
 from megarl.parallel.groups import destroy_groups
 from megarl.sampler.engine.settings import buffer_rank
@@ -79,7 +79,7 @@ def bench_sync(
             report("vLLM's own way: save, and load into a running engine")
             try:
                 result["disk"] = _disk(settings, model, folder, Path(scratch), out)
-            except WorkerError as error:  # what was measured before is told all the same
+            except (WorkerError, UnsupportedError) as error:  # what was measured before is told all the same
                 result["disk_error"] = str(error)
         destroy_groups()
         return result

@@ -111,3 +111,22 @@ def test_a_table_that_cannot_be_written_is_shown_before_that_is_said(config, cap
     assert main(["verify", config.model.path, "--json", "--out", str(tmp_path / "table.md")]) == 2
     out, err = capsys.readouterr()
     assert json.loads(out)["pass"] is True and "table.md' cannot be written: no" in err
+
+
+def test_the_matrix_and_the_first_difference_are_shown_though_the_folder_of_the_table_is_gone(
+    config, capsys, monkeypatch, tmp_path
+):
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def matrix(*_):
+        out.rmdir()
+        return [report_of(config, BAD, "TP2+SP", [LINE])], {}
+
+    monkeypatch.setattr(command, "tiny_config", lambda config, folder: config)
+    monkeypatch.setattr(command, "verify_matrix", matrix)
+    monkeypatch.setattr("megarl.verify.launch.warm_up", lambda: None)
+    assert main(["verify", config.model.path, "--matrix", "--out", str(out / "table.md")]) == 2
+    shown, err = capsys.readouterr()
+    assert "| TP2+SP | 1.5e-07 | 2.0e-02 | gradients, 20000% | NO |" in shown
+    assert f"{LINE}\n" in err and "table.md' cannot be written: No such file or directory" in err

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Test `megarl bench sync` around its engines and its trainer, which stand-ins replace."""
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.bench.syncing import sync
+from megarl.bench.syncing.settings import parse_sync_settings
+from megarl.checkpoint_engine.phases import SyncReport
+from megarl.cli.main import main
+from megarl.errors import WorkerError
+
+ROW = {"kind": "merged", "tensors": 2, "nbytes": 2**20, "ms": 2.0, "worst_ms": 3.0, "stages_ms": {}}
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand for the trainer's model, with engines that nothing has to start."""
+    groups = SimpleNamespace(device=torch.device("cpu"))
+    made = SimpleNamespace(groups=groups, version=0, hf_config={"vocab_size": 50}, save_adapter=lambda folder: None)
+    monkeypatch.setattr(sync, "_build", lambda *_: made)
+    monkeypatch.setattr(sync, "_engines", lambda *_: contextlib.nullcontext(([None], 1.0)))
+    monkeypatch.setattr(sync, "copy_rate", lambda *_: 10.0)
+    return made
+
+
+@pytest.mark.parametrize(("rank", "buffer"), [(4, 8), (24, 32), (32, 32), (48, 64)])
+def test_vllms_own_way_gets_a_buffer_that_holds_the_rank(model, tmp_path: Path, monkeypatch, rank, buffer) -> None:
+    asked = []
+
+    def load(settings: dict, adapters: list[str], log: Path) -> dict:
+        asked.append(settings["rank"])
+        return {"start_seconds": 5.0, "load_ms": 50.0}
+
+    monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
+    monkeypatch.setattr(sync, "time_plain_engine", load)
+    report = sync.bench_sync(parse_sync_settings("tiny", [f"r={rank}", "contents=[merged]"]), tmp_path)
+    assert asked == [buffer] and report["disk"]["load_ms"] == 50.0
+
+
+@pytest.mark.parametrize(("rank", "message"), [(4, "ended with status 1"), (600, "vLLM supports at most 512")])
+def test_what_was_measured_is_printed_though_vllms_own_way_failed(
+    model, tmp_path: Path, monkeypatch, capsys, rank: int, message: str
+) -> None:
+    def fail(*_: object) -> dict:
+        raise WorkerError("the plain vLLM engine ended with status 1")
+
+    monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
+    monkeypatch.setattr(sync, "time_plain_engine", fail)
+    assert main(["bench", "sync", "tiny", f"r={rank}", "contents=[merged]", "--out", str(tmp_path)]) == 0
+    *table, report = capsys.readouterr().out.strip().splitlines()
+    assert any(line.startswith("vLLM's own way (disk=true) failed:") and message in line for line in table)
+    assert json.loads(report)["rows"] == [ROW] and message in json.loads(report)["disk_error"]
+
+
+def test_all_engines_share_the_tokens_of_a_step(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = SyncReport(1, "merged", 8, 1, "")
+    weights = SimpleNamespace(sync=lambda *_: done, close=lambda: None)
+    monkeypatch.setattr(sync, "WeightSync", lambda *_: weights)
+    monkeypatch.setattr(sync, "DeviceMemory", lambda _: SimpleNamespace(grown=dict))
+    monkeypatch.setattr(sync, "change_adapter", lambda *_: None)
+    monkeypatch.setattr(sync, "_differences", lambda *_: {"logprob_difference_mean": 0.0})
+    monkeypatch.setattr(sync, "decode_rate", lambda *_: 1000.0)
+    settings = parse_sync_settings("tiny", ["choose=true", "engines=3", "rounds=2"])
+    rows = sync._measure(settings, model, [None] * 3, "merged", "shm", lambda text: None)
+    assert rows[-1]["tokens_per_second"] == 3000.0
