@@ -121,6 +121,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     if settings["pipeline"] > 1:
         notes.append("pipeline: the passes of several micro-batches overlap, so only the whole step is timed")
     for result in report["contenders"]:
+        if "over_fast" in result:
+            notes.append(f"bitwise: a step takes {result['over_fast']:.2f}x the time of local's")
         if result["name"] == "full" and result.get("optimizer") is False:
             notes.append(
                 "full: forward and backward only, its optimizer state does not fit (gradients are not added up over "

@@ -2,13 +2,13 @@
 """Refuse settings with which ``model.numerics: bitwise`` would not give equal logprobs, and list what it sets."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from megarl.config.engine import EngineConfig
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import UnsupportedError
 
-BITWISE = "bitwise"
+BITWISE: Final = "bitwise"
 FAMILIES = ("llama", "qwen2", "qwen3")
 ROPES = ("default", "llama3")
 MULTIPLE = 16  # elements that a row's length must be a multiple of, for loads of 16 bytes

@@ -52,7 +52,7 @@ def build(name: Contender, settings: BenchSettings) -> Step:
         return FullStep(settings, "te" if has_te() and not settings.compile else "local")
     from megarl.bench.training.megarl_step import MegarlStep
 
-    return MegarlStep(settings, name)
+    return MegarlStep(settings, "local", name) if name == "bitwise" else MegarlStep(settings, name)
 
 
 def has_te() -> bool:

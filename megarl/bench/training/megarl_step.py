@@ -28,8 +28,8 @@ class MegarlStep:
         chunks: the model's chunks.
     """
 
-    def __init__(self, settings: BenchSettings, backend: str) -> None:
-        self._model = _build(settings, backend)
+    def __init__(self, settings: BenchSettings, backend: str, numerics: str = "fast") -> None:
+        self._model = _build(settings, backend, numerics)
         self.device = self._model.groups.device
         self._batch = self._model.pack(
             make_samples(settings, self._model.hf_config["vocab_size"]), loss_weights(settings)
@@ -69,7 +69,7 @@ class MegarlStep:
             self._clock.mark("forward")
 
 
-def _build(settings: BenchSettings, backend: str) -> MegatronModel:
+def _build(settings: BenchSettings, backend: str, numerics: str) -> MegatronModel:
     """Build the model; the base weights of a named shape are random."""
     sections: dict[str, Any] = {
         "lora": lora_section(settings.r, settings.dropout),
@@ -78,7 +78,7 @@ def _build(settings: BenchSettings, backend: str) -> MegatronModel:
     }
     with tempfile.TemporaryDirectory() as scratch:
         path = str(model_folder(settings.model, Path(scratch), settings.layers))
-        section = {"path": path, "dtype": settings.dtype, "backend": backend}
+        section = {"path": path, "dtype": settings.dtype, "backend": backend, "numerics": numerics}
         built = build_model(section, **sections, fill_base=base_filler(settings.model, settings.seed))
         assert isinstance(built, MegatronModel)
         return built

@@ -10,11 +10,11 @@ import torch
 
 # Kind of work -> pattern of kernel names (on a CPU: of operations). The first match counts.
 KINDS = {
-    "attention": r"sdpa|flash|fmha|fused_attn|dot_do_o|convert_dq|qkv_tma",
+    "attention": r"^_(attend|by_query|by_key)$|sdpa|flash|fmha|fused_attn|dot_do_o|convert_dq|qkv_tma",
     "communication": r"nccl|c10d",
-    "matrix products": r"nvjet|gemm|cutlass|splitK|xmma|aten::(add|b|)mm",
-    "softmax of logits": r"^_(sums|slope)$|log_softmax",
-    "norms, RoPE, activations": r"rmsnorm|rms_norm|layer_norm|rope|act_kernel|^_(heads|swiglu|norm)_|triton_|silu",
+    "matrix products": r"^_(matmul|shrink|expand)$|nvjet|gemm|cutlass|splitK|xmma|aten::(add|b|)mm",
+    "softmax of logits": r"^_(sums|slope|divide)$|log_softmax",
+    "norms, RoPE, activations": r"rms_?norm|layer_norm|rope|act_kernel|^_(heads|swiglu|norm|rotate)(_|$)|triton_|silu",
     "optimizer": r"multi_tensor|adam",
     "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
 }

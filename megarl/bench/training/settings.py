@@ -13,7 +13,7 @@ from megarl.config.checks import check_trainer
 from megarl.config.cross_sections import check_layout, check_switches
 from megarl.config.sections.lora import LoraConfig
 
-Contender = Literal["te", "local", "full", "peft"]
+Contender = Literal["te", "local", "bitwise", "full", "peft"]
 # Micro-batches of a step for each pipeline stage: enough that the stages seldom wait for each other.
 FILLS_PIPELINE = 4
 
@@ -22,7 +22,8 @@ class BenchSettings(Measured, ParallelConfig):
     """The settings of `bench train`: those below, and the layout of megarl's contenders, as in ``parallel``."""
 
     contenders: list[Contender] = Field(["te", "local", "full", "peft"], min_length=1)
-    """``te`` and ``local``: LoRA in megarl on that back end. ``full``: megarl with all weights trained, on ``te`` if it
+    """``te`` and ``local``: LoRA in megarl on that back end. ``bitwise``: ``local`` with ``model.numerics: bitwise``;
+    with ``local`` beside it the report says what that costs. ``full``: megarl with all weights trained, on ``te`` if it
     runs here, else on ``local``. ``peft``: Hugging Face + PEFT with SDPA, on one device whatever the layout."""
     one_rank: bool = True
     """At a layout of several ranks, measure each of megarl's contenders on one rank too."""
@@ -72,6 +73,10 @@ class BenchSettings(Measured, ParallelConfig):
             recompute_layers=self.recompute_layers,
         )
 
+    def trainer(self, model: ModelConfig) -> TrainerConfig:
+        """The sections of megarl's contenders, with a ``model`` section."""
+        return TrainerConfig(model, self.layout, LoraConfig(lora_dropout=self.dropout), self.train)
+
     @property
     def rounds(self) -> int:
         """Number of micro-batches of a step on each data-parallel rank."""
@@ -112,11 +117,6 @@ def parse_settings(model: str, overrides: Sequence[str] = ()) -> BenchSettings:
     settings = parse(BenchSettings, model, batch, overrides)
     check_layout(settings.layout)
     check_switches(settings.train)
-    config = TrainerConfig(
-        ModelConfig(path=settings.model, dtype=settings.dtype),
-        settings.layout,
-        LoraConfig(lora_dropout=settings.dropout),
-        settings.train,
-    )
+    config = settings.trainer(ModelConfig(path=settings.model, dtype=settings.dtype))
     check_trainer(config, model_config(settings.model, settings.layers))
     return settings

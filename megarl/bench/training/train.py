@@ -10,13 +10,15 @@ from megarl.bench.settings import model_config
 from megarl.bench.training.flops import work_per_token
 from megarl.bench.training.ranks import check_gpus, run_contender
 from megarl.bench.training.settings import BenchSettings
+from megarl.config import ModelConfig
 from megarl.config.back_ends import MEGATRON_AXES
-from megarl.errors import ConfigError, WorkerError
+from megarl.config.numerics import BITWISE, check_trainer_numerics
+from megarl.errors import ConfigError, UnsupportedError, WorkerError
 from megarl.families import family_of
 from megarl.folder_lock import FolderLock
 
 GEMM, PEFT = "gemm", "peft"
-LORA = ("te", "local", PEFT)
+LORA = ("te", "local", BITWISE, PEFT)
 
 
 def bench_train(
@@ -39,7 +41,8 @@ def bench_train(
     Returns:
         ``settings``, ``batch`` (sequences of a step), ``gemm_tflops``, ``work`` (operations per token), ``left_out``
         (contender -> reason) and ``contenders``. Each contender has the derived ``gemm_share``, ``over_peft``,
-        ``memory_over_peft`` and ``lora_over_full`` if both sides ran. At a layout of several ranks it has ``one_rank``,
+        ``memory_over_peft``, ``lora_over_full`` and ``over_fast`` (the time of a step of ``bitwise``, of ``local``'s)
+        if both sides ran. At a layout of several ranks it has ``one_rank``,
         its result there, and ``speed_up`` and ``efficiency``.
 
     Raises:
@@ -96,6 +99,11 @@ def left_out(settings: BenchSettings) -> dict[str, str]:
     elif importlib.util.find_spec("transformer_engine") is None:
         reasons["te"] = "Transformer Engine is not installed"
     config = model_config(settings.model, settings.layers)
+    bitwise = ModelConfig(path=settings.model, dtype=settings.dtype, backend="local", numerics=BITWISE)
+    try:
+        check_trainer_numerics(settings.trainer(bitwise), config)
+    except UnsupportedError as error:
+        reasons[BITWISE] = str(error)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     if settings.tensor > heads:
         reasons["full"] = (
@@ -127,6 +135,8 @@ def compare(settings: BenchSettings, gemm_tflops: float | None, results: list[di
         full = succeeded.get("full")
         if full is not None and name in LORA and result["backend"] == full["backend"]:
             result["lora_over_full"] = _ratio(result, full)
+    if {"local", BITWISE} <= succeeded.keys():
+        succeeded[BITWISE]["over_fast"] = succeeded[BITWISE]["step_ms"] / succeeded["local"]["step_ms"]
     return {
         "settings": settings.model_dump(),
         "layout": layout_of(settings),

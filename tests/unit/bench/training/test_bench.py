@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megarl.bench.report import table
 from megarl.bench.settings import model_config
 from megarl.bench.training import train
 from megarl.bench.training.batch import make_samples
@@ -97,6 +98,13 @@ def test_kernels_are_counted_by_kind() -> None:
         "void transformer_engine::dgated_act_kernel<16, true, float>": "norms, RoPE, activations",
         "_heads_backward": "norms, RoPE, activations",
         "_slope": "softmax of logits",
+        "_divide": "softmax of logits",
+        "_attend": "attention",
+        "_by_key": "attention",
+        "_expand": "matrix products",
+        "_matmul": "matrix products",
+        "_norm": "norms, RoPE, activations",
+        "_rotate": "norms, RoPE, activations",
         "void multi_tensor_apply_kernel<TensorListMetadata<4, false>>": "optimizer",
         "void at::native::vectorized_elementwise_kernel<8, CUDAFunctor_add<c10::BFloat16>>": "copies, sums, zeros",
         "Memset (Device)": "copies, sums, zeros",
@@ -119,6 +127,25 @@ def test_a_contender_that_fails_does_not_stop_the_others(tmp_path, monkeypatch) 
     report = train.bench_train(settings, tmp_path, profile=False)
     assert [result["name"] for result in report["contenders"]] == ["local", "peft"]
     assert report["contenders"][0]["error"] == "CUDA out of memory"
+
+
+def test_what_bitwise_costs_is_said(tmp_path, monkeypatch) -> None:
+    """A step of it against one of ``local``; where the layers refuse, the reason."""
+    refused = train.left_out(parse_settings("tiny", ["contenders=[local,bitwise]"]))
+    assert list(refused) == ["bitwise"] and "head_dim of config.json = 32" in refused["bitwise"]
+    settings = parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]"])
+    assert train.left_out(settings) == {}
+    graphs = train.left_out(parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]", "cuda_graphs=true"]))
+    assert "train.cuda_graphs = True" in graphs["bitwise"]
+
+    def run(name, settings, out, flags=(), label=None):
+        shared = {"ranks": 1, "tokens_per_second": 2.0, "peak_gib": 1.0, "backend": "local", "tflops": 1.0}
+        times = {"phases": {}, "logprob_pass_ms": 1.0, "step_ms": 15.0 if name == "bitwise" else 10.0}
+        return shared | times | {"name": name}
+
+    monkeypatch.setattr(train, "run_contender", run)
+    report = train.bench_train(settings, tmp_path, profile=False)
+    assert "bitwise: a step takes 1.50x the time of local's" in table(report).splitlines()
 
 
 def test_two_benches_do_not_mix_their_results_in_one_folder(tmp_path) -> None:
