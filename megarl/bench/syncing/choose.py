@@ -26,16 +26,20 @@ def sampler_settings(settings: SyncBenchSettings) -> dict[str, Any]:
     }
 
 
-def decode_rate(settings: SyncBenchSettings, engine: SamplerProcess, version: int, vocabulary: int) -> float:
-    """Return tokens per second of one engine under the version that it has, on random prompts."""
+def decode_rate(settings: SyncBenchSettings, engines: Sequence[SamplerProcess], version: int, vocabulary: int) -> float:
+    """Return tokens per second of all engines together, under the version that they have, on random prompts.
+
+    Each of them samples ``settings.concurrency`` completions at once, at the same time as the others.
+    """
 
     def sample(prompts: list[np.ndarray]) -> int:
-        return count_tokens(engine.generate(prompts, version))
+        parts = [prompts[number :: len(engines)] for number in range(len(engines))]
+        started = [engine.start_generate(part, version) for engine, part in zip(engines, parts, strict=True)]
+        return sum(count_tokens(one.result()) for one in started)
 
-    load = Load(
-        [settings.concurrency], SAMPLES, PROMPT_TOKENS, vocabulary, settings.response_tokens, ROUNDS, settings.seed
-    )
-    return rates(load, {"engine": sample})["engine"][0]
+    together = settings.concurrency * len(engines)
+    load = Load([together], SAMPLES, PROMPT_TOKENS, vocabulary, settings.response_tokens, ROUNDS, settings.seed)
+    return rates(load, {"engines": sample})["engines"][0]
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> list[str]:

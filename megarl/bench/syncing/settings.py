@@ -34,7 +34,7 @@ class SyncBenchSettings(Measured):
     choose: bool = False
     """Also measure what each content costs while sampling, and say which pays. The engines then use CUDA graphs."""
     concurrency: int = Field(256, ge=8, multiple_of=8)
-    """With ``choose``: completions that are asked for at once, 8 of each prompt."""
+    """With ``choose``: completions that each engine is asked for at once, 8 of each prompt."""
     response_tokens: int = Field(128, ge=1)
     """With ``choose``: tokens of a completion."""
     disk: bool = True

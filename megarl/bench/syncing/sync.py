@@ -178,8 +178,7 @@ def _measure(
     row["memory_mib"] = memory.grown()
     row |= _differences(model, engines)
     if settings.choose:
-        rate = decode_rate(settings, engines[0], model.version, model.hf_config["vocab_size"])
-        row["tokens_per_second"] = settings.engines * rate  # of all of them, which share a step's tokens
+        row["tokens_per_second"] = decode_rate(settings, engines, model.version, model.hf_config["vocab_size"])
         report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")

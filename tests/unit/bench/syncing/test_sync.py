@@ -11,7 +11,6 @@ import torch
 
 from megarl.bench.syncing import sync
 from megarl.bench.syncing.settings import parse_sync_settings
-from megarl.checkpoint_engine.phases import SyncReport
 from megarl.cli.main import main
 from megarl.errors import WorkerError
 
@@ -56,16 +55,3 @@ def test_what_was_measured_is_printed_though_vllms_own_way_failed(
     *table, report = capsys.readouterr().out.strip().splitlines()
     assert any(line.startswith("vLLM's own way (disk=true) failed:") and message in line for line in table)
     assert json.loads(report)["rows"] == [ROW] and message in json.loads(report)["disk_error"]
-
-
-def test_all_engines_share_the_tokens_of_a_step(model, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = SyncReport(1, "merged", 8, 1, "")
-    weights = SimpleNamespace(sync=lambda *_: done, close=lambda: None)
-    monkeypatch.setattr(sync, "WeightSync", lambda *_: weights)
-    monkeypatch.setattr(sync, "DeviceMemory", lambda _: SimpleNamespace(grown=dict))
-    monkeypatch.setattr(sync, "change_adapter", lambda *_: None)
-    monkeypatch.setattr(sync, "_differences", lambda *_: {"logprob_difference_mean": 0.0})
-    monkeypatch.setattr(sync, "decode_rate", lambda *_: 1000.0)
-    settings = parse_sync_settings("tiny", ["choose=true", "engines=3", "rounds=2"])
-    rows = sync._measure(settings, model, [None] * 3, "merged", "shm", lambda text: None)
-    assert rows[-1]["tokens_per_second"] == 3000.0
