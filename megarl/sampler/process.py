@@ -117,6 +117,7 @@ class SamplerProcess:
             WorkerError: it did not start.
         """
         self._started.result()
+        self._timed.wait()
         return self
 
     def generate(
@@ -202,9 +203,12 @@ class SamplerProcess:
 
     def _start(self, *arguments: Any) -> None:
         began, self.start_seconds = time.perf_counter(), 0.0
+        # Whoever waits for a future may go on before what is called at its end.
+        self._timed = threading.Event()
 
         def note(started: Future) -> None:
             self.start_seconds = time.perf_counter() - began
+            self._timed.set()
 
         self._started = self._call("start", *arguments)
         self._started.add_done_callback(note)
