@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import queue
+import select
 import signal
 import sys
 import threading
@@ -22,6 +23,8 @@ from megarl.sampler.environment import prepare_environment
 STOP = "stop"
 # Seconds that the last replies may take to leave.
 LEAVE_SECONDS = 5.0
+# A reply of at most so many bytes fits into a pipe that takes any.
+SHORT = 1024
 
 
 class _Server:
@@ -33,8 +36,9 @@ class _Server:
         self._started = asyncio.Event()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task] = set()
-        # A thread sends them: the loop must take calls meanwhile, or parent and child would wait for each other.
+        # A thread sends long ones: the loop must take calls meanwhile, or parent and child would wait for each other.
         self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sending = threading.Lock()
         self._writer = threading.Thread(target=self._send, daemon=True)
 
     async def run(self) -> None:
@@ -70,7 +74,22 @@ class _Server:
         except BaseException as error:
             traceback.print_exc()
             reply = ForkingPickler.dumps((number, False, _portable(method, error)))
-        self._replies.put(reply)
+        if not self._sent_at_once(reply):
+            self._replies.put(reply)
+
+    def _sent_at_once(self, reply: memoryview) -> bool:
+        """Send a short reply if the pipe takes it now; a thread gets its turn only when the loop has nothing to do."""
+        if len(reply) > SHORT or not self._replies.empty() or not self._sending.acquire(blocking=False):
+            return False
+        try:
+            pipe = select.poll()
+            pipe.register(self._connection, select.POLLOUT)
+            if ready := bool(pipe.poll(0.0)):
+                with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
+                    self._connection.send_bytes(reply)
+            return ready
+        finally:
+            self._sending.release()
 
     async def _value(self, method: str, arguments: tuple) -> Any:
         """Return a call's result; raise why the engine did not start, if it did not."""
@@ -95,10 +114,11 @@ class _Server:
             self._started.set()
 
     def _send(self) -> None:
-        """Send replies in order, until there is None."""
+        """Send replies until there is None."""
         with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
             while (reply := self._replies.get()) is not None:
-                self._connection.send_bytes(reply)
+                with self._sending:
+                    self._connection.send_bytes(reply)
 
 
 def _portable(method: str, error: BaseException) -> MegarlError:
