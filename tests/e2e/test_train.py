@@ -280,11 +280,11 @@ def test_sigterm_ends_everything_within_30_seconds_after_a_checkpoint_of_the_las
     (recipe.parent / "wait").unlink()
     assert run.finish(30) == 130, run.output()[-2000:]
     # If both arrive before Python looks, it handles the smaller number first.
-    # Not only in the last lines: Ray may say at length there that a worker ended.
-    assert re.search("interrupted by signal SIG(TERM|HUP)", run.output())
+    assert re.search("interrupted by signal SIG(TERM|HUP)", run.output()[-500:])
     # A row may be written after the next step has begun.
-    named = re.search(rf"go on after step (\d+): megarl resume {re.escape(str(folder))}\n", run.output())
-    assert named, run.output()[-3000:]
+    named = re.search(rf"go on after step (\d+): megarl resume {re.escape(str(folder))}\n", run.output()[-1000:])
+    assert named, run.output()[-1000:]
+    assert "A worker died" not in run.output(), "Ray's report of an actor that it was told to kill"
     steps = int(named[1])
     assert len(rows) <= steps == len(read_rows(folder))
     assert run.output().index(f"run folder: {folder}\n") < run.output().index("lora:")

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ BEAT_SECONDS = 1.0
 # Children come and go rarely, and finding them means reading all of /proc.
 BEATS_PER_SEARCH = 10
 STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-# Seconds to wait for the processes that are killed.
-KILL_SECONDS = 5.0
+# Seconds to wait for the processes that are killed, and for actors that Ray was told to kill.
+KILL_SECONDS, LEAVE_SECONDS = 5.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,15 @@ class Watch:
             internal_kv._internal_kv_del(f"{self.run}/", del_by_prefix=True, namespace=NAMESPACE)
 
     def kill_left(self) -> None:
-        """Kill every process that gave a sign, and its children, with SIGKILL: a stopped process ignores the rest."""
-        self._kill(list(self._seen.values()))
+        """Kill every process that gave a sign, and its children, with SIGKILL: a stopped process ignores the rest.
+
+        Actors of this host may end by ``ray.kill`` first: Ray reports one that ends otherwise as an error, at length,
+        where the user reads how the run ended.
+        """
+        seen = list(self._seen.values())
+        here = _running(one.sign["process"] for one in seen if one.sign["node"] == self._node)
+        psutil.wait_procs(here, timeout=LEAVE_SECONDS)
+        self._kill(seen)
 
     def _kill(self, signs: Sequence[_Seen]) -> None:
         tasks = []
@@ -270,11 +277,19 @@ class Watch:
 
 def kill(processes: Sequence[Sequence[float]]) -> None:
     """Send SIGKILL to each ``(pid, start time)`` of this host, if it is still the same process, and wait for it."""
-    killed = []
+    killed = _running(processes)
+    for process in killed:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(killed, timeout=KILL_SECONDS)
+
+
+def _running(processes: Iterable[Sequence[float]]) -> list[psutil.Process]:
+    """Return those ``(pid, start time)`` of this host that are still the same process."""
+    found = []
     for pid, started in processes:
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(int(pid))
             if abs(process.create_time() - started) < 1:
-                process.kill()
-                killed.append(process)
-    psutil.wait_procs(killed, timeout=KILL_SECONDS)
+                found.append(process)
+    return found
