@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the transfer of a base between two GPUs by two bare processes, without a trainer or vLLM around it.
 
-`python3 -m tests.gpu.transfer_times [SHAPE] [MIB,...] [rounds=N] [TRANSPORT,...] [PROGRAMS,...]`: MIB are sizes of a
-bucket, the transports are `nccl` (default) and `ipc`, and PROGRAMS limit `kernels.ranges.MOST` (0: no limit). Prints
-the milliseconds of each transfer, of both sides' stages, and what the GPUs did in one of them: seconds of each kernel,
-and the pauses between broadcasts. A broadcast of as many bytes is the ceiling. It starts in seconds, so that a change
-of the weight path can be tried many times in one call.
+`python3 -m tests.gpu.transfer_times [SHAPE] [MIB,...] [rounds=N] [TRANSPORT,...]`: MIB are sizes of a bucket, and the
+transports are `nccl` (default) and `ipc`. Prints the milliseconds of each transfer, of both sides' stages, and what the
+GPUs did in one of them: seconds of each kernel, and the pauses between broadcasts. A broadcast of as many bytes is the
+ceiling. It starts in seconds, so that a change of the weight path can be tried many times in one call.
 """
 
 import json
@@ -16,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from megarl.bench.syncing.ceilings import broadcast_rate
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
 from megarl.checkpoint_engine.buckets.filling import DTYPES, shape_of
 from megarl.checkpoint_engine.buckets.stream import Inbox, Outbox
-from megarl.checkpoint_engine.kernels import ranges
 from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites, write_transfer
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Book, Places
@@ -76,10 +74,9 @@ class Loader:
         return Write(place.name, target, source, 1.0)
 
 
-def receive(endpoint: str, most: str) -> None:
+def receive(endpoint: str) -> None:
     """Receive until the sender disconnects; print the stages of two transfers, and the kernels of one."""
     torch.cuda.set_device(1)
-    ranges.MOST = int(most) or None
     receiver, book, loader = open_receiver(json.loads(endpoint), 0), Book(), Loader()
     count = 0
     while receiver.begins():
@@ -126,13 +123,12 @@ def print_kernels(side: str, seen: Any) -> None:
     print(f"  {side}: broadcasts take {whole / 1e3:.2f} ms, of which {pauses / 1e3:.2f} ms are pauses", flush=True)
 
 
-def measure(tensors: tuple, transport: str, mib: int, most: int, rounds: int) -> None:
+def measure(tensors: tuple, transport: str, mib: int, rounds: int) -> None:
     """Send the tensors again and again to a new process."""
-    ranges.MOST = most or None
     sender = open_sender(transport, Link(1, TIMEOUT))
     outbox = Outbox(sender, mib * 2**20)
     endpoint = json.dumps({"transport": transport, "stays": True} | sender.endpoint())
-    child = subprocess.Popen([sys.executable, "-m", __spec__.name, "receive", endpoint, str(most)])
+    child = subprocess.Popen([sys.executable, "-m", __spec__.name, "receive", endpoint])
     times = []
     for version in range(1, max(rounds, PROFILED + 2) + 1):
         torch.cuda.synchronize()
@@ -149,33 +145,27 @@ def measure(tensors: tuple, transport: str, mib: int, most: int, rounds: int) ->
     stages = outbox.stages.seconds
     print("sender", {name: round(1e3 * value, 2) for name, value in stages.items()})
     print(
-        f"{transport}, {mib} MiB, {most or 'all'} programs: median {statistics.median(times[2:]):.2f} ms "
-        f"of {[round(one, 1) for one in times]}",
+        f"{transport}, {mib} MiB: median {statistics.median(times[2:]):.2f} ms of {[round(one, 1) for one in times]}",
         flush=True,
     )
     sender.close()
     child.wait(20)
 
 
-def main(
-    shape: str = "qwen3-8b",
-    sizes: str = "256",
-    rounds: str = "rounds=12",
-    transports: str = "nccl",
-    limits: str = "0",
-) -> None:
-    """Measure all transports, sizes and limits, and the ceiling."""
+def main(shape: str = "qwen3-8b", sizes: str = "256", rounds: str = "rounds=12", transports: str = "nccl") -> None:
+    """Measure all transports and sizes, and the ceiling."""
     torch.cuda.set_device(0)
     tensors = tensors_of(shape)
     nbytes = sum(tensor.nbytes for _, tensor in tensors)
-    for transport, mib, most in product(transports.split(","), map(int, sizes.split(",")), map(int, limits.split(","))):
-        measure(tensors, transport, mib, most, int(rounds.removeprefix("rounds=")))
+    for transport in transports.split(","):
+        for mib in map(int, sizes.split(",")):
+            measure(tensors, transport, mib, int(rounds.removeprefix("rounds=")))
     rate = broadcast_rate(nbytes, [1])
     print(f"one broadcast of {nbytes / 2**20:.0f} MiB: {nbytes / rate / 1e6:.2f} ms, {rate:.0f} GB/s", flush=True)
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["receive"]:
-        receive(*sys.argv[2:])
+        receive(sys.argv[2])
     else:
         main(*sys.argv[1:])

@@ -15,11 +15,7 @@ from megarl.model.weights.sums import Deferred
 
 
 def check_digests(device: str) -> None:
-    """Every range's digest is that of its bytes, at any offset and length; a flipped bit or two swapped words show.
-
-    So it is when few programs do the work of all.
-    """
-    from megarl.checkpoint_engine.kernels import ranges
+    """Every range's digest is that of its bytes, at any offset and length; a flipped bit or two swapped words show."""
     from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table, range_digests, tensor_digests
 
     generator = torch.Generator().manual_seed(0)
@@ -38,11 +34,6 @@ def check_digests(device: str) -> None:
 
     first = actual(host)
     assert first == expected(host) and first[1] == 0
-    try:
-        ranges.MOST = 3
-        assert actual(host) == first
-    finally:
-        ranges.MOST = None
     parts = [host[p.offset : p.offset + p.nbytes].clone().to(device) for p in places]
     filled = torch.zeros_like(host, device=device)
     assert [

@@ -16,9 +16,6 @@ from megarl.triton_support import program_table
 
 # 64-bit words that a program reads at a time, and how often; bytes of a word.
 BLOCK, LOOPS, WARPS, WORD = 1024, 8, 8, 8
-# At most so many programs run at a time, each of them one block after the other; None is as many as the GPU takes.
-# ``tests.gpu.transfer_times`` measures what a limit leaves to broadcasts that run meanwhile.
-MOST: int | None = None
 # Of two or four values in a word: the bits of their exponents, and those of their signs.
 _EXPONENTS: dict[torch.dtype | None, tuple[int, int]] = {
     torch.float32: (0x7F800000_7F800000, 0x80000000_80000000),
@@ -187,33 +184,20 @@ def _run(
         read, write: whether sources and targets are an "address" or in the "buffer"; None writes nothing.
     """
     if programs := len(table.ranges):
-        _sum_ranges[(min(programs, MOST or programs),)](
-            payload, *table, programs, sums, sums if odd is None else odd, FROM_BUFFER=read == "buffer",
-            COPY=write is not None, TO_BUFFER=write == "buffer", COUNT=odd is not None, BLOCK=BLOCK, LOOPS=LOOPS,
-            num_warps=WARPS,
+        _sum_ranges[(programs,)](
+            payload, *table, sums, sums if odd is None else odd, FROM_BUFFER=read == "buffer", COPY=write is not None,
+            TO_BUFFER=write == "buffer", COUNT=odd is not None, BLOCK=BLOCK, LOOPS=LOOPS, num_warps=WARPS,
         )  # fmt: skip
     return sums
 
 
 @triton.jit
 def _sum_ranges(
-    payload, sources, targets, sizes, firsts, exponents, signs, ranges, blocks, programs, sums, odd,
+    payload, sources, targets, sizes, firsts, exponents, signs, ranges, blocks, sums, odd,
     FROM_BUFFER: tl.constexpr, COPY: tl.constexpr, TO_BUFFER: tl.constexpr, COUNT: tl.constexpr,
     BLOCK: tl.constexpr, LOOPS: tl.constexpr,
 ):  # fmt: skip
-    for program in range(tl.program_id(0), programs, tl.num_programs(0)):
-        _sum_block(
-            payload, sources, targets, sizes, firsts, exponents, signs, ranges, blocks, program, sums, odd,
-            FROM_BUFFER, COPY, TO_BUFFER, COUNT, BLOCK, LOOPS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _sum_block(
-    payload, sources, targets, sizes, firsts, exponents, signs, ranges, blocks, program, sums, odd,
-    FROM_BUFFER: tl.constexpr, COPY: tl.constexpr, TO_BUFFER: tl.constexpr, COUNT: tl.constexpr,
-    BLOCK: tl.constexpr, LOOPS: tl.constexpr,
-):  # fmt: skip
+    program = tl.program_id(0)
     number, block = tl.load(ranges + program), tl.load(blocks + program)
     size, first = tl.load(sizes + number), tl.load(firsts + number)
     given, wanted = tl.load(sources + number), tl.load(targets + number)
