@@ -5,6 +5,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
+from itertools import pairwise
 
 from megarl.cli.progress import progress
 from megarl.errors import ConfigError
@@ -82,7 +83,7 @@ def is_local(host: str) -> bool:
 def has_key(options: list[str], environment: Mapping[str, str]) -> bool:
     """Return True if the server asks for a key. vLLM drops empty ones."""
     given = environment.get("VLLM_API_KEY", "")
-    for item, following in zip(options, [*options[1:], ""], strict=False):
+    for item, following in pairwise([*options, ""]):
         if _flag(item) == "--api-key":
             _, equals, value = item.partition("=")
             given += value if equals else following if not following.startswith("--") else ""

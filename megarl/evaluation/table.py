@@ -19,10 +19,10 @@ def differences(first: Results, other: Results) -> dict[str, dict[str, Estimate]
     Prompts are paired, so the interval is of the difference, and is narrower than those of the two values suggest.
     """
     changes: dict[str, dict[str, Estimate]] = {}
-    for key in other.keys() & first.keys():
+    for key in [key for key in other if key in first]:
         theirs, ours = (places_of(one[key]) for one in (first, other))
         both = [place for place in ours if place in theirs]
-        for name in other[key].values.keys() & first[key].values.keys():
+        for name in [name for name in other[key].values if name in first[key].values]:
             values = other[key].values[name][[ours[place] for place in both]]
             change = values - first[key].values[name][[theirs[place] for place in both]]
             if known := list(change[~np.isnan(change)]):

@@ -79,7 +79,7 @@ class _Server:
 
     def _sent_at_once(self, reply: memoryview) -> bool:
         """Send a short reply if the pipe takes it now; a thread gets its turn only when the loop has nothing to do."""
-        if len(reply) > SHORT or not self._replies.empty() or not self._sending.acquire(blocking=False):
+        if len(reply) > SHORT or not self._sending.acquire(blocking=False):
             return False
         try:
             pipe = select.poll()

@@ -42,8 +42,8 @@ def bench_train(
         ``settings``, ``batch`` (sequences of a step), ``gemm_tflops``, ``work`` (operations per token), ``left_out``
         (contender -> reason) and ``contenders``. Each contender has the derived ``gemm_share``, ``over_peft``,
         ``memory_over_peft``, ``lora_over_full`` and ``over_fast`` (the time of a step of ``bitwise``, of ``local``'s)
-        if both sides ran. At a layout of several ranks it has ``one_rank``,
-        its result there, and ``speed_up`` and ``efficiency``.
+        if both sides ran. At a layout of several ranks it has ``one_rank``, its result there, and ``speed_up`` and
+        ``efficiency``.
 
     Raises:
         ConfigError: there are too few GPUs, or every contender is left out.
