@@ -108,3 +108,9 @@ def test_only_prompts_that_both_targets_answered_are_compared():
     assert table.differences(first, other)["sums"]["correct"].value == 0.5
     other["sums"].measured.prompts[:] = [Prompt(name, ()) for name in "xyz"]
     assert table.differences(first, other) == {}
+
+
+def test_differences_come_in_the_order_of_the_sets():
+    names = "hgfedcba"
+    first, other = ({name: measured([[of("1", hit)]]) for name in names} for hit in (0, 1))
+    assert list(table.differences(first, other)) == list(names)
