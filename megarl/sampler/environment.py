@@ -2,6 +2,7 @@
 """Set a sampler process's environment, before vLLM is imported. Imports no vLLM."""
 
 import os
+from collections.abc import Sequence
 
 NUMERICS = "MEGARL_NUMERICS"  # tells vLLM's workers of ``model.numerics``
 # The second model runner is the one whose operations are replaced. vLLM's own mode switches off what chooses by the
@@ -51,6 +52,12 @@ def prepare_numerics(numerics: str) -> None:
     elif NUMERICS in os.environ:
         for name in BITWISE:
             os.environ.pop(name, None)
+
+
+def names_of_gpus(gpus: Sequence[int]) -> str:
+    """Return CUDA_VISIBLE_DEVICES for a process that gets some of this one's GPUs, as this one counts them."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
 
 
 def resolve_device(device: str) -> str:

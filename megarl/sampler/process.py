@@ -33,7 +33,7 @@ from megarl.hub import local_section
 from megarl.sampler.drawing.fetched_logprobs import Source
 from megarl.sampler.engine.device_checks import check_device
 from megarl.sampler.engine.settings import check_sampled
-from megarl.sampler.environment import resolve_device
+from megarl.sampler.environment import names_of_gpus, resolve_device
 from megarl.sampler.serve import STOP
 from megarl.types import Completion
 
@@ -291,6 +291,5 @@ def _environment(gpus: Sequence[int] | None) -> dict[str, str]:
         if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
     }
     if gpus is not None:
-        visible = [name for name in variables.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible[gpu] if visible else str(gpu) for gpu in gpus)
+        variables["CUDA_VISIBLE_DEVICES"] = names_of_gpus(gpus)
     return variables

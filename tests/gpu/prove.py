@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run what only GPUs can show, stage by stage in one call on a CUDA host: `python3 -m tests.gpu.prove OUT STAGE ...`
 
-Stages joined by `+` run at the same time. Each has a time limit of PROVE_LIMIT seconds (570) and prints its important
-lines at its end. A failed stage does not stop the next. Every half minute a stage reports how far its log is. The last
-output is a table. Every log, table and profile is in OUT/logs.tar.gz, which is rewritten with each printed line.
+Stages joined by `+` run at the same time. `@FILE` instead of stages runs lanes at the same time: each line of the file
+is GPUS: STAGE ..., the GPUs that the lane's stages see (`4,5`) and stages that run one after the other.
+`tests/gpu/lanes/` has those for eight GPUs.
+
+A stage has a time limit of PROVE_LIMIT seconds (570) and prints its important lines at its end. A failed stage does not
+stop the next. All stages end PROVE_SECONDS (no limit) after the start; later ones are not run. Every half minute a
+stage reports how far its log is. The last output is a table. Every log, table and profile is in OUT/logs.tar.gz, which
+is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, compile, parity, weights, swaps     tests of this folder
+    smoke, kernels, graphs, compile, parity, parity4, weights, swaps     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
+    transfer:SHAPE[:WORD,...]           `tests.gpu.transfer_times`
+    script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
     loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
     bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`
@@ -58,6 +65,7 @@ TESTS = {
     "graphs": ["test_graphs.py"],
     "compile": ["test_compile.py"],
     "parity": ["test_parity_cuda.py"],
+    "parity4": ["test_parity_cuda.py", "-k", "SPxCP2 or SPxEP2xETP2xDP2 or TP2xPP2"],
     "weights": ["test_weight_path.py"],
     "swaps": ["test_bitwise.py"],
 }
@@ -67,6 +75,10 @@ TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^
 VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
 LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), int(os.environ.get("PROVE_SHOWN", "30"))
 SAY_SECONDS = 30
+# When all stages end, as a time of time.monotonic().
+END = time.monotonic() + float(os.environ.get("PROVE_SECONDS", "inf"))
+# A stage that has less time than this is not run.
+LEAST_SECONDS, NOT_RUN = 20, -1
 
 
 def command_of(stage: str, out: Path) -> tuple[list[str], str]:
@@ -85,6 +97,10 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
         case "sync" | "rollout" | "loop", [shape, *settings]:
             folder = ["--out", str(out / file_name(stage))]
             return [*MEGARL, "bench", kind, shape, *options_of(settings), *folder], OTHER
+        case "transfer", [shape, *words]:
+            return [sys.executable, "-m", "tests.gpu.transfer_times", shape, *words], OTHER
+        case "script", [file]:
+            return ["bash", file], OTHER
         case "sleep", words:
             return [sys.executable, "-m", "tests.gpu.sleep_cycles", *words], OTHER
         case "bitwise-ops", names:
@@ -101,7 +117,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             options = [f"model.backend={backend}", f"model.dtype={dtype}", *more]
             return [*MEGARL, "verify", str(MODELS / model), *options, *page], VERIFIED
         case kind, [] if kind in TESTS:
-            return [*PYTEST, *(f"tests/gpu/{file}" for file in TESTS[kind])], TESTED
+            words = [f"tests/gpu/{word}" if word.endswith(".py") else word for word in TESTS[kind]]
+            return [*PYTEST, *words], TESTED
     raise SystemExit(f"unknown stage '{stage}'\n\n{__doc__}")
 
 
@@ -124,13 +141,17 @@ def archive(work: Path, out: Path) -> None:
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Callable[[], None]) -> None:
     """Run a stage, print its progress and important lines, store ``(status, seconds)`` and the logs."""
     command, shown = command_of(stage, out)
+    limit = min(LIMIT, END - time.monotonic())
+    if limit < LEAST_SECONDS:
+        results[stage] = NOT_RUN, 0.0
+        return
     gpus, at, _ = stage.rpartition("@")
     # A stage that is stuck says where, when its time is up.
     environment = os.environ | {"PYTHONFAULTHANDLER": "1"} | ({"CUDA_VISIBLE_DEVICES": gpus} if at else {})
     log, start = out / f"{file_name(stage)}.log", time.monotonic()
     with log.open("w") as handle:
         process = subprocess.Popen(
-            ["timeout", "--signal=ABRT", "--kill-after=10", str(LIMIT), *command],
+            ["timeout", "--signal=ABRT", "--kill-after=10", str(limit), *command],
             stdout=handle,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -154,19 +175,35 @@ def ended(process: subprocess.Popen) -> int | None:
         return None
 
 
-def main(out_folder: str, *groups: str) -> int:
-    """Run the groups of stages one after the other; return 0 if every stage succeeded."""
-    out, work = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-"))
-    for stage in [stage for group in groups for stage in group.split("+")]:
+def lanes_of(words: tuple[str, ...]) -> list[list[str]]:
+    """Return lanes of groups of stages. Stages of a file's lane see its GPUs only."""
+    if not words[0].startswith("@"):
+        return [list(words)]
+    lines = [line.partition("#")[0] for line in Path(words[0][1:]).read_text().splitlines()]
+    parts = [line.partition(": ") for line in lines if line.strip()]
+    return [[f"{gpus.strip()}@{stage}" for stage in stages.split()] for gpus, _, stages in parts]
+
+
+def main(out_folder: str, *words: str) -> int:
+    """Run all lanes at the same time, the groups of each one after the other; return 0 if every stage succeeded."""
+    out, work, lanes = Path(out_folder), Path(tempfile.mkdtemp(prefix="megarl-prove-")), lanes_of(words)
+    for stage in [stage for lane in lanes for group in lane for stage in group.split("+")]:
         command_of(stage, work)
     out.mkdir(parents=True, exist_ok=True)
     print(f"megatron-core {mcore.release()}", flush=True)
     results: dict[str, tuple[int, float]] = {}
-    for group in groups:
-        stages = group.split("+")
-        with ThreadPoolExecutor(len(stages)) as pool:
-            for stage in as_completed([pool.submit(run, s, work, results, lambda: archive(work, out)) for s in stages]):
-                stage.result()
+
+    def run_lane(lane: list[str]) -> None:
+        for group in lane:
+            stages = group.split("+")
+            with ThreadPoolExecutor(len(stages)) as pool:
+                runs = [pool.submit(run, stage, work, results, lambda: archive(work, out)) for stage in stages]
+                for done in as_completed(runs):
+                    done.result()
+
+    with ThreadPoolExecutor(len(lanes)) as pool:
+        for lane in as_completed([pool.submit(run_lane, lane) for lane in lanes]):
+            lane.result()
     print("\n".join(f"{stage:<48} {status:>4} {seconds:6.0f} s" for stage, (status, seconds) in results.items()))
     return int(any(status for status, _ in results.values()))
 

@@ -61,6 +61,11 @@ def test_fp32_equals_peft(cases, layouts):
         ("qwen3_moe", "TE+TP1"),
         ("qwen3", "CP2"),
         ("qwen3", "TE+CP2"),
+        ("qwen3", "TP2xPP2"),
+        ("qwen3", "TP2+SPxCP2"),
+        ("qwen3", "TE+TP2+SPxCP2"),
+        ("qwen3_moe", "TP2+SPxEP2xETP2xDP2"),
+        ("qwen3_moe", "TE+TP2+SPxEP2xETP2xDP2"),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from torch.distributed import TCPStore
 from megarl.checkpoint_engine.transports.collective import Group
 from megarl.checkpoint_engine.transports.nccl import NCCL
 from megarl.network import LOOPBACK, listen
+from megarl.sampler.environment import names_of_gpus
 
 ROUNDS, WARM_UP = 10, 3
 TIMEOUT = 60.0
@@ -41,7 +42,6 @@ def broadcast_rate(nbytes: int, gpus: Sequence[int]) -> float:
         nbytes: bytes of the tensor.
         gpus: the others, as this process counts them.
     """
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     listener = listen(LOOPBACK)
     port, size = listener.getsockname()[1], len(gpus) + 1
     # The object that serves the port must live as long as the group.
@@ -51,7 +51,7 @@ def broadcast_rate(nbytes: int, gpus: Sequence[int]) -> float:
     )  # fmt: skip
     children = []
     for rank, gpu in enumerate(gpus, 1):
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible[gpu] if visible else str(gpu)}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": names_of_gpus([gpu])}
         command = [sys.executable, "-m", __name__, *map(str, (port, rank, size, nbytes))]
         children.append(subprocess.Popen(command, env=environment))
     try:

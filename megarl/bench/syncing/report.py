@@ -62,10 +62,31 @@ def _notes(report: dict[str, Any]) -> list[str]:
             if row["kind"] == "adapter":
                 lines.append(f"a sync of the adapter is {by_disk / row['ms']:.0f} times as fast as save and load")
     if "disk_error" in report:
-        lines.append(f"vLLM's own way (disk=true) failed: {report['disk_error']}")
+        lines.append(f"vLLM's own way (save and load) failed: {report['disk_error']}")
+    if moonshot := report.get("moonshot"):
+        lines += _against_moonshot(moonshot, report["rows"])
+    if "moonshot_error" in report:
+        lines.append(f"checkpoint-engine failed: {report['moonshot_error']}")
     lines += verdict(report["rows"])
     lines += [
         "sync: from the end of the device's work until the new version serves; trainer/* and receiver/* overlap",
         "pause: delay of a request of one token that runs while the adapter arrives",
     ]
+    return lines
+
+
+def _against_moonshot(moonshot: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    """Return what checkpoint-engine took, and how much faster syncs of as many weights are."""
+    register, update = moonshot["register_ms"], moonshot["update_ms"]
+    lines = [
+        f"checkpoint-engine {moonshot['version']}, {moonshot['nbytes'] / 2**20:,.0f} MiB, 1 engine: register "
+        f"{register:.0f} + update {update:.0f} ms"
+    ]
+    for row in rows:
+        if row["kind"] in ("base", "merged"):
+            times, of_update = (register + update) / row["ms"], update / row["ms"]
+            lines.append(
+                f"a sync of {row['kind']} is {times:.0f} times as fast as register and update, "
+                f"{of_update:.0f} times as fast as update alone"
+            )
     return lines

@@ -37,8 +37,9 @@ class SyncBenchSettings(Measured):
     """With ``choose``: completions that each engine is asked for at once, 8 of each prompt."""
     response_tokens: int = Field(128, ge=1)
     """With ``choose``: tokens of a completion."""
-    disk: bool = True
-    """Measure vLLM's own way too: save the adapter to memory-backed files, load them into a running engine."""
+    peers: bool = True
+    """Measure the peers too: vLLM's own way (save the adapter to memory-backed files, load them into a running engine),
+    and, where the package checkpoint-engine is installed and there is a GPU, its update of all weights."""
 
 
 def parse_sync_settings(model: str, overrides: Sequence[str] = ()) -> SyncBenchSettings:

@@ -18,6 +18,7 @@ from megarl.bench.random_weights import TMPFS, base_filler, model_folder
 from megarl.bench.syncing.ceilings import broadcast_rate, copy_rate
 from megarl.bench.syncing.choose import decode_rate, sampler_settings
 from megarl.bench.syncing.device_memory import DeviceMemory
+from megarl.bench.syncing.peers import measure_peers
 from megarl.bench.syncing.settings import SyncBenchSettings
 from megarl.bench.training.ranks import check_gpus
 from megarl.build import build_model
@@ -25,11 +26,8 @@ from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
-from megarl.errors import UnsupportedError, WorkerError
 from megarl.model.trained_model import TrainedModel
 from megarl.parallel.groups import destroy_groups
-from megarl.sampler.engine.settings import buffer_rank
-from megarl.sampler.plain.engine import time_plain_engine
 from megarl.sampler.process import SamplerProcess
 from megarl.types import Sample
 
@@ -54,7 +52,8 @@ def bench_sync(
         report: called with a line before each part.
 
     Returns:
-        ``settings``, ``transport``, ``rows`` (one per kind of weights), ``ceilings`` (GB/s), and ``disk`` if measured.
+        ``settings``, ``transport``, ``rows`` (one per kind of weights), ``ceilings`` (GB/s), and what
+        ``measure_peers`` returns.
     """
     check_gpus(settings.tensor, settings.device, f"an engine of {settings.tensor} ranks (tensor)")
     out.mkdir(parents=True, exist_ok=True)
@@ -75,12 +74,9 @@ def bench_sync(
             report("the ceiling: a NCCL broadcast of as many bytes")
             for row in result["rows"]:
                 row["broadcast"] = broadcast_rate(row["nbytes"], range(1, 1 + settings.engines * settings.tensor))
-        if settings.disk:
-            report("vLLM's own way: save, and load into a running engine")
-            try:
-                result["disk"] = _disk(settings, model, folder, Path(scratch), out)
-            except (WorkerError, UnsupportedError) as error:  # what was measured before is told all the same
-                result["disk_error"] = str(error)
+        if settings.peers:
+            gpu = gpus_of(settings, 0)[0] if model.groups.device.type == "cuda" else None
+            result |= measure_peers(settings, model, folder, Path(scratch), out, gpu, report)
         destroy_groups()
         return result
 
@@ -255,25 +251,3 @@ def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, rep
     hit = [[end - start for start, end in requests if end > began and start < ended + usual] for began, ended in syncs]
     report(f"adapter: {len(requests)} requests of {usual * 1e3:.1f} ms; a sync hits {len(hit[0])}")
     return statistics.median(max(times) - usual for times in hit) * 1e3
-
-
-def _disk(settings: SyncBenchSettings, model: TrainedModel, folder: Path, scratch: Path, out: Path) -> dict[str, Any]:
-    """Time PEFT's file format through memory-backed files into a plain vLLM engine."""
-    saved = []
-    for number in range(3):
-        began = time.perf_counter()
-        model.save_adapter(scratch / f"adapter-{number}")
-        saved.append(time.perf_counter() - began)
-    paths = [str(scratch / f"adapter-{number}") for number in range(3)]
-    loaded = time_plain_engine(
-        {
-            "path": str(folder),
-            "dtype": settings.dtype,
-            "rank": buffer_rank(settings.r),
-            "kv_cache_gib": settings.kv_cache_gib,
-            "tensor": settings.tensor,
-        },
-        paths,
-        out / "sync-plain.log",
-    )
-    return {"save_ms": statistics.median(saved) * 1e3, **loaded}

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.bench.syncing import sync
+from megarl.bench.syncing import peers, sync
 from megarl.bench.syncing.settings import parse_sync_settings
 from megarl.cli.main import main
 from megarl.errors import WorkerError
@@ -37,7 +37,7 @@ def test_vllms_own_way_gets_a_buffer_that_holds_the_rank(model, tmp_path: Path, 
         return {"start_seconds": 5.0, "load_ms": 50.0}
 
     monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
-    monkeypatch.setattr(sync, "time_plain_engine", load)
+    monkeypatch.setattr(peers, "time_plain_engine", load)
     report = sync.bench_sync(parse_sync_settings("tiny", [f"r={rank}", "contents=[merged]"]), tmp_path)
     assert asked == [buffer] and report["disk"]["load_ms"] == 50.0
 
@@ -50,8 +50,23 @@ def test_what_was_measured_is_printed_though_vllms_own_way_failed(
         raise WorkerError("the plain vLLM engine ended with status 1")
 
     monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
-    monkeypatch.setattr(sync, "time_plain_engine", fail)
+    monkeypatch.setattr(peers, "time_plain_engine", fail)
     assert main(["bench", "sync", "tiny", f"r={rank}", "contents=[merged]", "--out", str(tmp_path)]) == 0
     *table, report = capsys.readouterr().out.strip().splitlines()
-    assert any(line.startswith("vLLM's own way (disk=true) failed:") and message in line for line in table)
+    assert any(line.startswith("vLLM's own way (save and load) failed:") and message in line for line in table)
     assert json.loads(report)["rows"] == [ROW] and message in json.loads(report)["disk_error"]
+
+
+def test_checkpoint_engine_is_measured_where_it_is_installed_and_there_is_a_gpu(tmp_path: Path, monkeypatch) -> None:
+    def fail(settings: dict, log: Path) -> dict:
+        assert (settings["gpu"], log.name) == ("6", "sync-moonshot.log")
+        raise WorkerError("no memory")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(peers, "_disk", lambda *_: {"load_ms": 1.0})
+    monkeypatch.setattr(peers, "time_moonshot", fail)
+    for installed, gpu, expected in [(True, 1, {"moonshot_error": "no memory"}), (False, 1, {}), (True, None, {})]:
+        monkeypatch.setattr(peers, "is_installed", lambda installed=installed: installed)
+        said: list[str] = []
+        found = peers.measure_peers(parse_sync_settings("tiny"), None, tmp_path, tmp_path, tmp_path, gpu, said.append)
+        assert found == {"disk": {"load_ms": 1.0}} | expected and len(said) == 1 + len(expected)
