@@ -106,9 +106,8 @@ def _of_layers(config: TrainerConfig) -> Iterator[tuple[str, Any, str]]:
     for axis in ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor"):
         if (size := getattr(config.parallel, axis)) > 1:
             yield f"parallel.{axis}", size, "1 (parallel.data may be more)"
-    for name in ("cuda_graphs", "compile"):
-        if getattr(config.train, name):
-            yield f"train.{name}", True, "false"
+    if config.train.compile:
+        yield "train.compile", True, "false (train.cuda_graphs may be true)"
     if config.lora.lora_dropout:
         yield "lora.lora_dropout", config.lora.lora_dropout, "0.0"
 

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare attention over packed tokens with the same over pages, in steps and chunks; see `bitwise_ops`."""
 
-import math
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 
 from megarl.bitwise.kernels.attention import Pages, attend, packed_pages
-from megarl.bitwise.kernels.attention_backward import BY_KEY, LARGE_BY_QUERY, attend_backward
+from megarl.model.layers.bitwise.attention_gradient import attend_backward
 from tests.gpu.bitwise_ops import compare, draw, milliseconds, say
 
 
@@ -45,32 +44,10 @@ def _one(groups: int, queries: int, width: int, size: int) -> None:
     again, more = attend(query, packed, bounds, width**-0.5)
     say(name, "twice", compare(again, out), compare(more, sums))
     slope = draw(*out.shape)
-    given = (slope, query, key, value, out, sums, bounds, width**-0.5)
+    given = (slope, query, key, value, out, sums, bounds, max(lengths), width**-0.5)
     first, second = attend_backward(*given), attend_backward(*given)
     say(name, "gradients twice", *(compare(a, b) for a, b in zip(first, second, strict=True)))
     _errors(name, query, key, value, bounds, slope, out, first)
-    first, second = (flash_backward(*given[:-1], max(lengths), given[-1]) for _ in range(2))
-    say(name, "flash gradients twice", *(compare(a, b) for a, b in zip(first, second, strict=True)))
-    _errors(f"{name} flash", query, key, value, bounds, slope, out, first)
-
-
-def flash_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    sums: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float, deterministic: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the gradients by torch's flash attention, from our forward pass; see ``attend_backward``."""
-    kept = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    try:
-        return torch.ops.aten._flash_attention_backward(
-            gradient, query, key.contiguous(), value.contiguous(), out, sums * math.log(2), bounds, bounds, longest,
-            longest, 0.0, True, state, state[:0], scale=scale,
-        )  # fmt: skip
-    finally:
-        torch.use_deterministic_algorithms(kept[0])
-        torch.utils.deterministic.fill_uninitialized_memory = kept[1]
 
 
 def _packed(tokens: int, groups: int, queries: int, width: int) -> tuple[torch.Tensor, ...]:
@@ -145,17 +122,14 @@ def attention_times() -> None:
         out, sums = attend(query, pages, bounds, 128**-0.5)
         leaves = [t.detach().clone().requires_grad_() for t in (query, key, value)]
         kept = _varlen(*leaves, bounds)
-        given = slope, query, key, value, out, sums, bounds, 128**-0.5
+        given = slope, query, key, value, out, sums, bounds, length, 128**-0.5
         times = (
             milliseconds(attend, query, pages, bounds, 128**-0.5),
             milliseconds(attend_backward, *given),
-            milliseconds(attend_backward, *given, (LARGE_BY_QUERY, BY_KEY)),
-            milliseconds(flash_backward, *given[:-1], length, given[-1]),
-            milliseconds(flash_backward, *given[:-1], length, given[-1], deterministic=False),
             milliseconds(_varlen, *leaves, bounds),
             milliseconds(kept.backward, slope, retain_graph=True),
         )
-        what = "forward, backward, with LARGE, by flash, that without determinism, fast forward, fast backward"
+        what = "forward, backward, fast forward, fast backward"
         say(f"time attention {groups}x{queries}x128, {count} x {length}, ms of {what}:")
         say(" ", ", ".join(f"{t:.3f}" for t in times))
         pages = _cache(key, value, [length] * count, 64)

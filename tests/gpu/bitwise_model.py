@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 DEFAULTS = {"numerics": "bitwise", "layers": 0, "versions": 3, "prompts": 64, "samples": 8, "response": 256,
-            "trace": 1, "eager": 0, "temperature": 1.0, "prefill_chunk": 0}  # fmt: skip
+            "trace": 1, "eager": 0, "temperature": 1.0, "prefill_chunk": 0, "cuda_graphs": 0}  # fmt: skip
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LLAMA = {
     "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
@@ -113,7 +113,7 @@ def run(name: str, options: dict[str, Any], scratch: Path) -> None:
     config = config_of(name, options["layers"])
     folder = write_random(config, scratch / "model", dtype="bfloat16")
     settings = {"path": str(folder), "numerics": options["numerics"]}
-    train = {"micro_batch_tokens": 16384}
+    train = {"micro_batch_tokens": 16384, "cuda_graphs": bool(options["cuda_graphs"])}
     model = megarl.build_model(settings, lora=LORA, train=train, temperature=options["temperature"])
     loss = megarl.build_loss({"name": "grpo", "importance_cap": None})
     step(model, [megarl.Sample(np.arange(10, 700), np.arange(690) >= 5, 1.0)], loss)

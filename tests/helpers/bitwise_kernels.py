@@ -92,12 +92,7 @@ def logprobs_are_exact() -> None:
 
 def attention_is_exact_in_pages_and_packed() -> None:
     from megarl.bitwise.kernels.attention import TILE, Pages, attend, packed_pages
-    from megarl.bitwise.kernels.attention_backward import (
-        BY_KEY,
-        BY_QUERY,
-        LARGE_BY_QUERY,
-        attend_backward,
-    )
+    from megarl.model.layers.bitwise.attention_gradient import attend_backward
 
     groups, queries, width, scale = 2, 3, 32, 0.2
     bounds = torch.tensor([0, *LENGTHS]).cumsum(0).int()
@@ -109,10 +104,9 @@ def attention_is_exact_in_pages_and_packed() -> None:
     close(out, exact.detach())
     slope = draw(*exact.shape)
     exact.backward(slope.double())
-    for blocks in ((BY_QUERY, BY_KEY), (LARGE_BY_QUERY, BY_KEY)):
-        gradients = attend_backward(slope, query, key, value, out, sums, bounds, scale, blocks)
-        for ours, leaf in zip(gradients, leaves, strict=True):
-            close(ours, leaf.grad)
+    gradients = attend_backward(slope, query, key, value, out, sums, bounds, max(LENGTHS), scale)
+    for ours, leaf in zip(gradients, leaves, strict=True):
+        close(ours, leaf.grad)
     # The last 40 queries of the last sequence, over pages of the others' in any order, whose rest is not a number.
     pages = torch.full((5, 2 * TILE, groups, 2 * width), float("nan"))
     start, length = int(bounds[-2]), LENGTHS[-1]

@@ -55,7 +55,8 @@ class Columns(NamedTuple):
 
 def all_tokens(count: int, device: torch.device) -> Tokens:
     """Return the index for tokens that all have adapter 0."""
-    numbers = torch.tensor([count, 0, 0], dtype=torch.int32).to(device, non_blocking=True)
+    numbers = torch.zeros(3, dtype=torch.int32, device=device)
+    numbers[:1].fill_(count)  # not copied from the host, so that a CUDA graph can hold it
     order = torch.arange(count, dtype=torch.int32, device=device)
     return Tokens(order, numbers[:1], numbers[1:2], numbers[2:], 1)
 

@@ -58,7 +58,8 @@ def _adapted_linear(
         if start not in done:
             shrink(inputs, a[None, start : start + rank], tokens, part)
             done.add(start)
-        scaled = matrix if scaling == 1.0 else (matrix.float() * scaling).to(matrix.dtype)
+        # In float32, rounded once, as the sampler's slots are filled.
+        scaled = matrix if scaling == 1.0 else matrix * scaling
         expand(part, scaled[None], tokens, out, out, _columns(layout, place, len(matrix)))
     return out, low
 
@@ -86,9 +87,13 @@ def _columns(layout: Layout, place: int, rows: int) -> Columns:
     return Columns(run, (queries + 2) * width, 0 if place == 0 else (queries + place - 1) * width)
 
 
-@functools.lru_cache(maxsize=16)
 def _tokens(count: int, device: torch.device) -> Tokens:
-    return all_tokens(count, device)
+    # A graph would go on reading what the cache has dropped.
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return all_tokens(count, device) if capturing else _kept_tokens(count, device)
+
+
+_kept_tokens = functools.lru_cache(maxsize=16)(all_tokens)
 
 
 def _keep(ctx: Any, inputs: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -102,7 +107,7 @@ def _gradient(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
     layout = _layout(ctx.scalings, ctx.numbers, ctx.fusion)
     wide = products.assemble(tuple(b), gradient.shape[1], layout)
     by_low = products.product(gradient, wide, products.factor(layout))
-    by_hidden = (gradient @ weight).addmm(by_low, a)
+    by_hidden = (gradient @ weight).addmm_(by_low, a)
     by_a = by_low.t() @ hidden
     by_b = products.b_gradients(gradient, low, layout)
     return by_hidden, None, None, by_a, by_b, None, None, None

@@ -25,10 +25,19 @@ class PackedMLP(MLP):
         """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias that is still to be added, if any."""
         if traced() and per_token_scale is None:
             fused, bias = self.linear_fc1(hidden_states)
-            return self.linear_fc2(pointwise.swiglu(fused if bias is None else fused + bias))
+            fused = fused if bias is None else fused + bias
+            return self.linear_fc2(self._activate(fused))
         if self.biased or per_token_scale is not None or not pointwise.wants_kernels(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
+        fused, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(self._activate(fused))
+
+    def _activate(self, fused: torch.Tensor) -> torch.Tensor:
+        """Return ``silu(gate) * up``, by megarl's kernel where there is one."""
+        if not pointwise.has_kernels(fused):
+            return pointwise.swiglu(fused)
+        if traced():
+            return torch.ops.megarl.swiglu(fused)
         from megarl.model.layers.kernels.swiglu import swiglu
 
-        fused, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(fused))
+        return swiglu(fused)

@@ -55,9 +55,17 @@ def wants_compilation(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and tensor.element_size() == 2 and not traced()
 
 
+_HAS_TRITON = has_triton()  # looked up here, because torch.compile cannot trace it
+
+
+def has_kernels(tensor: torch.Tensor) -> bool:
+    """Return True if there are Triton kernels for this tensor: 16 bits, on CUDA. torch.compile can trace it."""
+    return tensor.is_cuda and tensor.element_size() == 2 and _HAS_TRITON
+
+
 def wants_kernels(tensor: torch.Tensor) -> bool:
-    """Return True if a function of this tensor should use one of megarl's Triton kernels."""
-    return wants_compilation(tensor) and has_triton()
+    """Return True if a function of this tensor should use one of megarl's Triton kernels, outside traces."""
+    return has_kernels(tensor) and not traced()
 
 
 @compile_on_cuda

@@ -50,6 +50,8 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         UnsupportedError: the device's compiler is missing.
     """
     _check_compiler(device)
+    if has_triton():
+        import megarl.model.layers.kernels.ops  # noqa: F401 - what a trace calls must be registered before
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, LIMIT)
     # A compilation takes long, and must not look like a hang.

@@ -10,3 +10,7 @@ pytest.importorskip("triton")
 
 def test_outputs_and_gradients_equal_torch() -> None:
     run_interpreted("-m", "tests.helpers.row_kernels")
+
+
+def test_compiled_layers_call_the_kernels() -> None:
+    run_interpreted("-m", "tests.helpers.traced_kernels")

@@ -8,7 +8,7 @@ from megatron.core.transformer.attention import SelfAttention
 
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
-from megarl.model.layers.pointwise import apply_rope, wants_kernels
+from megarl.model.layers.pointwise import apply_rope, has_kernels
 from megarl.model.layers.regions import traced
 from megarl.model.weights.fusion import head_layout, split_heads
 
@@ -50,12 +50,16 @@ class PackedSelfAttention(SelfAttention):
 
     def _has_kernel(self, fused: torch.Tensor) -> bool:
         frozen = not any(weight.requires_grad for weight in self._norms())
-        return wants_kernels(fused) and frozen
+        return has_kernels(fused) and frozen
 
     def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        eps, heads = self.config.layernorm_epsilon, self._heads
+        if traced():
+            layout = [heads.groups, heads.queries, heads.head_dim]
+            return torch.ops.megarl.prepare_heads(fused, angles, list(self._norms()), eps, layout)
         from megarl.model.layers.kernels.heads import prepare_heads
 
-        return prepare_heads(fused, angles, self._norms(), self.config.layernorm_epsilon, self._heads)
+        return prepare_heads(fused, angles, self._norms(), eps, heads)
 
     def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""

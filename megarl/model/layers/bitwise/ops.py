@@ -15,11 +15,9 @@ from torch.library import custom_op
 from megarl.bitwise.kernels import rows
 from megarl.bitwise.kernels.attention import attend as attend_pages
 from megarl.bitwise.kernels.attention import packed_pages
-from megarl.bitwise.kernels.attention_backward import attend_backward as gradients_of_attention
-from megarl.model.layers.kernels import heads as head_kernels
+from megarl.model.layers.bitwise import attention_gradient
 from megarl.model.layers.kernels import norm as norm_kernels
-from megarl.model.layers.kernels import swiglu as swiglu_kernels
-from megarl.model.weights.fusion import HeadLayout
+from megarl.model.layers.kernels import ops as kernel_ops
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -65,26 +63,10 @@ def prepare_heads(
     return turned[0], turned[1], value
 
 
-@custom_op("megarl::bitwise_prepare_heads_backward", mutates_args=())
-def prepare_heads_backward(
-    by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, fused: torch.Tensor, angles: torch.Tensor,
-    weights: list[torch.Tensor], eps: float, layout: list[int],
-) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of ``fused``, rounded once."""
-    given = (by_query, by_key, by_value)
-    return head_kernels.gradient_of(given, fused, angles, tuple(weights), eps, HeadLayout(*layout))
-
-
 @custom_op("megarl::bitwise_swiglu", mutates_args=())
 def swiglu(fused: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, ``[T, 2 I] -> [T, I]``; see ``rows.swiglu``."""
     return rows.swiglu(fused)
-
-
-@custom_op("megarl::bitwise_swiglu_backward", mutates_args=())
-def swiglu_backward(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``fused``."""
-    return swiglu_kernels.gradient_of(gradient, fused)
 
 
 @custom_op("megarl::bitwise_attend", mutates_args=())
@@ -109,10 +91,10 @@ def attend(
 @custom_op("megarl::bitwise_attend_backward", mutates_args=())
 def attend_backward(
     gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor,
-    sums: torch.Tensor, bounds: torch.Tensor, scale: float,
+    sums: torch.Tensor, bounds: torch.Tensor, longest: int, scale: float,
 ) -> Tensors:  # fmt: skip
     """Return the gradients of query, key and value."""
-    return gradients_of_attention(gradient, query, key, value, out, sums, bounds, scale)
+    return attention_gradient.attend_backward(gradient, query, key, value, out, sums, bounds, longest, scale)
 
 
 @rms_norm.register_fake
@@ -123,30 +105,6 @@ def _(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @rms_norm_backward.register_fake
 def _(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _like(hidden)
-
-
-@prepare_heads.register_fake
-def _(
-    fused: torch.Tensor, angles: torch.Tensor, weights: list[torch.Tensor], eps: float, layout: list[int]
-) -> Tensors:  # fmt: skip
-    groups, queries, width = layout
-    query, key, value = (fused.new_empty(len(fused), n, width) for n in (groups * queries, groups, groups))
-    return query, key, value
-
-
-@prepare_heads_backward.register_fake
-def _(by_query: Any, by_key: Any, by_value: Any, fused: torch.Tensor, *others: Any) -> torch.Tensor:
-    return _like(fused)
-
-
-@swiglu.register_fake
-def _(fused: torch.Tensor) -> torch.Tensor:
-    return fused.new_empty(fused.shape[0], fused.shape[1] // 2)
-
-
-@swiglu_backward.register_fake
-def _(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
-    return _like(fused)
 
 
 @attend.register_fake
@@ -174,37 +132,20 @@ def _norm_gradient(ctx: Any, gradient: torch.Tensor) -> Any:
     return rms_norm_backward(gradient, *ctx.saved_tensors, ctx.eps), None, None
 
 
-def _keep_heads(ctx: Any, inputs: Any, output: Any) -> None:
-    fused, angles, weights, ctx.eps, ctx.layout = inputs
-    ctx.save_for_backward(fused, angles, *weights)
-
-
-def _heads_gradient(ctx: Any, *gradients: torch.Tensor) -> Any:
-    fused, angles, *weights = ctx.saved_tensors
-    by_fused = prepare_heads_backward(*gradients, fused, angles, weights, ctx.eps, ctx.layout)
-    return by_fused, None, [None] * len(weights), None, None
-
-
-def _keep_swiglu(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _swiglu_gradient(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return swiglu_backward(gradient, *ctx.saved_tensors)
-
-
 def _keep_attention(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, bounds, _, ctx.scale = inputs
+    query, key, value, bounds, ctx.longest, ctx.scale = inputs
     out, sums = output
     ctx.mark_non_differentiable(sums)
     ctx.save_for_backward(query, key, value, out, sums, bounds)
 
 
 def _attention_gradient(ctx: Any, gradient: torch.Tensor, _: Any) -> Any:
-    return *attend_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None, None
+    return *attend_backward(gradient, *ctx.saved_tensors, ctx.longest, ctx.scale), None, None, None
 
 
 rms_norm.register_autograd(_norm_gradient, setup_context=_keep_norm)
-prepare_heads.register_autograd(_heads_gradient, setup_context=_keep_heads)
-swiglu.register_autograd(_swiglu_gradient, setup_context=_keep_swiglu)
+prepare_heads.register_fake(kernel_ops.empty_heads)
+prepare_heads.register_autograd(kernel_ops.heads_gradient, setup_context=kernel_ops.keep_heads)
+swiglu.register_fake(kernel_ops.empty_swiglu)
+swiglu.register_autograd(kernel_ops.swiglu_gradient, setup_context=kernel_ops.keep_swiglu)
 attend.register_autograd(_attention_gradient, setup_context=_keep_attention)

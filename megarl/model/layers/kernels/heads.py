@@ -42,6 +42,16 @@ def prepare_heads(
     return _SplitHeads.apply(fused, angles, weights, eps, heads)
 
 
+def result_of(
+    fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute ``prepare_heads`` without autograd; T is the first dimension. ``weights`` is empty without norms."""
+    counts = (heads.groups * heads.queries, heads.groups, heads.groups)
+    query, key, value = (fused.new_empty(*fused.shape[:-1], count, heads.head_dim) for count in counts)
+    _launch(_heads_forward, (query, key, value), fused.contiguous(), angles.contiguous(), weights, eps, heads)
+    return query, key, value
+
+
 def gradient_of(
     gradients: tuple[torch.Tensor, ...], fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float,
     heads: HeadLayout,
@@ -60,13 +70,9 @@ class _SplitHeads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Run the forward kernel; see ``prepare_heads``."""
         fused, angles = fused.contiguous(), angles.contiguous()
-        tokens = fused.shape[0]
-        counts = (heads.groups * heads.queries, heads.groups, heads.groups)
-        query, key, value = (fused.new_empty(tokens, 1, count, heads.head_dim) for count in counts)
         ctx.save_for_backward(fused, angles, *(weights or ()))
         ctx.eps, ctx.heads = eps, heads
-        _launch(_heads_forward, (query, key, value), fused, angles, weights, eps, heads)
-        return query, key, value
+        return result_of(fused, angles, weights, eps, heads)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -28,6 +28,13 @@ def swiglu(fused: torch.Tensor) -> torch.Tensor:
     return _SwiGLU.apply(fused)
 
 
+def result_of(fused: torch.Tensor) -> torch.Tensor:
+    """Compute ``swiglu`` without autograd."""
+    out = fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
+    _launch(_swiglu_forward, as_rows(fused), as_rows(out))
+    return out
+
+
 def gradient_of(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``fused [..., 2 I]``, from that of the result."""
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
@@ -39,9 +46,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(fused)
-        out = fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
-        _launch(_swiglu_forward, as_rows(fused), as_rows(out))
-        return out
+        return result_of(fused)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

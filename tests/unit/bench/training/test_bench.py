@@ -135,8 +135,9 @@ def test_what_bitwise_costs_is_said(tmp_path, monkeypatch) -> None:
     assert list(refused) == ["bitwise"] and "head_dim of config.json = 32" in refused["bitwise"]
     settings = parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]"])
     assert train.left_out(settings) == {}
-    graphs = train.left_out(parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]", "cuda_graphs=true"]))
-    assert "train.cuda_graphs = True" in graphs["bitwise"]
+    assert train.left_out(parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]", "cuda_graphs=true"])) == {}
+    compiled = train.left_out(parse_settings("qwen3-0.6b", ["contenders=[local,bitwise]", "compile=true"]))
+    assert "train.compile = True" in compiled["bitwise"]
 
     def run(name, settings, out, flags=(), label=None):
         shared = {"ranks": 1, "tokens_per_second": 2.0, "peak_gib": 1.0, "backend": "local", "tflops": 1.0}
