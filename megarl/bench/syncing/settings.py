@@ -27,7 +27,7 @@ class SyncBenchSettings(Measured):
     """Rank of the adapter, on all linears."""
     rounds: int = Field(20, ge=2)
     """Timed syncs of each kind; their median is reported."""
-    bucket_mib: int = Field(256, ge=1)
+    bucket_mib: int = Field(512, ge=1)
     """``checkpoint_engine.bucket_mib``."""
     kv_cache_gib: float = Field(2.0, gt=0.0)
     """``sampler.kv_cache_gib``."""

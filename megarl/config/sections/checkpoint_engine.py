@@ -22,7 +22,7 @@ class CheckpointEngineConfig(Section):
     ``hccl``: between Ascend NPUs. ``auto``: ``nccl`` if trainer rank 0 and every rank of an engine have a GPU of their
     own; ``ipc`` if they share GPUs of one host, or compute on its CPUs; ``shm`` if they share a host otherwise; else
     ``gloo``."""
-    bucket_mib: int = Field(256, ge=1)
+    bucket_mib: int = Field(512, ge=1)
     """Tensors travel in buckets of at most this size, MiB. A larger one is divided into runs of rows; of an adapter it
     has a bucket of its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)

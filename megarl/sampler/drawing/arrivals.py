@@ -66,7 +66,10 @@ class Arrivals:
             if stays:
                 self._gate.arm(version, kind, [])
                 return []
-            answers = await self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
+            receiving = self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
+            # Nothing is computed until the flip, so the cache stays empty.
+            emptying = [] if kind == "adapter" else [self._empty_prefix_cache()]
+            *_, answers = await asyncio.gather(*emptying, receiving)
             receipts = [answer for answer in answers if answer]
             self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
             return receipts
@@ -76,7 +79,6 @@ class Arrivals:
         with self._refusing_on_error():
             self._gate.check_flip(version, kind, checksum)
             if kind != "adapter":
-                await self._empty_prefix_cache()
                 self._gate.flip()
                 if self._gate.resident is not None:
                     self._requests.resume()
@@ -110,7 +112,7 @@ class Arrivals:
         await self._requests.leave_slot(self._slots, self._patience)
 
     async def _empty_prefix_cache(self) -> None:
-        """Drop all cached keys and values, which are those of the weights before."""
+        """Drop all cached keys and values, which are those of the weights before; no request may run."""
         deadline = asyncio.get_running_loop().time() + RESET_SECONDS
         while not await self._reset_cache():
             if asyncio.get_running_loop().time() > deadline:
