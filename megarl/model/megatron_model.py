@@ -11,12 +11,12 @@ from megarl.model.adapter import Attach
 from megarl.model.checkpoint.identity import identify
 from megarl.model.layers.attention.rope import rope_of
 from megarl.model.layers.build import build_chunks
+from megarl.model.layers.sequence_work import sequence_work
 from megarl.model.optimizer.adapter_optimizer import make_optimizers
 from megarl.model.optimizer.ddp import without_reduction, wrap_ddp
 from megarl.model.step.compiled import CompilationCount, compile_layers
 from megarl.model.step.graphs import ALIGNED, graphed, token_unit
 from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
-from megarl.model.step.sequence_work import sequence_work
 from megarl.model.trained_model import TrainedModel
 from megarl.model.weights.base_tensors import base_tensors, load_base
 from megarl.model.weights.full_config import names_of

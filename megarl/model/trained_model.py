@@ -19,8 +19,8 @@ from megarl.loss.base import Loss
 from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.checkpoint import training_state
 from megarl.model.checkpoint.writer import BackgroundWriter
+from megarl.model.layers.sequence_work import SequenceWork
 from megarl.model.step.packing import PackedBatch, check_ids, pack
-from megarl.model.step.sequence_work import SequenceWork
 from megarl.model.step.stepper import Metrics, Stepper
 from megarl.model.weight_export import WeightExport
 from megarl.model.weights.streaming import stream_full

@@ -65,7 +65,7 @@ def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.T
     return [torch.as_tensor(result) for result in results]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_graphs_change_nothing(tmp_path, world):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs")

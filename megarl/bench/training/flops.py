@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.families import family_of
-from megarl.model.step.sequence_work import head_dim, linear_shapes
+from megarl.model.layers.sequence_work import head_dim, linear_shapes
 from megarl.model.weights.full_config import full_config
 
 

@@ -16,6 +16,7 @@ from megarl.model.layers.backends import BlockSpec, backend_settings, block_spec
 from megarl.model.layers.gpt import PackedGPTModel
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.recompute import recompute_settings
+from megarl.model.layers.stages import stage_settings
 from megarl.model.weights.full_config import full_config
 from megarl.parallel.device import cuda_names
 from megarl.parallel.groups import Groups
@@ -89,7 +90,7 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
     }
-    settings |= architecture(hf, family) | recompute | _stages(hf["num_hidden_layers"], parallel)
+    settings |= architecture(hf, family) | recompute | stage_settings(hf, parallel)
     copies = max(1, parallel.tensor // hf["num_key_value_heads"])
     windows = tuple(family.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
     settings |= backend_settings(model, dtype, device, experts="num_moe_experts" in settings)
@@ -101,22 +102,6 @@ def transformer_config(
     # attention does here.
     without_yarn = {"rotary_scaling_factor": 1.0, "mscale_all_dim": 0.0}
     return MLATransformerConfig(**(without_yarn | settings), multi_latent_attention=False, rope_type="rope")
-
-
-def _stages(layers: int, parallel: ParallelConfig) -> dict[str, Any]:
-    """Spread layers that do not divide evenly over the stages: some stages get one layer more than others.
-
-    Inner stages get one first; the first stage also holds the embedding, and the last one the loss.
-    """
-    stages = parallel.pipeline * parallel.virtual_pipeline
-    each, more = divmod(layers, stages)
-    if not more:
-        return {}
-    favoured = [*range(1, stages - 1), 0, stages - 1][:more]
-    rows = [["decoder"] * (each + (stage in favoured)) for stage in range(stages)]
-    rows[0].insert(0, "embedding")
-    rows[-1].append("loss")
-    return {"pipeline_model_parallel_layout": rows}
 
 
 def _interleaving(parallel: ParallelConfig) -> dict[str, Any]:

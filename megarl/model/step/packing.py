@@ -22,8 +22,8 @@ from megarl.loss.base import TokenBatch
 from megarl.loss.sequences import Sequences
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
+from megarl.model.layers.sequence_work import BY_TOKENS, SequenceWork
 from megarl.model.step.bins import deal, plan_bins
-from megarl.model.step.sequence_work import BY_TOKENS, SequenceWork
 from megarl.types import Sample
 
 

@@ -67,9 +67,10 @@ class Arrivals:
                 self._gate.arm(version, kind, [])
                 return []
             receiving = self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
-            # Nothing is computed until the flip, so the cache stays empty.
-            emptying = [] if kind == "adapter" else [self._empty_prefix_cache()]
-            *_, answers = await asyncio.gather(*emptying, receiving)
+            if kind == "adapter":
+                answers = await receiving
+            else:  # nothing is computed until the flip, so the cache stays empty
+                _, answers = await asyncio.gather(self._empty_prefix_cache(), receiving)
             receipts = [answer for answer in answers if answer]
             self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
             return receipts

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 
+from megarl.model.layers.sequence_work import sequence_work
 from megarl.model.step.bins import best_fit, deal, plan_bins
 from megarl.model.step.packing import pack
-from megarl.model.step.sequence_work import sequence_work
 from tests.helpers.timing import fastest
 from tests.unit.model.test_packing import random_samples
 

@@ -70,7 +70,7 @@ def test_phases_of_several_micro_batches_are_added_up() -> None:
         ("tiny", ["recompute_layers=1"], "needs train.recompute 'full'"),
         ("tiny", ["recompute=some"], "'none', 'selective' or 'full'"),
         ("tiny", ["cuda_graphs=true", "dropout=0.1"], "lora.lora_dropout = 0.1"),
-        ("tiny", ["cuda_graphs=true", "tensor=2"], "parallel.tensor = 2"),
+        ("tiny", ["cuda_graphs=true", "context=2"], "parallel.context = 2"),
         ("tiny-moe", ["cuda_graphs=true"], "num_experts = 4"),
         ("tiny", ["layers=3"], "'tiny' has 2"),
         ("tiny", ["tensors=2"], "did you mean 'tensor'"),
