@@ -259,6 +259,7 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
+        (["parallel.tensor=3"], "parallel.tensor = 3"),
         (["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (["parallel.context=2"], "parallel.context = 2"),
         (["lora.lora_dropout=0.1"], "lora.lora_dropout = 0.1"),
