@@ -4,9 +4,11 @@
 `python -m tests.gpu.bitwise_model [NAME] [key=value ...]`: NAME is a shape of `megarl.bench.shapes`, or `llama`. Keys
 are those of ``DEFAULTS``. Prints the first module that differs (`trace=1`), then for each policy version the tokens
 that differ and the seconds of sampling and of a training step. `numerics=fast` measures what bitwise costs.
-`prefill_chunk=96` lets a prompt bring at most 96 tokens to a batch that has other requests too.
+`prefill_chunk=96` lets a prompt bring at most 96 tokens to a batch that has other requests too. `engines=2` gives every
+other prompt to a second engine, on a GPU of its own.
 """
 
+import contextlib
 import sys
 import tempfile
 import time
@@ -19,7 +21,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 DEFAULTS = {"numerics": "bitwise", "layers": 0, "versions": 3, "prompts": 64, "samples": 8, "response": 256,
-            "trace": 1, "eager": 0, "temperature": 1.0, "prefill_chunk": 0, "cuda_graphs": 0}  # fmt: skip
+            "trace": 1, "eager": 0, "temperature": 1.0, "prefill_chunk": 0, "cuda_graphs": 0, "engines": 1}  # fmt: skip
 LORA = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
 LLAMA = {
     "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12,
@@ -66,7 +68,7 @@ def trace(model: Any, folder: Path, scratch: Path, config: Any) -> None:
     print(f"trace: {len(lines)} modules differ", *lines[:8], sep="\n  ", flush=True)
 
 
-def rollout(engine: Any, version: int, options: dict[str, Any], vocabulary: int) -> tuple[list[Any], float]:
+def rollout(engines: list[Any], version: int, options: dict[str, Any], vocabulary: int) -> tuple[list[Any], float]:
     """Sample groups with prompts and completions of random lengths, some at once, some one after the other."""
     from megarl.config.sections.eval import Sampling
 
@@ -77,6 +79,7 @@ def rollout(engine: Any, version: int, options: dict[str, Any], vocabulary: int)
     limits = draw.integers(1, options["response"] + 1, len(prompts))
     for number, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         sampling = Sampling(options["samples"], options["temperature"], 1.0, int(limit))
+        engine = engines[number % len(engines)]
         futures.append(engine.start_generate([prompt], version, [number], sampling))
         if number % 16 == 3:
             futures[-1].result()
@@ -127,23 +130,30 @@ def run(name: str, options: dict[str, Any], scratch: Path) -> None:
                "enforce_eager": bool(options["eager"]), "temperature": options["temperature"]}  # fmt: skip
     if options["prefill_chunk"]:
         sampler["engine_args"] = {"long_prefill_token_threshold": options["prefill_chunk"]}
-    log = scratch / "engine.log"
+    logs = [scratch / f"engine-{index}.log" for index in range(options["engines"])]
     began = time.perf_counter()
     try:
-        with megarl.SamplerProcess(settings, lora=LORA, sampler=sampler, gpus=[0], log=log) as engine:
-            weights = megarl.WeightSync(model, [engine])
+        with contextlib.ExitStack() as stack:
+            engines = [
+                stack.enter_context(
+                    megarl.SamplerProcess(settings, lora=LORA, sampler=sampler, gpus=[index], log=log, index=index)
+                )
+                for index, log in enumerate(logs)
+            ]
+            weights = megarl.WeightSync(model, engines)
             weights.sync("base")
             weights.sync("adapter")
-            print(f"engine started in {time.perf_counter() - began:.0f} s", flush=True)
+            print(f"engines started in {time.perf_counter() - began:.0f} s", flush=True)
             for _ in range(options["versions"]):
-                completions, seconds = rollout(engine, model.version, options, config.vocab_size)
+                completions, seconds = rollout(engines, model.version, options, config.vocab_size)
                 tokens = sum(len(answer.response_ids) for answer in completions)
                 samples = compare_logprobs(model, completions, model.version)
                 trained = step(model, samples, loss)
                 print(f"  sampling {tokens} tokens {seconds:.2f} s, training step {trained:.2f} s", flush=True)
                 weights.sync("adapter")
     except Exception:
-        print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
+        for log in logs:
+            print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
         raise
 
 

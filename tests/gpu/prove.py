@@ -19,6 +19,7 @@ release. Stages:
     transfer:SHAPE[:WORD,...]           `tests.gpu.transfer_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
+    twice[:SETTING,...]                 `megarl train` twice with the same seeds, `numerics: bitwise`
     loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
     bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`
     bitwise[:SHAPE[:SETTING,...]]       `tests.gpu.bitwise_model`: sampler against trainer
@@ -109,6 +110,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [sys.executable, "-m", "tests.gpu.bitwise_model", *words[:1], *options_of(words[1:])], OTHER
         case "modes", []:
             return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes")], OTHER
+        case "twice", words:
+            return [sys.executable, "-m", "tests.gpu.train_twice", str(out / "twice"), *options_of(words)], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:
             options = ["lora.r=8", f"model.backend={backend}", f"model.dtype={dtype}", *options_of(settings)]
             return [*MEGARL, "verify", str(MODELS / family), *options, "--matrix", "--ranks", ranks, *page], VERIFIED

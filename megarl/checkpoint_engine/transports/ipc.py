@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfer inside one host: the receivers map the sender's buffers, so that no byte is copied on the way.
 
-Processes on GPUs open the same memory by CUDA IPC handles, also that of another GPU that theirs can access; on CPUs
-they map the same file in /dev/shm. The receivers' own copy, into vLLM's tensors, is the only one.
+Processes on GPUs open the same memory by CUDA IPC handles, on CPUs they map the same file in /dev/shm. The receivers'
+own copy, into vLLM's tensors, is the only one. The memory of another GPU is opened too, if theirs can access it: its
+buckets are copied once before they are read (``staging``).
 """
 
 import mmap
@@ -20,6 +21,7 @@ from megarl.checkpoint_engine.base import Link
 from megarl.checkpoint_engine.choice import Memory, own_memory
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
+from megarl.checkpoint_engine.transports.staging import Staging
 from megarl.errors import WeightSyncError
 
 # Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.
@@ -77,17 +79,28 @@ class IpcReceiver(LiveReceiver):
             )
         super().__init__(endpoint, index)
         self._buffers: dict[int, torch.Tensor] = {}
+        self._staging = Staging() if sender.gpu != own.gpu else None
 
     def close(self) -> None:
         """Disconnect, and close the sender's memory."""
         super().close()
         self._buffers = {}
+        if self._staging:
+            self._staging.clear()
 
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         if news:
             self._buffers.pop(number, None)
             self._buffers[number] = _open(news)
-        return self._buffers[number][:nbytes]
+        bucket = self._buffers[number][:nbytes]
+        return self._staging.copy(bucket, number) if self._staging else bucket
+
+    def _wait_until_read(self, ended: bool) -> None:
+        if self._staging:
+            self._staging.wait(ended)
+        elif torch.cuda.is_available():
+            # Kernels may still wait for their turn.
+            torch.cuda.current_stream().synchronize()
 
 
 def open_sender(link: Link) -> IpcSender:

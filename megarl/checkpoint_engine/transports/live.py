@@ -125,7 +125,7 @@ class LiveReceiver:
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         self._timeout, self._index = endpoint["timeout"], index
-        self._unread = self._reading = False
+        self._unread = False
         self._line = open_line(endpoint, index)
 
     def begins(self) -> bool:
@@ -135,22 +135,22 @@ class LiveReceiver:
     def take(self) -> Frame:
         """Wait for the next bucket or the manifest. The bucket before may be overwritten from now on."""
         deadline = time.monotonic() + self._timeout
-        if self._unread:
-            self._unread = False
-            if self._reading:
-                torch.cuda.current_stream().synchronize()
-            self._line.send(ACK, b"", deadline)
         tag, message = self._line.receive(deadline)
-        if tag == END:
-            return Frame(message, None)
-        if tag != BUCKET:
+        if tag not in (BUCKET, END):
             raise WeightSyncError(f"the sender sent a message {tag!r} out of turn")
+        frame = Frame(message, None) if tag == END else self._frame(message, deadline)
+        # The sender announced this bucket without an answer to the one before, which may take until now to be read.
+        if self._unread:
+            self._wait_until_read(ended=tag == END)
+            self._line.send(ACK, b"", deadline)
+        self._unread = self.acknowledges and frame.payload is not None
+        return frame
+
+    def _frame(self, message: bytes, deadline: float) -> Frame:
+        """Return the bucket of a message."""
         number, nbytes, size = _HEAD.unpack_from(message)
         news = message[_HEAD.size : _HEAD.size + size]
-        payload = self._fetch(number, nbytes, news, deadline)
-        # Kernels that read the sender's memory may still wait for their turn when the next bucket is asked for.
-        self._unread, self._reading = self.acknowledges, payload.is_cuda
-        return Frame(message[_HEAD.size + size :], payload)
+        return Frame(message[_HEAD.size + size :], self._fetch(number, nbytes, news, deadline))
 
     def settle(self) -> None:
         """Do nothing: no work of the device waits for the sender."""
@@ -168,6 +168,13 @@ class LiveReceiver:
     def close(self) -> None:
         """Disconnect. May be called twice."""
         self._line.close()
+
+    def _wait_until_read(self, ended: bool) -> None:
+        """Wait until the bucket before the one that was fetched last is no longer read in the sender's memory.
+
+        Args:
+            ended: there is no further bucket; wait for the one that was fetched last.
+        """
 
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         """Return the bytes of a bucket, ``[nbytes]`` uint8.
