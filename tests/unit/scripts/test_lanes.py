@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lanes of GPUs that `tests.gpu.prove` can run name stages that exist, each GPU once."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.prove import command_of, lanes_of
+
+LANES = Path(__file__).parents[2] / "gpu" / "lanes"
+
+
+@pytest.mark.parametrize("file", sorted(LANES.glob("*.txt")), ids=lambda file: file.name)
+def test_every_stage_is_known_and_no_gpu_is_in_two_lanes(file: Path, tmp_path: Path) -> None:
+    lanes = lanes_of((f"@{file}",))
+    used = [gpu for lane in lanes for gpu in lane[0].partition("@")[0].split(",")]
+    assert used == [str(gpu) for gpu in range(8)]
+    for lane in lanes:
+        assert len({stage.partition("@")[0] for stage in lane}) == 1
+        for stage in lane:
+            command, shown = command_of(stage, tmp_path)
+            assert command and shown
+
+
+def test_an_unknown_stage_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    lanes = tmp_path / "lanes.txt"
+    lanes.write_text("# a comment\n\n0,1: weights nothing:qwen3-8b\n")
+    [lane] = lanes_of((f"@{lanes}",))
+    assert lane == ["0,1@weights", "0,1@nothing:qwen3-8b"]
+    with pytest.raises(SystemExit, match="unknown stage '0,1@nothing:qwen3-8b'"):
+        command_of(lane[1], tmp_path)
