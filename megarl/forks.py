@@ -6,14 +6,14 @@ from typing import Any
 
 # What a process has open once it has initialised CUDA; asking the driver how many GPUs there are does not open it.
 # Under Windows' Linux there is one device for everything.
-DEVICES = ("/dev/nvidia-uvm", "/dev/dxg")
+DEVICES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
 
 
 def forks_have_gpus(context: Any) -> bool:
     """Return True if a forked process can use CUDA, which it cannot once an import in the server has initialised it.
 
-    Starts the fork server, waits for its imports, and forks a process from it. If the server has a GPU's device open,
-    that process tries to make a tensor, which takes seconds.
+    Starts the fork server, waits for its imports, and forks a process from it. Unless it sees that the server has opened
+    no GPU, that process tries to make a tensor, which takes seconds.
 
     Args:
         context: a ``multiprocessing`` context whose ``Process`` is forked from the server.
@@ -28,10 +28,11 @@ def forks_have_gpus(context: Any) -> bool:
 
 
 def _try_gpu() -> None:
-    if not opened(DEVICES):
-        return
     import torch
 
+    known = any(map(os.path.exists, DEVICES))
+    if known and not opened(DEVICES) and not torch.cuda._is_in_bad_fork():
+        return
     try:
         torch.zeros(1, device="cuda")
     except (RuntimeError, AssertionError):  # torch without CUDA asserts

@@ -58,7 +58,10 @@ class RunConfig(Section):
     def trainer(self) -> TrainerConfig:
         """Return the settings that the trained model needs."""
         longest = self.sampler.max_prompt_tokens + self.sampler.max_response_tokens
-        return TrainerConfig(self.model, self.parallel, self.lora, self.train, self.sampler.temperature, longest)
+        parallel = self.parallel
+        if parallel.response_share is None:
+            parallel = parallel.model_copy(update={"response_share": self.sampler.max_response_tokens / longest})
+        return TrainerConfig(self.model, parallel, self.lora, self.train, self.sampler.temperature, longest)
 
     @property
     def most_prompts(self) -> int:

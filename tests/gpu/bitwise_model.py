@@ -152,7 +152,7 @@ def run(name: str, options: dict[str, Any], scratch: Path) -> None:
                 print(f"  sampling {tokens} tokens {seconds:.2f} s, training step {trained:.2f} s", flush=True)
                 weights.sync("adapter")
     except Exception:
-        for log in logs:
+        for log in filter(Path.exists, logs):
             print("\n".join(log.read_text(errors="replace").splitlines()[-40:]), flush=True)
         raise
 

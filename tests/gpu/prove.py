@@ -184,7 +184,10 @@ def lanes_of(words: tuple[str, ...]) -> list[list[str]]:
         return [list(words)]
     lines = [line.partition("#")[0] for line in Path(words[0][1:]).read_text().splitlines()]
     parts = [line.partition(": ") for line in lines if line.strip()]
-    return [[f"{gpus.strip()}@{stage}" for stage in stages.split()] for gpus, _, stages in parts]
+    return [
+        ["+".join(f"{gpus.strip()}@{stage}" for stage in group.split("+")) for group in groups.split()]
+        for gpus, _, groups in parts
+    ]
 
 
 def main(out_folder: str, *words: str) -> int:

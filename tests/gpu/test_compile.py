@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled layers do not change training: logprobs, gradients and updates, over packs of changing shapes.
 
-In float32 both must agree. In bfloat16 the compiler rounds elsewhere, and must be as close to float32 as uncompiled
-layers are. The layouts are one GPU, and with two: TP with SP and dropout, PP with full recomputation, CP, and a mixture
-of experts. On one GPU also with CUDA graphs of the compiled layers.
+In float32 both must agree. In bfloat16 the compiler rounds elsewhere: the worst error against float32 must be at most
+1.5 times that of uncompiled layers. Dropout and mixtures of experts are compared in float32 only. The layouts are one
+GPU, and with two: TP with SP and dropout, PP with full recomputation, CP, and a mixture of experts. On one GPU also
+with CUDA graphs of the compiled layers.
 """
 
 from pathlib import Path

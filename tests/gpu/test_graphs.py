@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 # In float32 the effect of rounding in gradients after AdamW; in bf16 rounding itself.
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
+# ``numerics: bitwise``, on ``local``.
+BITWISE = "bitwise"
 BATCHES, LR = (5, 12, 26), 1e-3
 
 
@@ -35,7 +37,10 @@ def train_each(folder: str, kinds: list[tuple[str, str]], world: int) -> dict[tu
     layout = {"tensor": world} if world > 1 else {}
     worst, groups = {}, None
     for dtype, backend in kinds:
-        config = make_config(Path(folder) / dtype / "model", layout | {"backend": backend}, dtype)
+        given = {"backend": "local" if backend == BITWISE else backend}
+        config = make_config(Path(folder) / dtype / "model", layout | given, dtype)
+        if backend == BITWISE:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"numerics": BITWISE})})
         groups = groups or init_groups(config.parallel, pick_device("auto"))
         plain, graphed = (train(config, Path(folder) / dtype / "adapter", groups, graphs) for graphs in (False, True))
         worst[dtype, backend] = max(relative_error(ours, theirs) for ours, theirs in zip(graphed, plain, strict=True))
@@ -73,7 +78,7 @@ def test_graphs_change_nothing(tmp_path, world):
     for dtype in BOUNDS:
         model = make_model(tmp_path / dtype / "model", "qwen3", tied=True, dtype=dtype, hidden_size=256, head_dim=64)
         make_adapter(model, tmp_path / dtype / "adapter", r=8)
-    kinds = list(product(BOUNDS, backends))
+    kinds = [*product(BOUNDS, backends), *([("bfloat16", BITWISE)] if world == 1 else [])]
     for worst in run_ranks(train_each, world, str(tmp_path), kinds, world):
         for (dtype, backend), error in worst.items():
             print(f"\n{dtype} {backend} TP{world}: worst {error:.1e} of {BOUNDS[dtype]:.0e}")

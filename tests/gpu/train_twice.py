@@ -15,7 +15,7 @@ from tests.e2e.same_runs import check_same
 from tests.helpers.models import make_model
 from tests.helpers.train_run import TrainRun, make_recipe, read_rows
 
-STEPS, SECONDS = 4, 300
+STEPS, SECONDS = 4, 250
 SETTINGS = [
     "train.device=cuda", "sampler.share_gpus=true", "sampler.kv_cache_gib=4", f"train.steps={STEPS}",
     "parallel.data=1", "model.dtype=bfloat16", "model.backend=local", "model.numerics=bitwise",
@@ -40,8 +40,12 @@ def main(folder: Path, *overrides: str) -> None:
     folders = []
     for name in ("first", "second"):
         run = TrainRun(recipe, f"model.path={model}", f"train.output={folder / name}", *SETTINGS, *overrides)
-        status = run.finish(SECONDS)
-        print(run.output()[-2500:], flush=True)
+        try:
+            status = run.finish(SECONDS)
+        finally:
+            run.look()
+            run.kill()
+            print(run.output()[-2500:], flush=True)
         assert status == 0, f"{name}: status {status}"
         folders.append(run.folder())
     print("mismatch_max", [row.get("mismatch_max") for row in read_rows(folders[0])])

@@ -30,7 +30,8 @@ def test_a_tensor_is_tried_only_if_the_server_has_a_device_open(monkeypatch) -> 
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch, "zeros", refuse)
-    for is_open, status in ((False, None), (True, 1)):
+    for there, is_open, status in (("/dev/null", False, None), ("/dev/null", True, 1), ("/dev/nowhere", False, 1)):
+        monkeypatch.setattr(forks, "DEVICES", (there,))
         monkeypatch.setattr(forks, "opened", lambda prefixes, is_open=is_open: is_open)
         try:
             forks._try_gpu()

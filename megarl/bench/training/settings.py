@@ -57,7 +57,8 @@ class BenchSettings(Measured, ParallelConfig):
     @property
     def layout(self) -> ParallelConfig:
         """The layout alone."""
-        return ParallelConfig(**self.model_dump(include=set(ParallelConfig.model_fields)))
+        given = self.model_dump(include=set(ParallelConfig.model_fields), exclude_none=True)
+        return ParallelConfig(**{"response_share": self.response} | given)
 
     @property
     def train(self) -> TrainConfig:

@@ -84,9 +84,9 @@ class IpcReceiver(LiveReceiver):
     def close(self) -> None:
         """Disconnect, and close the sender's memory."""
         super().close()
-        self._buffers = {}
-        if self._staging:
+        if self._staging:  # first: a copy may still read the sender's memory
             self._staging.clear()
+        self._buffers = {}
 
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         if news:
@@ -98,9 +98,8 @@ class IpcReceiver(LiveReceiver):
     def _wait_until_read(self, ended: bool) -> None:
         if self._staging:
             self._staging.wait(ended)
-        elif torch.cuda.is_available():
-            # Kernels may still wait for their turn.
-            torch.cuda.current_stream().synchronize()
+        else:
+            super()._wait_until_read(ended)
 
 
 def open_sender(link: Link) -> IpcSender:

@@ -175,6 +175,9 @@ class LiveReceiver:
         Args:
             ended: there is no further bucket; wait for the one that was fetched last.
         """
+        if torch.cuda.is_available():
+            # Kernels may still wait for their turn.
+            torch.cuda.current_stream().synchronize()
 
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         """Return the bytes of a bucket, ``[nbytes]`` uint8.

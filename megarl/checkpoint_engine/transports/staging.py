@@ -5,6 +5,7 @@ A copy from one GPU's memory to another's is the copy engines' work and leaves t
 where they lie, all bytes would come through those.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ class _Slot:
 
 class Staging:
     """Holds the bucket that kernels read and the one that arrives meanwhile, on this process's current GPU.
+
+    Its memory, that of the two largest buckets, stays until ``clear``.
 
     The kernels run on the stream that is current when ``copy`` is called.
     """
@@ -66,8 +69,9 @@ class Staging:
             arrived.synchronize()
 
     def clear(self) -> None:
-        """Release the buffers."""
-        torch.cuda.synchronize()
+        """Release the buffers, once nothing is copied any more."""
+        with suppress(RuntimeError):  # the device failed, which whoever closes knows
+            torch.cuda.synchronize()
         self._slots, self._last, self._before = {}, None, None
 
     def _slot(self, number: int, nbytes: int) -> _Slot:

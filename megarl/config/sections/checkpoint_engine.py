@@ -23,8 +23,8 @@ class CheckpointEngineConfig(Section):
     own; ``ipc`` if they share GPUs of one host, or compute on its CPUs; ``shm`` if they share a host otherwise; else
     ``gloo``."""
     bucket_mib: int = Field(512, ge=1)
-    """Tensors travel in buckets of at most this size, MiB. A larger one is divided into runs of rows; of an adapter it
-    has a bucket of its own."""
+    """Tensors travel in buckets of at most this size, MiB. Trainer rank 0 holds two, and so does every engine's rank
+    that is not on its GPU. A larger tensor is divided into runs of rows; of an adapter it has a bucket of its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)
     """Limit of one sync, seconds. A sync that takes longer ends the run."""
     base_weights: Literal["send", "disk"] = "send"

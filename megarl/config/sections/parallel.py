@@ -24,6 +24,10 @@ class ParallelConfig(Section):
     """Data parallel size (DP): number of copies of the model; they share each step's samples."""
     sequence: bool | None = None
     """Use sequence parallelism (SP). Default: on if ``tensor`` > 1."""
+    response_share: float | None = Field(None, ge=0.0, le=1.0)
+    """Share of the tokens that are response tokens. Only they have logits, so it says how many layers fewer the last
+    pipeline stage should get (without ``virtual_pipeline``). Default: that of the longest prompt with the longest
+    response of the sampler; 0.5 without a sampler."""
 
     @property
     def sequence_parallel(self) -> bool:

@@ -7,6 +7,9 @@ from typing import Any
 from megarl.config import ParallelConfig
 from megarl.model.layers.sequence_work import linear_shapes
 
+# Of the tokens, those that have logits, where nothing says how many there are.
+SHARE = 0.5
+
 
 def stage_settings(hf: Mapping[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
     """Return mcore's setting for stages of unequal size; none where every stage gets as many layers.
@@ -17,7 +20,8 @@ def stage_settings(hf: Mapping[str, Any], parallel: ParallelConfig) -> dict[str,
     """
     layers, stages = hf["num_hidden_layers"], parallel.pipeline * parallel.virtual_pipeline
     if parallel.virtual_pipeline == 1:
-        counts = balanced(layers, stages, output_layer(hf))
+        share = SHARE if parallel.response_share is None else parallel.response_share
+        counts = balanced(layers, stages, share * output_layer(hf))
     else:
         # Each rank has several chunks, of which only the last holds the output layer.
         counts = balanced(layers, stages, 0.0)

@@ -69,8 +69,11 @@ class Arrivals:
             receiving = self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
             if kind == "adapter":
                 answers = await receiving
-            else:  # nothing is computed until the flip, so the cache stays empty
-                _, answers = await asyncio.gather(self._empty_prefix_cache(), receiving)
+            else:
+                # Nothing is computed until the flip, so the cache stays empty.
+                emptied, answers = await asyncio.gather(self._reset_cache(), receiving)
+                if not emptied:
+                    await self._empty_prefix_cache()
             receipts = [answer for answer in answers if answer]
             self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
             return receipts
@@ -113,11 +116,15 @@ class Arrivals:
         await self._requests.leave_slot(self._slots, self._patience)
 
     async def _empty_prefix_cache(self) -> None:
-        """Drop all cached keys and values, which are those of the weights before; no request may run."""
+        """Drop all cached keys and values, which are those of the weights before; no request runs any more.
+
+        Raises:
+            WeightSyncError: vLLM does not let go of them.
+        """
         deadline = asyncio.get_running_loop().time() + RESET_SECONDS
         while not await self._reset_cache():
             if asyncio.get_running_loop().time() > deadline:
-                raise WeightSyncError("vLLM could not empty its prefix cache after the weights changed")
+                raise WeightSyncError("vLLM could not empty its prefix cache for new weights")
             await asyncio.sleep(0.01)
 
     @asynccontextmanager

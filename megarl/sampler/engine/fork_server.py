@@ -4,7 +4,8 @@
 vLLM starts that process once the front end has imported vLLM and read the config, and it imports everything again. A
 fork server does those imports beside the front end's, and the process is forked from it. Other processes may not be
 forked from: a Ray actor has threads that a fork would leave behind. An import that initialises CUDA in the server would
-leave forked processes without GPUs. So with CUDA a first process tries, and if it cannot, vLLM starts its own way.
+leave forked processes without GPUs. So with CUDA a first process looks for that, and if it could not use a GPU, vLLM
+starts its own way (``forks``).
 """
 
 import os

@@ -16,6 +16,9 @@ from typing import Any
 from megarl.errors import WorkerError
 from megarl.sampler.environment import prepare_environment
 
+# The longest that a plain engine may take with all that it measures.
+RUN_SECONDS = 1800.0
+
 
 def time_plain_engine(settings: dict[str, Any], adapters: Sequence[str], log: Path) -> dict[str, float]:
     """Start a plain vLLM engine in a process of its own and load adapters into it.
@@ -36,18 +39,27 @@ def time_plain_engine(settings: dict[str, Any], adapters: Sequence[str], log: Pa
 
 
 def run_json(module: str, arguments: Sequence[str], log: Path) -> dict[str, Any]:
-    """Run a module with a plain vLLM engine, and return what it prints last, as JSON.
+    """Run a module with a plain vLLM engine, and return the JSON object that it prints last.
 
     Raises:
-        WorkerError: it failed.
+        WorkerError: it failed, printed none, or took longer than ``RUN_SECONDS``.
     """
     with log.open("w") as handle:
-        run = subprocess.run(
-            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=handle, text=True
-        )
-    if run.returncode:
+        try:
+            run = subprocess.run(
+                [sys.executable, "-m", module, *arguments],
+                stdout=subprocess.PIPE,
+                stderr=handle,
+                text=True,
+                timeout=RUN_SECONDS,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise WorkerError(f"the plain vLLM engine took longer than {RUN_SECONDS:.0f} s; its log: {log}") from error
+    # Its children may print something at their end.
+    objects = [line for line in run.stdout.splitlines() if line.startswith("{")]
+    if run.returncode or not objects:
         raise WorkerError(f"the plain vLLM engine ended with status {run.returncode}; its log: {log}")
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(objects[-1])
 
 
 def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:

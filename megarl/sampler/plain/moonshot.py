@@ -23,7 +23,7 @@ from megarl.sampler.environment import prepare_environment
 from megarl.sampler.plain.engine import run_json
 
 PACKAGE, DISTRIBUTION = "checkpoint_engine", "checkpoint-engine"
-# The first update also allocates and pins memory.
+# The first registration also pins memory. Each update allocates its buffers on the GPU.
 UPDATES = 4
 LOOPBACK = "127.0.0.1"
 

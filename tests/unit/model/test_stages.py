@@ -33,12 +33,24 @@ def test_a_rest_goes_to_inner_stages_first() -> None:
     assert balanced(10, 4, 0.0) == [2, 3, 3, 2] and balanced(11, 4, 0.0) == [3, 3, 3, 2]
 
 
-def test_the_output_layer_of_qwen3_8b_takes_as_long_as_three_layers() -> None:
+@pytest.mark.parametrize(
+    ("share", "counts"), [(1.0, [10, 10, 10, 6]), (None, [9, 10, 9, 8]), (0.5, [9, 10, 9, 8]), (0.2, [9, 9, 9, 9])]
+)
+def test_the_output_layer_of_qwen3_8b_takes_as_long_as_three_layers(share: float | None, counts: list[int]) -> None:
+    """If all tokens have logits; the last stage has the fewer layers, the more have."""
     hf = full_config(SHAPES["qwen3-8b"].config())
     assert output_layer(hf) == pytest.approx(3.22, abs=0.01)
-    (rows,) = stage_settings(hf, ParallelConfig(pipeline=4)).values()
-    assert [row.count("decoder") for row in rows] == [10, 10, 10, 6]
+    settings = stage_settings(hf, ParallelConfig(pipeline=4, response_share=share))
+    if len(set(counts)) == 1:
+        assert settings == {}
+        return
+    (rows,) = settings.values()
+    assert [row.count("decoder") for row in rows] == counts
     assert (rows[0][0], rows[-1][-1]) == ("embedding", "loss")
+
+
+def test_equal_stages_need_no_setting() -> None:
+    hf = full_config(SHAPES["qwen3-8b"].config())
     assert stage_settings(hf, ParallelConfig()) == {}
     # Two chunks a rank: 36 layers over 4 chunks.
     assert stage_settings(hf, ParallelConfig(pipeline=2, virtual_pipeline=2)) == {}

@@ -16,16 +16,17 @@ def test_every_stage_is_known_and_no_gpu_is_in_two_lanes(file: Path, tmp_path: P
     used = [gpu for lane in lanes for gpu in lane[0].partition("@")[0].split(",")]
     assert used == [str(gpu) for gpu in range(8)]
     for lane in lanes:
-        assert len({stage.partition("@")[0] for stage in lane}) == 1
-        for stage in lane:
+        stages = [stage for group in lane for stage in group.split("+")]
+        assert len({stage.partition("@")[0] for stage in stages}) == 1
+        for stage in stages:
             command, shown = command_of(stage, tmp_path)
             assert command and shown
 
 
 def test_an_unknown_stage_is_refused_before_anything_runs(tmp_path: Path) -> None:
     lanes = tmp_path / "lanes.txt"
-    lanes.write_text("# a comment\n\n0,1: weights nothing:qwen3-8b\n")
+    lanes.write_text("# a comment\n\n0,1: weights+smoke nothing:qwen3-8b\n")
     [lane] = lanes_of((f"@{lanes}",))
-    assert lane == ["0,1@weights", "0,1@nothing:qwen3-8b"]
+    assert lane == ["0,1@weights+0,1@smoke", "0,1@nothing:qwen3-8b"]
     with pytest.raises(SystemExit, match="unknown stage '0,1@nothing:qwen3-8b'"):
         command_of(lane[1], tmp_path)

@@ -48,9 +48,10 @@ def _deterministic() -> Iterator[None]:
     kept, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
+    # torch.use_deterministic_algorithms also sets the compiler's own switch.
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(kept, warn_only=only_warns)
+        torch._C._set_deterministic_algorithms(kept, warn_only=only_warns)
         torch.utils.deterministic.fill_uninitialized_memory = filled
