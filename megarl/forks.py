@@ -12,8 +12,8 @@ DEVICES = ("/dev/nvidia-uvm", "/dev/dxg", "/dev/kfd")
 def forks_have_gpus(context: Any) -> bool:
     """Return True if a forked process can use CUDA, which it cannot once an import in the server has initialised it.
 
-    Starts the fork server, waits for its imports, and forks a process from it. Unless it sees that the server has opened
-    no GPU, that process tries to make a tensor, which takes seconds.
+    Starts the fork server, waits for its imports, and forks a process from it. That process tries to make a tensor,
+    which takes seconds, unless it sees that the server has opened no GPU.
 
     Args:
         context: a ``multiprocessing`` context whose ``Process`` is forked from the server.
