@@ -58,13 +58,15 @@ def train(config: RunConfig, recipe_dir: Path) -> Path:
     Raises:
         MegarlError: the run failed; every process that it started has been ended.
     """
+    start = StartTimes()
+    start.phase("config, task, tokenizer")
     config = find_run(with_absolute_paths(config, recipe_dir))
     check(config)
     with reaper() as scratch, ray_for(config, scratch) as ray_is_there:
-        return _train(config, recipe_dir, ray_is_there)
+        return _train(config, recipe_dir, ray_is_there, start)
 
 
-def _train(config: RunConfig, recipe_dir: Path, ray_is_there: Callable[[], None]) -> Path:
+def _train(config: RunConfig, recipe_dir: Path, ray_is_there: Callable[[], None], start: StartTimes) -> Path:
     """Prepare the run, start its actors, run the loop; return the run folder."""
     task, tokenizer = prepare_task(config, recipe_dir)
     sets = build_sets(config, recipe_dir, tokenizer, lambda: task)
@@ -72,7 +74,7 @@ def _train(config: RunConfig, recipe_dir: Path, ray_is_there: Callable[[], None]
     stream = make_stream(config, training, tokenizer)
     origin = {"settings": settings_of(config), "contents": contents_of(config, task, stream.encode)}
     folder = run_folder(config)
-    with offline_children(), Screen(config.train.steps, start=StartTimes()) as screen:
+    with offline_children(), Screen(config.train.steps, start=start) as screen:
         screen.say(f"run folder: {folder}")
         say_settings(config, screen)
         recorder = Recorder(folder, config, screen)

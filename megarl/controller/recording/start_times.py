@@ -22,7 +22,7 @@ class StartTimes:
 
     def __init__(self, began: float | None = None) -> None:
         self._began = psutil.Process().create_time() if began is None else began
-        self._phases: list[tuple[str, float]] = [("imports, task, tokenizer", self._began)]
+        self._phases: list[tuple[str, float]] = [("imports", self._began)]
         self._parts: dict[str, list[str]] = {}
         self.seconds: float | None = None
 

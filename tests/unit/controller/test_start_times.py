@@ -25,7 +25,11 @@ def test_a_table_says_where_the_time_before_the_first_step_went(monkeypatch: pyt
     now = [100.0]
     monkeypatch.setattr(start_times.time, "time", lambda: now[0])
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
-    with Screen(3, console, StartTimes(91.5)) as screen:
+    start = StartTimes(91.5)
+    now[0] = 95.0
+    start.phase("config, task, tokenizer")
+    now[0] = 100.0
+    with Screen(3, console, start) as screen:
         screen.phase("Ray")
         now[0] = 104.0
         screen.phase("building")
@@ -40,8 +44,9 @@ def test_a_table_says_where_the_time_before_the_first_step_went(monkeypatch: pyt
         screen.phase("sample")
     lines = console.file.getvalue().splitlines()
     first = lines.index("start-up: 39.5 s from the command to the first step")
-    assert lines[first + 1 : first + 7] == [
-        "     8.5 s  imports, task, tokenizer",
+    assert lines[first + 1 : first + 8] == [
+        "     3.5 s  imports",
+        "     5.0 s  config, task, tokenizer",
         "     4.0 s  Ray",
         "    26.0 s  building",
         "            trainer rank 0: imports 4.0, model 9.2",
