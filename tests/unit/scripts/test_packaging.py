@@ -18,6 +18,7 @@ DISTRIBUTIONS = {"yaml": "pyyaml", "megatron": "megatron-core", "vllm": "vllm-cp
 # needs datasets; its error says how to get it. Likewise the trackers' libraries.
 NOT_DECLARED = {"triton", "functorch", "pydantic_core", "huggingface_hub", "transformer_engine", "gguf", "datasets"}
 NOT_DECLARED |= {"mlflow", "reasoning_gym", "swanlab", "trackio", "wandb"}
+NOT_DECLARED |= {"checkpoint_engine"}  # a peer of `megarl bench sync`, measured where it is installed
 NOT_DECLARED |= {"torch_npu"}  # of Ascend hosts
 NOT_DECLARED |= {"verifiers"}  # an extra of its own, for a Python of its own
 
