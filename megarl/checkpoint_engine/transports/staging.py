@@ -45,14 +45,14 @@ class Staging:
 
         Args:
             bucket: ``[nbytes]`` uint8 in the memory of another GPU, which this one can access.
-            number: its buffer's number. The bucket before had another one.
+            number: its buffer's number; that of the bucket before in the same transfer is another one.
         """
         stream, kernels = self._stream or torch.cuda.Stream(), torch.cuda.current_stream()
         self._stream = stream
         if self._last is not None:
             before = self._slots[self._last]
             before.read, self._before = kernels.record_event(), before.arrived
-        slot = self._slot(number, len(bucket))
+        slot = self._slot(number, bucket)
         if slot.read is not None:
             stream.wait_event(slot.read)
         with torch.cuda.stream(stream):
@@ -74,10 +74,10 @@ class Staging:
             torch.cuda.synchronize()
         self._slots, self._last, self._before = {}, None, None
 
-    def _slot(self, number: int, nbytes: int) -> _Slot:
+    def _slot(self, number: int, bucket: torch.Tensor) -> _Slot:
         """Return the slot of a number, with a buffer that is large enough."""
         slot = self._slots.get(number)
-        if slot is None or len(slot.buffer) < nbytes:
+        if slot is None or len(slot.buffer) < len(bucket):
             torch.cuda.synchronize()  # neither a copy nor a kernel uses what the new buffer takes the place of
-            slot = self._slots[number] = _Slot(torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
+            slot = self._slots[number] = _Slot(bucket.new_empty(len(bucket)))
         return slot
