@@ -51,20 +51,20 @@ class Arrivals:
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """See ``VllmSampler.receive``."""
-        with self._refusing_on_error():
+        with self._refusing_on_error() as gate:
             announced = json.loads(endpoint)
             version, kind = announced["version"], announced["kind"]
             stays = kind == "adapter" and announced.get("stays")
             async with self._declining_on_error(endpoint, first):
-                self._gate.check_usable()
-                self._gate.check_kind(kind)
+                gate.check_usable()
+                gate.check_kind(kind)
                 if stays:
                     await self._readiness.use(announced, first)
                 else:
                     self._readiness.forget()
                     kept = await self._make_room(version, kind)
             if stays:
-                self._gate.arm(version, kind, [])
+                gate.arm(version, kind, [])
                 return []
             receiving = self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
             if kind == "adapter":
@@ -75,7 +75,7 @@ class Arrivals:
                 if not emptied:
                     await self._empty_prefix_cache()
             receipts = [answer for answer in answers if answer]
-            self._gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
+            gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
             return receipts
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
@@ -138,11 +138,19 @@ class Arrivals:
             raise
 
     @contextmanager
-    def _refusing_on_error(self) -> Iterator[None]:
-        """Close the gate if anything in the block fails, cancellation included."""
+    def _refusing_on_error(self) -> Iterator[VersionGate]:
+        """Close the gate if anything in the block fails, cancellation included.
+
+        The trainer may hear of a failure first, and readmit the engine before the block ends: then the gate that it
+        got is left alone.
+
+        Yields:
+            The gate of the block.
+        """
+        gate = self._gate
         try:
-            yield
+            yield gate
         except BaseException as error:
-            self._gate.refuse(str(error) or repr(error))
+            gate.refuse(str(error) or repr(error))
             self._requests.resume()  # those that wait are refused
             raise

@@ -95,3 +95,23 @@ def test_a_prefix_cache_that_stays_held_is_an_error_and_the_engine_refuses(monke
         asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0))
     with pytest.raises(WeightSyncError, match="refuses to generate"):
         requests.gate.check_usable()
+
+
+def test_a_transfer_that_fails_late_leaves_an_engine_alone_that_was_readmitted_meanwhile():
+    """A worker tells the trainer of the failure itself, which may readmit the engine before its own call has ended."""
+    requests = Paused()
+    first = requests.gate
+
+    async def call(method, *arguments):
+        requests.gate = first.renewed()
+        raise WeightSyncError("damaged")
+
+    async def reset():
+        return True
+
+    arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
+    with pytest.raises(WeightSyncError, match="damaged"):
+        asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0))
+    with pytest.raises(WeightSyncError, match="damaged"):
+        first.check_usable()
+    requests.gate.check_usable()
