@@ -119,7 +119,7 @@ def attend(
 
 
 @triton.jit
-def find_sequence(starts, tile, sequences, TOKENS: tl.constexpr):
+def _find_sequence(starts, tile, sequences, TOKENS: tl.constexpr):
     """Return the sequence of a tile: sequence s has its tiles from ``starts[s] // TOKENS + s`` on."""
     left, right = 0, sequences
     while left < right:
@@ -139,7 +139,7 @@ def _attend(
     ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     tile, group = tl.program_id(0), tl.program_id(1)
-    sequence = find_sequence(starts, tile, sequences, ROWS // PADDED)
+    sequence = _find_sequence(starts, tile, sequences, ROWS // PADDED)
     first = tl.load(starts + sequence)
     queries = tl.load(starts + sequence + 1) - first
     begin = (tile - (first // (ROWS // PADDED) + sequence)) * (ROWS // PADDED)

@@ -175,7 +175,7 @@ class LiveReceiver:
         Args:
             ended: there is no further bucket; wait for the one that was fetched last.
         """
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             # Kernels may still wait for their turn.
             torch.cuda.current_stream().synchronize()
 

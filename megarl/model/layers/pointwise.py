@@ -18,6 +18,8 @@ from megatron.core.models.common.embeddings import apply_rotary_pos_emb
 from megarl.model.layers.regions import traced
 from megarl.triton_support import has_triton
 
+_HAS_TRITON = has_triton()  # looked up here, because torch.compile cannot trace it
+
 
 def compile_on_cuda(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Compile a function when it first sees 16-bit tensors on CUDA. The tensors' first dimension is the tokens'."""
@@ -53,9 +55,6 @@ def wants_compilation(tensor: torch.Tensor) -> bool:
     Inside a trace of torch.compile the answer is no: there the compiler sees the plain operations around it too.
     """
     return tensor.is_cuda and tensor.element_size() == 2 and not traced()
-
-
-_HAS_TRITON = has_triton()  # looked up here, because torch.compile cannot trace it
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:

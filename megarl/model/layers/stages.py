@@ -19,12 +19,10 @@ def stage_settings(hf: Mapping[str, Any], parallel: ParallelConfig) -> dict[str,
         parallel: the layout.
     """
     layers, stages = hf["num_hidden_layers"], parallel.pipeline * parallel.virtual_pipeline
-    if parallel.virtual_pipeline == 1:
-        share = SHARE if parallel.response_share is None else parallel.response_share
-        counts = balanced(layers, stages, share * output_layer(hf))
-    else:
-        # Each rank has several chunks, of which only the last holds the output layer.
-        counts = balanced(layers, stages, 0.0)
+    share = SHARE if parallel.response_share is None else parallel.response_share
+    if parallel.virtual_pipeline > 1:
+        share = 0.0  # each rank has several chunks, of which only the last holds the output layer
+    counts = balanced(layers, stages, share * output_layer(hf))
     if len(set(counts)) == 1:
         return {}
     rows = [["decoder"] * count for count in counts]

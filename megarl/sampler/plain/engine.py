@@ -62,6 +62,25 @@ def run_json(module: str, arguments: Sequence[str], log: Path) -> dict[str, Any]
     return json.loads(objects[-1])
 
 
+def plain_arguments(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a small ``vllm.LLM`` without weights.
+
+    Args:
+        settings: ``path``, ``dtype`` and ``kv_cache_gib``, as for ``time_plain_engine``.
+    """
+    return {
+        "model": settings["path"],
+        "dtype": settings["dtype"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "gpu_memory_utilization": 0.3,  # looked at only when it starts; the trainer may have the rest
+        "kv_cache_memory_bytes": int(settings["kv_cache_gib"] * 2**30),
+    }
+
+
 def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:
     """Load each adapter once, after the first as a warm-up."""
     prepare_environment()
@@ -69,22 +88,8 @@ def main(settings: dict[str, Any], adapters: Sequence[str]) -> None:
     from vllm.lora.request import LoRARequest
 
     began = time.perf_counter()
-    engine = LLM(
-        settings["path"],
-        dtype=settings["dtype"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        tensor_parallel_size=settings["tensor"],
-        enable_lora=True,
-        max_lora_rank=settings["rank"],
-        max_loras=2,
-        max_cpu_loras=4,
-        max_model_len=128,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.3,  # looked at only when it starts; the trainer may have the rest
-        kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30),
-    ).llm_engine
+    lora = {"enable_lora": True, "max_lora_rank": settings["rank"], "max_loras": 2, "max_cpu_loras": 4}
+    engine = LLM(**plain_arguments(settings), tensor_parallel_size=settings["tensor"], **lora).llm_engine
     started, loads = time.perf_counter() - began, []
     for number, path in enumerate(adapters, start=1):
         began = time.perf_counter()

@@ -11,7 +11,6 @@ maps the bucket by CUDA IPC, gives its tensors to vLLM's loaders.
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -19,13 +18,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from megarl.network import LOOPBACK, listen
 from megarl.sampler.environment import prepare_environment
-from megarl.sampler.plain.engine import run_json
+from megarl.sampler.plain.engine import plain_arguments, run_json
 
 PACKAGE, DISTRIBUTION = "checkpoint_engine", "checkpoint-engine"
 # The first registration also pins memory. Each update allocates its buffers on the GPU.
 UPDATES = 4
-LOOPBACK = "127.0.0.1"
 
 
 def is_installed() -> bool:
@@ -58,22 +57,11 @@ def main(settings: dict[str, Any]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"  # its server and the worker map each other's memory
     from vllm import LLM
 
-    engine = LLM(
-        settings["path"],
-        dtype=settings["dtype"],
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=128,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.3,
-        kv_cache_memory_bytes=int(settings["kv_cache_gib"] * 2**30),
-        worker_extension_cls=f"{PACKAGE}.worker.VllmColocateWorkerExtension",
-    )
+    extension = f"{PACKAGE}.worker.VllmColocateWorkerExtension"
+    engine = LLM(**plain_arguments(settings), worker_extension_cls=extension)
     from checkpoint_engine.ps import ParameterServer
 
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
+    with listen(LOOPBACK) as free:
         port = free.getsockname()[1]
     server = ParameterServer(rank=0, world_size=1, master_addr=LOOPBACK, master_port=port)
     tensors = _tensors(settings["path"], settings["dtype"])

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from megarl.model.layers.attention import traced_attention
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from megarl.model.layers.kernels.ops import Tensors
 
 
 def attend_backward(

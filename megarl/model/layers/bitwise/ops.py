@@ -18,8 +18,7 @@ from megarl.bitwise.kernels.attention import packed_pages
 from megarl.model.layers.bitwise import attention_gradient
 from megarl.model.layers.kernels import norm as norm_kernels
 from megarl.model.layers.kernels import ops as kernel_ops
-
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from megarl.model.layers.kernels.ops import Tensors
 
 
 @custom_op("megarl::bitwise_rms_norm", mutates_args=())

@@ -46,9 +46,15 @@ def result_of(
     fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``prepare_heads`` without autograd; T is the first dimension. ``weights`` is empty without norms."""
+    parts = empty_parts(fused, heads)
+    _launch(_heads_forward, parts, fused.contiguous(), angles.contiguous(), weights, eps, heads)
+    return parts
+
+
+def empty_parts(fused: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return memory for what ``result_of`` computes."""
     counts = (heads.groups * heads.queries, heads.groups, heads.groups)
     query, key, value = (fused.new_empty(*fused.shape[:-1], count, heads.head_dim) for count in counts)
-    _launch(_heads_forward, (query, key, value), fused.contiguous(), angles.contiguous(), weights, eps, heads)
     return query, key, value
 
 

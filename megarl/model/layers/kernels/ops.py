@@ -62,7 +62,7 @@ def prepare_heads_backward(
 @swiglu.register_fake
 def empty_swiglu(fused: torch.Tensor) -> torch.Tensor:
     """Return an empty result."""
-    return fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
+    return swiglu_kernels.empty_result(fused)
 
 
 @swiglu_backward.register_fake
@@ -75,10 +75,7 @@ def empty_heads(
     fused: torch.Tensor, angles: torch.Tensor, weights: list[torch.Tensor], eps: float, layout: list[int]
 ) -> Tensors:
     """Return empty queries, keys and values."""
-    groups, queries, width = layout
-    counts = (groups * queries, groups, groups)
-    query, key, value = (fused.new_empty(*fused.shape[:-1], count, width) for count in counts)
-    return query, key, value
+    return head_kernels.empty_parts(fused, HeadLayout(*layout))
 
 
 @prepare_heads_backward.register_fake

@@ -30,9 +30,14 @@ def swiglu(fused: torch.Tensor) -> torch.Tensor:
 
 def result_of(fused: torch.Tensor) -> torch.Tensor:
     """Compute ``swiglu`` without autograd."""
-    out = fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
+    out = empty_result(fused)
     _launch(_swiglu_forward, as_rows(fused), as_rows(out))
     return out
+
+
+def empty_result(fused: torch.Tensor) -> torch.Tensor:
+    """Return memory for what ``result_of`` computes."""
+    return fused.new_empty(*fused.shape[:-1], fused.shape[-1] // 2)
 
 
 def gradient_of(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
