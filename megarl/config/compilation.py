@@ -9,7 +9,7 @@ def check_compile(config: TrainerConfig) -> None:
     """Check the settings that ``train.compile`` depends on. ``back_ends`` refuses it with ``transformers``.
 
     Raises:
-        UnsupportedError: the back end or CUDA graphs do not fit; the message names the setting.
+        UnsupportedError: the back end does not fit; the message names it.
     """
     if not config.train.compile:
         return
@@ -17,9 +17,4 @@ def check_compile(config: TrainerConfig) -> None:
         raise UnsupportedError(
             "train.compile is true with model.backend 'te', whose layers torch.compile cannot trace; use "
             "model.backend=local or train.compile=false"
-        )
-    if config.train.cuda_graphs:
-        # Not proven yet: tests/gpu/test_compile.py has the test.
-        raise UnsupportedError(
-            "train.compile is true with train.cuda_graphs = true, which has not been shown to be exact; use one of them"
         )

@@ -12,7 +12,7 @@ is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, compile, parity, parity4, weights, swaps     tests of this folder
+    smoke, kernels, graphs, graphs4, compile, parity, parity4, weights, swaps     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -64,6 +64,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", 
 TESTS = {
     "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py", "test_row_kernels.py"],
     "graphs": ["test_graphs.py"],
+    "graphs4": ["test_graphs.py", "-k", "2 or 4"],
     "compile": ["test_compile.py"],
     "parity": ["test_parity_cuda.py"],
     "parity4": ["test_parity_cuda.py", "-k", "SPxCP2 or SPxEP2xETP2xDP2 or TP2xPP2"],

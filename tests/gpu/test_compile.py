@@ -18,7 +18,7 @@ from megarl.verify.compare import relative_error
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.inputs.samples import make_samples
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
-from tests.gpu.test_graphs import BATCHES, LR
+from tests.gpu.test_graphs import BATCHES, EPSILON, LR
 from tests.helpers.cases import make_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
@@ -27,8 +27,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 # Largest relative difference in float32, and the largest error in bfloat16 over that without the compiler.
 BOUND, WORSE = 1e-4, 1.5
-# Keeps AdamW from making a learning rate out of the rounding of a gradient near zero.
-EPSILON = 1e-3
 DTYPES = ("float32", "bfloat16")
 # Family, layout, changes of ``train``, the adapter's dropout.
 ONE: dict[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {

@@ -32,7 +32,7 @@ def main(folder: Path, *overrides: str) -> None:
         "hidden_size": 256,
         "intermediate_size": 512,
         "head_dim": 64,
-        "vocab_size": 112,
+        "vocab_size": 256,  # vLLM 0.26 cannot start LoRA with fewer
         "eos_token_id": 0,
     }
     model = make_model(folder / "wide", "qwen3", tied=True, dtype="bfloat16", **sizes)

@@ -7,13 +7,16 @@ B along its outputs. Each rank adds its part and the dispatcher's sums complete 
 every gradient is complete without a further reduction.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
+from megarl.lora.layers.grouped_experts import adapters_together
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs, mark_parameter
+from megarl.model.layers.grouped_experts import Adapt, NotTogether
 from megarl.model.layers.regions import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -27,6 +30,19 @@ class _ExpertLora(ParallelLoraLinear):
     split_A = 1
     split_B = 0
     axis: ClassVar[Axis] = "expert_tensor"
+
+    @staticmethod
+    def together(linears: "Sequence[_ExpertLora]") -> Adapt | None:
+        """Return what adds the active adapter's part of all experts at once; None if no adapter is active.
+
+        Raises:
+            NotTogether: the experts' adapters differ too much.
+        """
+        names = {linear.active for linear in linears}
+        if len(names) > 1:
+            raise NotTogether
+        [name] = names
+        return adapters_together([linear.adapters[name] for linear in linears]) if name else None
 
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Mark the matrix: reduced over the expert's copies only, counted once in the gradient norm."""

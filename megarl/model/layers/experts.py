@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.model.layers.grouped_experts import GroupedLinear, place_together, wants_groups, weighted_swiglu
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 
 
@@ -95,13 +96,18 @@ class SharedExperts(SharedExpertMLP):
 
 
 class PackedExperts(SequentialMLP):
-    """mcore's experts, each an MLP of its own.
+    """mcore's experts, each an MLP of its own, computed together where that is possible.
 
     Attributes:
         compiles: True if the experts are compiled; set by ``megarl.model.step.compiled``.
     """
 
     compiles = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for linears in self._linears():
+            place_together(linears)
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
@@ -113,16 +119,35 @@ class PackedExperts(SequentialMLP):
             tokens_per_expert: int64 ``[experts]``.
             permuted_probs: routing weight of each token, ``[T]``.
         """
+        tokens = permuted_local_hidden_states
+        if self.tp_group.size() == 1 and wants_groups(tokens, self.config.ffn_hidden_size):
+            together = self._together(tokens, tokens_per_expert, permuted_probs)
+            if together is not None:
+                return together, None
         if not self.compiles:
-            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+            return super().forward(tokens, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()
-        parts = (torch.split(tensor, counts) for tensor in (permuted_local_hidden_states, permuted_probs))
+        parts = (torch.split(tensor, counts) for tensor in (tokens, permuted_probs))
         # torch.compile takes sizes of 0 and 1 for constants and would compile each, so those run uncompiled.
         outputs = [
             (expert if len(tokens) > 1 else expert._call_impl)(tokens, probs)[0]
             for expert, tokens, probs in zip(self.local_experts, *parts, strict=True)
         ]
         return torch.cat(outputs), None
+
+    def _linears(self) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+        """Return the first linear of each expert, and the second."""
+        first, second = zip(*((expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts), strict=True)
+        return list(first), list(second)
+
+    def _together(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor | None:
+        """Return the output of all experts, or None if their linears cannot be computed together."""
+        first, second = (GroupedLinear.of(linears) for linears in self._linears())
+        if first is None or second is None:
+            return None
+        ends = counts.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+        hidden = weighted_swiglu(first(tokens, ends), probs.unsqueeze(-1))
+        return second(hidden, ends)
 
 
 def local_expert_spec(config: TransformerConfig) -> ModuleSpec:

@@ -22,6 +22,8 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
         chunks: one chunk, or one per virtual pipeline stage. They share one ``TransformerConfig``.
         config: the ``train`` section, for ``distributed_optimizer``, ``overlap_grad_reduce`` and
             ``overlap_param_gather``.
+
+    Every parameter gets ``reduced_early``: True if mcore waits for its gradient's hook to start a reduction.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -35,6 +37,8 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
             trained = sum(parameter.numel() for parameter in chunk.parameters() if parameter.requires_grad)
             settings.bucket_size = max(1, trained // BUCKETS)
             wrapped.append(DistributedDataParallel(chunk.config, settings, chunk))
+            for parameter in chunk.parameters():
+                parameter.reduced_early = config.overlap_grad_reduce
     if config.overlap_grad_reduce:
         # Without no_sync_func the schedule would start the reduction in the first micro-batch.
         functions = [chunk.no_sync for chunk in wrapped]

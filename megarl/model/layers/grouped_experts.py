@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute a rank's experts together, by products that are grouped by expert.
+
+One product per linear takes the place of one per expert, whose launches take far longer than the work: at 128 experts a
+step is the host's. The experts stay modules of their own, with their own parameters and adapters.
+
+Shapes: T tokens of all experts, sorted by expert; E experts of this rank; I inputs and O outputs of a linear; F its
+features after SwiGLU.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from megarl.model.layers.pointwise import compile_on_cuda
+
+Adapt = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class NotTogether(Exception):
+    """The adapters of several experts cannot be computed together."""
+
+
+# Bytes that each row of what a grouped product reads must be a multiple of.
+ALIGNED = 16
+
+
+def place_together(linears: Sequence[torch.nn.Module]) -> None:
+    """Move the linears' weights into one tensor; each parameter becomes a view of it. Only for weights without values.
+
+    Args:
+        linears: the same linear of each expert, with ``weight [O, I]``.
+    """
+    together = torch.empty_like(linears[0].weight.expand(len(linears), -1, -1), memory_format=torch.contiguous_format)
+    for linear, weight in zip(linears, together, strict=True):
+        linear.weight.data = weight
+
+
+def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
+    """Return the frozen weights of all experts, ``[E, O, I]``; None if they do not lie one after the other."""
+    first, last = linears[0].weight, linears[-1].weight
+    if first.requires_grad or last.data_ptr() - first.data_ptr() != (len(linears) - 1) * first.numel() * first.itemsize:
+        return None
+    if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
+        return None
+    return first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
+
+
+def wants_groups(tokens: torch.Tensor, inner: int) -> bool:
+    """Return True if grouped products are exact enough and fast: 16 bits, on CUDA, rows of whole vectors.
+
+    Args:
+        tokens: ``[T, H]``.
+        inner: F.
+    """
+    aligned = all(width * tokens.itemsize % ALIGNED == 0 for width in (tokens.shape[1], inner))
+    return tokens.is_cuda and tokens.itemsize == 2 and len(tokens) > 0 and aligned
+
+
+def grouped_product(tokens: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply each expert's tokens by the transpose of its matrix: ``[T, I], [E, O, I] -> [T, O]``.
+
+    Args:
+        tokens: sorted by expert.
+        matrices: one per expert.
+        ends: int32 ``[E]``, the row after the last one of each expert.
+    """
+    return F.grouped_mm(tokens, matrices.transpose(1, 2), offs=ends)
+
+
+class GroupedLinear:
+    """The same linear of every expert, with or without adapters.
+
+    Args:
+        weights: ``[E, O, I]``, frozen.
+        adapt: adds the adapters' part to the output: ``(out [T, O], tokens [T, I], ends)``.
+    """
+
+    def __init__(self, weights: torch.Tensor, adapt: Adapt | None) -> None:
+        self._weights, self._adapt = weights, adapt
+
+    @classmethod
+    def of(cls, linears: Sequence[torch.nn.Module]) -> "GroupedLinear | None":
+        """Return the grouped linear; None if the experts' linears, or their adapters, differ too much for it.
+
+        A linear with an adapter offers ``together``, which takes the linears of all experts and returns ``adapt``,
+        None if no adapter is active, or raises ``NotTogether``.
+        """
+        if len({type(linear) for linear in linears}) > 1 or getattr(linears[0], "bias", None) is not None:
+            return None
+        if any(linear._forward_hooks for linear in linears):  # which would not be called
+            return None
+        weights = weights_together(linears)
+        if weights is None:
+            return None
+        try:
+            together = getattr(type(linears[0]), "together", None)
+            return cls(weights, together(linears) if together else None)
+        except NotTogether:
+            return None
+
+    def __call__(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Map ``[T, I]`` to ``[T, O]``; ``ends`` as for ``grouped_product``."""
+        out = grouped_product(tokens, self._weights, ends)
+        return self._adapt(out, tokens, ends) if self._adapt else out
+
+
+@compile_on_cuda
+def weighted_swiglu(gate_and_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``[T, 2 F], [T, 1] -> [T, F]``: SwiGLU (Shazeer, arXiv:2002.05202), times each token's routing weight."""
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return (F.silu(gate) * up * weights).to(gate_and_up.dtype)

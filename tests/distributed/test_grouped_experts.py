@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are computed together compute what each one does alone: logprobs, gradients and updates."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.verify.compare import relative_error
+from megarl.verify.inputs.samples import make_samples
+from megarl.verify.reference.surrogate_loss import SurrogateLoss
+from tests.helpers.models import SHAPE, make_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny_run import build
+
+# In float32, with an epsilon that keeps AdamW from making a learning rate out of the rounding of a gradient near zero.
+BOUND, LR, EPSILON = 1e-5, 1e-3, 1e-3
+TRAINED = {"r": 8, "lora_alpha": 16}
+# Name -> family, layout with the changes of ``train``, changes of the adapter, whether experts are computed together.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
+    "EP": ("qwen3_moe", {"data": 2, "expert": 2}, TRAINED, True),
+    "shared experts, some parts": ("qwen2_moe", {}, TRAINED | {"target_modules": ["up_proj", "q_proj"]}, True),
+    "overlapped": ("mixtral", {"data": 2, "train": {"overlap_grad_reduce": True}}, TRAINED, True),
+    "no whole vectors": ("qwen3_moe", {}, TRAINED | {"r": 2}, False),
+    "ETP": ("qwen3_moe", {"tensor": 2, "expert_tensor": 2}, TRAINED, False),
+}
+
+
+def train(folder: Path, case: str) -> list[dict[str, torch.Tensor]]:
+    """Return what each update computed."""
+    from megarl.parallel.groups import leave_layout
+
+    leave_layout()
+    family, layout, lora, _ = CASES[case]
+    settings = layout | {"train": {"adam_eps": EPSILON, **layout.get("train", {})}}
+    model = build(folder, settings, "float32", family, **lora)
+    results = []
+    for step, count in enumerate((6, 9)):
+        batch = model.pack(make_samples(count, SHAPE["vocab_size"], seed=step), np.full(count, 0.05))
+        found = {f"logprobs, {on}": torch.from_numpy(np.concatenate(model.forward(batch, adapter=on))) for on in (0, 1)}
+        model.forward_backward(batch, SurrogateLoss())
+        found |= model.gradients()
+        model.optim_step(LR)
+        results.append(found | {f"updated {n}": t.cpu().clone() for n, t in model.export_weights(adapter_only=True)})
+    return results
+
+
+def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int]]:
+    """On each rank, for each case: the largest error, whether all moved, and how many training passes went together."""
+    from megarl.model.layers import experts
+
+    found, together, original = {}, [0], experts.weighted_swiglu
+
+    def counted(*given: torch.Tensor) -> torch.Tensor:
+        together[0] += torch.is_grad_enabled()  # without adapter any experts go together
+        return original(*given)
+
+    experts.weighted_swiglu = counted
+    for case in cases:
+        alone = train(Path(folder), case)
+        assert not together[0]
+        experts.wants_groups, decides = (lambda tokens, inner: len(tokens) > 0), experts.wants_groups
+        results = train(Path(folder), case)
+        experts.wants_groups = decides
+        errors = [relative_error(mine[n], theirs[n]) for mine, theirs in zip(results, alone, strict=True) for n in mine]
+        moved = all(tensor.abs().max() > 0 for tensor in alone[-1].values())
+        found[case], together[0] = (max(errors), moved, together[0]), 0
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_experts_together_compute_what_each_does_alone(tmp_path, world):
+    for family in ("qwen3_moe", "qwen2_moe", "mixtral"):
+        make_model(tmp_path / family, family, tied=False, num_hidden_layers=2)
+    sizes = {name: max(1, *(size for axis, size in CASES[name][1].items() if axis != "train"), 1) for name in CASES}
+    cases = [name for name in CASES if sizes[name] == world]
+    for result in run_ranks(compare, world, str(tmp_path), cases):
+        assert list(result) == cases
+        for case, (error, moved, together) in result.items():
+            assert error < BOUND and moved, (case, error)
+            assert bool(together) == CASES[case][3], case
