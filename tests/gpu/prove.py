@@ -12,7 +12,7 @@ is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, graphs4, compile, parity, parity4, weights, swaps     tests of this folder
+    smoke, kernels, graphs, graphs4, compile, parity, parity4, experts, weights, swaps     tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -68,6 +68,7 @@ TESTS = {
     "compile": ["test_compile.py"],
     "parity": ["test_parity_cuda.py"],
     "parity4": ["test_parity_cuda.py", "-k", "SPxCP2 or SPxEP2xETP2xDP2 or TP2xPP2"],
+    "experts": ["test_parity_cuda.py", "-k", "bf16 and qwen3_moe"],
     "weights": ["test_weight_path.py"],
     "swaps": ["test_bitwise.py"],
 }
