@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.verify.compare import relative_error
 from megarl.verify.inputs.adapters import make_adapter
 from megarl.verify.inputs.samples import make_samples
 from megarl.verify.reference.surrogate_loss import SurrogateLoss
-from tests.gpu.test_graphs import BATCHES, EPSILON, LR
+from tests.gpu.test_graphs import BATCHES, EPSILON, LR, worst
 from tests.helpers.cases import make_config
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
@@ -70,11 +69,6 @@ def train_each(folder: str, cases: dict[str, Any]) -> dict[tuple[str, str], tupl
             found[name, dtype] = worst(results, truth), bound, compilations
     destroy_groups()
     return found
-
-
-def worst(results: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
-    """Return the largest relative error."""
-    return max(relative_error(ours, theirs) for ours, theirs in zip(results, truth, strict=True))
 
 
 def train(

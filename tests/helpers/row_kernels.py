@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the SwiGLU and RMSNorm kernels with torch's own operations, also where the gradient's rows are not adjacent.
+"""Compare the SwiGLU, weighted SwiGLU and RMSNorm kernels with torch's.
 
 Run as a program (`python -m tests.helpers.row_kernels`), it uses float32 on the CPU and Triton's interpreter.
 """
@@ -26,6 +26,23 @@ def swiglu_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Erro
     return _errors(2 * width, width, gap, dtype, device, swiglu, theirs)
 
 
+def weighted_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of SwiGLU times a weight of each token; the weights are a further input, in float32."""
+    from megarl.model.layers.kernels.weighted_swiglu import weighted_swiglu
+
+    weights = torch.linspace(0.1, 1.7, TOKENS, device=device).requires_grad_()
+
+    def ours(fused: torch.Tensor) -> torch.Tensor:
+        return weighted_swiglu(fused.squeeze(1), weights).unsqueeze(1)
+
+    def theirs(fused: torch.Tensor) -> torch.Tensor:
+        gate, up = fused.chunk(2, dim=-1)
+        scales = weights.to(torch.promote_types(fused.dtype, weights.dtype)).view(-1, 1, 1)
+        return (F.silu(gate) * up * scales).to(fused.dtype)
+
+    return _errors(2 * width, width, gap, dtype, device, ours, theirs, weights)
+
+
 def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     """Return RMSNorm's errors, as ``swiglu_errors`` does SwiGLU's."""
     from megarl.model.layers.kernels.norm import rms_norm
@@ -46,6 +63,7 @@ def _errors(
     device: str,
     ours: Callable[[torch.Tensor], torch.Tensor],
     theirs: Callable[[torch.Tensor], torch.Tensor],
+    *others: torch.Tensor,
 ) -> Errors:
     generator = torch.Generator(device).manual_seed(0)
 
@@ -57,18 +75,18 @@ def _errors(
     def run(compute: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
         leaf = given.detach().to(dtype).requires_grad_()
         out = compute(leaf)
-        (gradient,) = torch.autograd.grad(out, leaf, slope.to(dtype) if dtype is not given.dtype else slope)
-        return [out.detach().double(), gradient.double()]
+        along = slope.to(dtype) if dtype is not given.dtype else slope
+        return [result.detach().double() for result in (out, *torch.autograd.grad(out, (leaf, *others), along))]
 
     results = zip(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64), strict=True)
     return {
         name: (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))
-        for name, (mine, other, exact) in zip(("output", "gradient"), results, strict=True)
+        for name, (mine, other, exact) in zip(("output", "gradient", "another's gradient"), results, strict=False)
     }
 
 
 if __name__ == "__main__":
     for width, gap in SHAPES[:3]:
-        for measure in (swiglu_errors, norm_errors):
+        for measure in (swiglu_errors, weighted_errors, norm_errors):
             measured = measure(width, gap, torch.float32, "cpu")
             assert all(error <= 5e-7 for error, _ in measured.values()), (measure.__name__, width, gap, measured)

@@ -64,8 +64,7 @@ class TrainConfig(Section):
     """With ``recompute: full``: recompute only this many layers, the first ones of each (virtual) pipeline stage."""
     cuda_graphs: bool = False
     """Run forward and backward passes as CUDA graphs, captured for a few sizes; micro-batches are padded to them. This
-    pays for small models and under tensor parallelism, where kernels finish faster than they can be launched.
-    Activations then keep their memory."""
+    pays for small models, whose kernels finish faster than they can be launched. Activations then keep their memory."""
     compile: bool = False
     """Compile the transformer layers with torch.compile, in place. Needs ``model.backend: local``, on a CPU a C++
     compiler. The first step takes minutes; after that no packing compiles anything again (``compilations`` in the

@@ -146,7 +146,7 @@ class PackedExperts(SequentialMLP):
         if first is None or second is None:
             return None
         ends = counts.cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
-        hidden = weighted_swiglu(first(tokens, ends), probs.unsqueeze(-1))
+        hidden = weighted_swiglu(first(tokens, ends), probs)
         return second(hidden, ends)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megarl.model.layers.pointwise import compile_on_cuda
+from megarl.model.layers.pointwise import swiglu, wants_kernels
 
 Adapt = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -106,8 +106,10 @@ class GroupedLinear:
         return self._adapt(out, tokens, ends) if self._adapt else out
 
 
-@compile_on_cuda
 def weighted_swiglu(gate_and_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``[T, 2 F], [T, 1] -> [T, F]``: SwiGLU (Shazeer, arXiv:2002.05202), times each token's routing weight."""
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return (F.silu(gate) * up * weights).to(gate_and_up.dtype)
+    """``[T, 2 F], [T] -> [T, F]``: SwiGLU (Shazeer, arXiv:2002.05202), times each token's routing weight."""
+    if not wants_kernels(gate_and_up):
+        return (swiglu(gate_and_up) * weights.unsqueeze(-1)).to(gate_and_up.dtype)
+    from megarl.model.layers.kernels import weighted_swiglu as kernel
+
+    return kernel.weighted_swiglu(gate_and_up, weights)

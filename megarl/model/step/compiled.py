@@ -7,8 +7,9 @@ so that one compilation serves every packing. T is rounded up all the same: the 
 constants, and kernels like multiples of 16. What remains is one compilation for each kind of pass (with or without
 gradient, with or without adapter) and of layer.
 
-Of a layer with experts, everything before the router is one compilation, and an expert's MLP is one that all experts
-share. The router and the dispatcher run uncompiled: how many tokens an expert gets is known only while the layer runs.
+Of a layer with experts, everything before the router is one compilation. The router and the dispatcher run uncompiled:
+how many tokens an expert gets is known only while the layer runs. So do experts that are computed together
+(``grouped_experts``); where they are not, an expert's MLP is one compilation that all experts share.
 """
 
 import contextlib
