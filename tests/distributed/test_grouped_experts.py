@@ -18,11 +18,13 @@ from tests.helpers.tiny_run import build
 # In float32, with an epsilon that keeps AdamW from making a learning rate out of the rounding of a gradient near zero.
 BOUND, LR, EPSILON = 1e-5, 1e-3, 1e-3
 TRAINED = {"r": 8, "lora_alpha": 16}
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # Name -> family, layout with the changes of ``train``, changes of the adapter, whether experts are computed together.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "EP": ("qwen3_moe", {"data": 2, "expert": 2}, TRAINED, True),
     "shared experts, some parts": ("qwen2_moe", {}, TRAINED | {"target_modules": ["up_proj", "q_proj"]}, True),
     "overlapped": ("mixtral", {"data": 2, "train": {"overlap_grad_reduce": True}}, TRAINED, True),
+    "shared A": ("qwen3_moe", {}, TRAINED | {"target_modules": ["q_proj"], "target_parameters": STACKS}, True),
     "no whole vectors": ("qwen3_moe", {}, TRAINED | {"r": 2}, False),
     "ETP": ("qwen3_moe", {"tensor": 2, "expert_tensor": 2}, TRAINED, False),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.lora.layers.matrices import AdapterMatrices
-from megarl.model.layers.grouped_experts import ALIGNED, Adapt, NotTogether, grouped_product
+from megarl.model.layers.grouped_experts import ALIGNED, Adapt, NotTogether, grouped_product, stacked
 
 
 def adapters_together(adapters: Sequence[AdapterMatrices]) -> Adapt:
@@ -47,31 +47,6 @@ def _matrices_a(adapters: Sequence[AdapterMatrices]) -> torch.Tensor:
     keys = [key for key in adapters[0].keys if key in adapters[0].lora_A]
     sides = [stacked([adapter.lora_A[key] for adapter in adapters]) for key in keys]
     return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
-
-
-def stacked(matrices: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Return ``[E, ...]``. Its gradient is added to the matrices' ``main_grad`` at once.
-
-    Matrix by matrix, through autograd, that takes the host longer than the products take the GPU. It goes that way
-    where there is no ``main_grad``, and where mcore waits for each gradient to reduce it early.
-    """
-    if torch.is_grad_enabled() and not any(getattr(matrix, "reduced_early", True) for matrix in matrices):
-        return _Stacked.apply(matrices[0], matrices)
-    return torch.stack(matrices)
-
-
-class _Stacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter]) -> torch.Tensor:
-        """Stack the matrices; the first one alone is known to autograd."""
-        ctx.matrices = matrices
-        return torch.stack(matrices)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        sums = [matrix.main_grad for matrix in ctx.matrices]
-        torch._foreach_add_(sums, list(gradients[0].to(sums[0].dtype).unbind()))
-        return None, None
 
 
 class _AddParts(torch.autograd.Function):

@@ -9,6 +9,7 @@ features after SwiGLU.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +39,45 @@ def place_together(linears: Sequence[torch.nn.Module]) -> None:
 
 
 def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
-    """Return the frozen weights of all experts, ``[E, O, I]``; None if they do not lie one after the other."""
+    """Return the weights of all experts, ``[E, O, I]``; None if they do not lie one after the other."""
     first, last = linears[0].weight, linears[-1].weight
-    if first.requires_grad or last.data_ptr() - first.data_ptr() != (len(linears) - 1) * first.numel() * first.itemsize:
+    if last.data_ptr() - first.data_ptr() != (len(linears) - 1) * first.numel() * first.itemsize:
         return None
     if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
-    return first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
+    view = first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
+    return stacked([linear.weight for linear in linears], view) if first.requires_grad else view
+
+
+def stacked(matrices: list[torch.nn.Parameter], view: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the experts' matrices as one, ``[E, ...]``. Its gradient is added to their ``main_grad`` at once.
+
+    Matrix by matrix, through autograd, that takes the host longer than the products take the GPU. It goes that way
+    where there is no ``main_grad``, and where mcore waits for each gradient to reduce it early (``reduced_early``).
+
+    Args:
+        matrices: one of each expert, all trained or all frozen.
+        view: ``[E, ...]``, the same memory, if they lie one after the other.
+    """
+    if torch.is_grad_enabled() and not any(getattr(matrix, "reduced_early", True) for matrix in matrices):
+        return _Stacked.apply(matrices[0], matrices, view)
+    return torch.stack(matrices)
+
+
+class _Stacked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter], view: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Stack the matrices; the first one alone is known to autograd."""
+        ctx.matrices = matrices
+        return torch.stack(matrices) if view is None else view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        sums = [matrix.main_grad for matrix in ctx.matrices]
+        torch._foreach_add_(sums, list(gradients[0].to(sums[0].dtype).unbind()))
+        return None, None, None
 
 
 def wants_groups(tokens: torch.Tensor, inner: int) -> bool:
@@ -73,7 +106,7 @@ class GroupedLinear:
     """The same linear of every expert, with or without adapters.
 
     Args:
-        weights: ``[E, O, I]``, frozen.
+        weights: ``[E, O, I]``.
         adapt: adds the adapters' part to the output: ``(out [T, O], tokens [T, I], ends)``.
     """
 

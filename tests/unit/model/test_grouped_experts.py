@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of experts as one tensor: where they lie, and where their gradients go."""
+
+import pytest
+import torch
+
+from megarl.model.layers.grouped_experts import GroupedLinear, place_together, stacked, weights_together
+
+COUNTS = torch.tensor([3, 0, 4])
+ENDS = COUNTS.cumsum(0).to(torch.int32)
+
+
+def linears() -> list[torch.nn.Linear]:
+    """Return a linear of each expert, whose weights lie together."""
+    torch.manual_seed(0)
+    made = [torch.nn.Linear(8, 12, bias=False) for _ in COUNTS]
+    place_together(made)
+    for linear in made:
+        torch.nn.init.normal_(linear.weight)
+    return made
+
+
+def gradients(made: list[torch.nn.Linear], *, together: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the output, and the gradient of each weight."""
+    tokens, slope = torch.linspace(-1, 1, 7 * 8).view(7, 8), torch.linspace(1, 2, 7 * 12).view(7, 12)
+    if together:
+        grouped = GroupedLinear.of(made)
+        assert grouped is not None
+        out = grouped(tokens, ENDS)
+    else:
+        out = torch.cat([linear(part) for linear, part in zip(made, tokens.split(COUNTS.tolist()), strict=True)])
+    out.backward(slope)
+    found = [linear.weight.main_grad if hasattr(linear.weight, "main_grad") else linear.weight.grad for linear in made]
+    return out.detach(), found
+
+
+@pytest.mark.parametrize("early", [None, True, False], ids=["no DDP", "overlapped", "at once"])
+def test_trained_weights_get_the_gradients_that_each_alone_gets(early):
+    expected_out, expected = gradients(linears(), together=False)
+    made = linears()
+    for linear in made:
+        if early is not None:
+            linear.weight.reduced_early = early
+        if early is False:
+            linear.weight.main_grad = torch.full_like(linear.weight, 0.5, dtype=torch.float32)
+    out, found = gradients(made, together=True)
+    torch.testing.assert_close(out, expected_out)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, true + (0.5 if early is False else 0.0))
+
+
+def test_frozen_weights_are_one_view_and_weights_that_moved_are_not():
+    made = linears()
+    for linear in made:
+        linear.weight.requires_grad_(False)
+    together = weights_together(made)
+    assert together is not None and together.data_ptr() == made[0].weight.data_ptr()
+    assert all(torch.equal(together[number], linear.weight) for number, linear in enumerate(made))
+    made[-1].weight.data = made[-1].weight.data.clone()
+    assert weights_together(made) is None and GroupedLinear.of(made) is None
+
+
+def test_what_hooks_would_miss_runs_one_by_one():
+    made = linears()
+    made[1].register_forward_hook(lambda *given: None)
+    assert GroupedLinear.of(made) is None
+    assert GroupedLinear.of([torch.nn.Linear(8, 12), torch.nn.Linear(8, 12)]) is None  # with a bias
+
+
+def test_without_gradients_nothing_is_added_anywhere():
+    made = linears()
+    with torch.no_grad():
+        assert torch.equal(stacked([linear.weight for linear in made]), torch.stack([one.weight for one in made]))
