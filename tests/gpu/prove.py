@@ -3,12 +3,12 @@
 
 Stages joined by `+` run at the same time. `@FILE` instead of stages runs lanes at the same time: each line of the file
 is GPUS: STAGE ..., the GPUs that the lane's stages see (`4,5`) and stages that run one after the other.
-`tests/gpu/lanes/` has those for eight GPUs.
+`tests/gpu/lanes/` has those for two and four GPUs.
 
-A stage has a time limit of PROVE_LIMIT seconds (570) and prints its important lines at its end. A failed stage does not
-stop the next. All stages end PROVE_SECONDS (no limit) after the start; later ones are not run. Every half minute a
-stage reports how far its log is. The last output is a table. Every log, table and profile is in OUT/logs.tar.gz, which
-is rewritten with each printed line.
+A stage has a time limit of PROVE_LIMIT seconds (570), `STAGE~SECONDS` one of its own. It prints its important lines at
+its end. A failed stage does not stop the next. All stages end PROVE_SECONDS (no limit) after the start; later ones are
+not run. Every half minute a stage reports how far its log is. The last output is a table. Every log, table and profile
+is in OUT/logs.tar.gz, which is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
@@ -86,7 +86,7 @@ LEAST_SECONDS, NOT_RUN = 20, -1
 
 def command_of(stage: str, out: Path) -> tuple[list[str], str]:
     """Return a stage's command, and the pattern of the lines to show. Tables go to ``out``."""
-    kind, *rest = stage.rpartition("@")[2].split(":")
+    kind, *rest = stage.rpartition("@")[2].partition("~")[0].split(":")
     page = ["--out", str(out / f"{file_name(stage)}.md")]
     match kind, rest:
         case "smoke", []:
@@ -146,7 +146,7 @@ def archive(work: Path, out: Path) -> None:
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Callable[[], None]) -> None:
     """Run a stage, print its progress and important lines, store ``(status, seconds)`` and the logs."""
     command, shown = command_of(stage, out)
-    limit = min(LIMIT, END - time.monotonic())
+    limit = min(float(stage.partition("~")[2] or LIMIT), END - time.monotonic())
     if limit < LEAST_SECONDS:
         results[stage] = NOT_RUN, 0.0
         return

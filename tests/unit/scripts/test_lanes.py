@@ -8,13 +8,15 @@ import pytest
 from tests.gpu.prove import command_of, lanes_of
 
 LANES = Path(__file__).parents[2] / "gpu" / "lanes"
+# By the first word of a file's name.
+GPUS = {"two": 2, "four": 4}
 
 
 @pytest.mark.parametrize("file", sorted(LANES.glob("*.txt")), ids=lambda file: file.name)
 def test_every_stage_is_known_and_no_gpu_is_in_two_lanes(file: Path, tmp_path: Path) -> None:
     lanes = lanes_of((f"@{file}",))
     used = [gpu for lane in lanes for gpu in lane[0].partition("@")[0].split(",")]
-    assert used == [str(gpu) for gpu in range(8)]
+    assert used == [str(gpu) for gpu in range(GPUS[file.stem.partition("-")[0]])]
     for lane in lanes:
         stages = [stage for group in lane for stage in group.split("+")]
         assert len({stage.partition("@")[0] for stage in stages}) == 1
