@@ -23,6 +23,7 @@ STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
     "EP": ("qwen3_moe", {"data": 2, "expert": 2}, TRAINED, True),
     "shared experts, some parts": ("qwen2_moe", {}, TRAINED | {"target_modules": ["up_proj", "q_proj"]}, True),
+    "recomputed": ("mixtral", {"train": {"recompute": "full"}}, TRAINED, True),
     "overlapped": ("mixtral", {"data": 2, "train": {"overlap_grad_reduce": True}}, TRAINED, True),
     "shared A": ("qwen3_moe", {}, TRAINED | {"target_modules": ["q_proj"], "target_parameters": STACKS}, True),
     "no whole vectors": ("qwen3_moe", {}, TRAINED | {"r": 2}, False),
