@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the SwiGLU, weighted SwiGLU and RMSNorm kernels round once."""
+"""Check that the kernels of SwiGLU, weighted SwiGLU, sums of rows and RMSNorm round once."""
 
 import pytest
 import torch
 
-from tests.helpers.row_kernels import SHAPES, norm_errors, swiglu_errors, weighted_errors
+from tests.helpers.row_kernels import SHAPES, norm_errors, sum_errors, swiglu_errors, weighted_errors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
-@pytest.mark.parametrize("measure", [swiglu_errors, weighted_errors, norm_errors])
+@pytest.mark.parametrize("measure", [swiglu_errors, weighted_errors, sum_errors, norm_errors])
 @pytest.mark.parametrize(("width", "gap"), SHAPES)
 def test_a_kernel_is_as_accurate_as_bf16_allows(measure, width, gap):
     for name, (error, allowed) in measure(width, gap, torch.bfloat16, "cuda").items():

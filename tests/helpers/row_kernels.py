@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the SwiGLU, weighted SwiGLU and RMSNorm kernels with torch's.
+"""Compare the kernels of SwiGLU, weighted SwiGLU, sums of rows and RMSNorm with torch's operations.
 
 Run as a program (`python -m tests.helpers.row_kernels`), it uses float32 on the CPU and Triton's interpreter.
 """
@@ -41,6 +41,18 @@ def weighted_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Er
         return (F.silu(gate) * up * scales).to(fused.dtype)
 
     return _errors(2 * width, width, gap, dtype, device, ours, theirs, weights)
+
+
+def sum_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the error of sums of three rows for each token, of which some are the same."""
+    from megarl.model.layers.kernels.row_sums import sum_rows
+
+    generator = torch.Generator(device).manual_seed(1)
+    rows = torch.randn(2 * TOKENS, width + gap, device=device, generator=generator).to(dtype)[:, :width]
+    places = torch.randint(2 * TOKENS, (TOKENS, 3), device=device, generator=generator)
+    exact = rows.double()[places].sum(dim=1)
+    mine, other = sum_rows(rows, places), rows[places].sum(dim=1)
+    return {"sum": (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))}
 
 
 def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
@@ -87,6 +99,6 @@ def _errors(
 
 if __name__ == "__main__":
     for width, gap in SHAPES[:3]:
-        for measure in (swiglu_errors, weighted_errors, norm_errors):
+        for measure in (swiglu_errors, weighted_errors, sum_errors, norm_errors):
             measured = measure(width, gap, torch.float32, "cpu")
             assert all(error <= 5e-7 for error, _ in measured.values()), (measure.__name__, width, gap, measured)

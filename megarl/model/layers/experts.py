@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.model.layers.expert_dispatch import PackedMoELayer
 from megarl.model.layers.grouped_experts import GroupedLinear, place_together, wants_groups, weighted_swiglu
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 
@@ -155,7 +156,7 @@ def local_expert_spec(config: TransformerConfig) -> ModuleSpec:
     grouped = config.moe_router_num_groups or config.moe_router_score_function == "sigmoid"
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
-        module=MoELayer,
+        module=PackedMoELayer,
         submodules=MoESubmodules(
             router=GroupLimitedRouter if grouped else LocalRouter,
             experts=ModuleSpec(module=PackedExperts, submodules=linears),

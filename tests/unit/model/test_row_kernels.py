@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the SwiGLU, weighted SwiGLU and RMSNorm kernels, run by Triton's interpreter, with torch in float64."""
+"""Compare the row kernels (SwiGLU, sums of rows, RMSNorm), run by Triton's interpreter, with torch in float64."""
 
 import pytest
 
