@@ -62,7 +62,13 @@ MODELS = Path("/tmp/megarl-models")
 MEGARL = [sys.executable, "-m", "megarl.cli.main"]
 PYTEST = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider", "-p", "no:xdist"]
 TESTS = {
-    "kernels": ["test_logprobs.py", "test_context_attention.py", "test_heads.py", "test_row_kernels.py"],
+    "kernels": [
+        "test_grouped_experts.py",
+        "test_logprobs.py",
+        "test_context_attention.py",
+        "test_heads.py",
+        "test_row_kernels.py",
+    ],
     "graphs": ["test_graphs.py"],
     "graphs4": ["test_graphs.py", "-k", "2 or 4"],
     "compile": ["test_compile.py"],

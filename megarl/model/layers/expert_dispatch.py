@@ -26,7 +26,8 @@ class PackedMoELayer(MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.token_dispatcher.ep_size == 1 and self.token_dispatcher.tp_size == 1:
+        mcores = self.token_dispatcher
+        if mcores.ep_size == 1 and mcores.tp_size == 1 and mcores.shared_experts is None:
             self.token_dispatcher = LocalDispatcher(self.config)
 
 

@@ -9,6 +9,7 @@ features after SwiGLU.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,28 +26,36 @@ class NotTogether(Exception):
 
 # Bytes that each row of what a grouped product reads must be a multiple of.
 ALIGNED = 16
+# The GPUs whose kernel for grouped products is tested (tests/gpu/test_grouped_experts.py), by compute capability.
+HOPPER = 9
 
 
 def place_together(linears: Sequence[torch.nn.Module]) -> None:
-    """Move the linears' weights into one tensor; each parameter becomes a view of it. Only for weights without values.
+    """Move the linears' weights into one tensor; each parameter becomes a view of it.
 
     Args:
         linears: the same linear of each expert, with ``weight [O, I]``.
     """
-    together = torch.empty_like(linears[0].weight.expand(len(linears), -1, -1), memory_format=torch.contiguous_format)
+    together = torch.stack([linear.weight.data for linear in linears])
     for linear, weight in zip(linears, together, strict=True):
         linear.weight.data = weight
 
 
 def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
-    """Return the weights of all experts, ``[E, O, I]``; None if they do not lie one after the other."""
+    """Return the weights of all experts, ``[E, O, I]``; None if they do not lie one after the other.
+
+    None also if they are trained and mcore waits for each one's hooks.
+    """
     first, last = linears[0].weight, linears[-1].weight
     if last.data_ptr() - first.data_ptr() != (len(linears) - 1) * first.numel() * first.itemsize:
         return None
     if first.untyped_storage().data_ptr() != last.untyped_storage().data_ptr():
         return None
     view = first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
-    return stacked([linear.weight for linear in linears], view) if first.requires_grad else view
+    if not (first.requires_grad and torch.is_grad_enabled()):
+        return view
+    hooked = first.reduced_early if hasattr(first, "reduced_early") else True
+    return None if hooked or linears[0]._forward_pre_hooks else stacked([linear.weight for linear in linears], view)
 
 
 def stacked(matrices: list[torch.nn.Parameter], view: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,14 +90,21 @@ class _Stacked(torch.autograd.Function):
 
 
 def wants_groups(tokens: torch.Tensor, inner: int) -> bool:
-    """Return True if grouped products are exact enough and fast: 16 bits, on CUDA, rows of whole vectors.
+    """Return True if grouped products are exact enough, and one kernel: 16 bits, on Hopper, rows of whole vectors.
+
+    On other GPUs torch multiplies expert by expert, and the host waits; or, on Blackwell, it has not been tried.
 
     Args:
         tokens: ``[T, H]``.
         inner: F.
     """
     aligned = all(width * tokens.itemsize % ALIGNED == 0 for width in (tokens.shape[1], inner))
-    return tokens.is_cuda and tokens.itemsize == 2 and len(tokens) > 0 and aligned
+    return tokens.is_cuda and tokens.itemsize == 2 and len(tokens) > 0 and aligned and _is_hopper(tokens.device)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def grouped_product(tokens: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

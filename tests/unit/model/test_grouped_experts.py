@@ -34,19 +34,29 @@ def gradients(made: list[torch.nn.Linear], *, together: bool) -> tuple[torch.Ten
     return out.detach(), found
 
 
-@pytest.mark.parametrize("early", [None, True, False], ids=["no DDP", "overlapped", "at once"])
-def test_trained_weights_get_the_gradients_that_each_alone_gets(early):
+def test_trained_weights_get_the_gradients_that_each_alone_gets():
     expected_out, expected = gradients(linears(), together=False)
+    made = linears()
+    for linear in made:
+        linear.weight.reduced_early = False
+        linear.weight.main_grad = torch.full_like(linear.weight, 0.5, dtype=torch.float32)
+    out, found = gradients(made, together=True)
+    torch.testing.assert_close(out, expected_out)
+    for mine, true in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, true + 0.5)
+
+
+@pytest.mark.parametrize("early", [None, True, False], ids=["no DDP", "overlapped", "hooked before"])
+def test_trained_weights_whose_hooks_matter_run_one_by_one(early):
     made = linears()
     for linear in made:
         if early is not None:
             linear.weight.reduced_early = early
-        if early is False:
-            linear.weight.main_grad = torch.full_like(linear.weight, 0.5, dtype=torch.float32)
-    out, found = gradients(made, together=True)
-    torch.testing.assert_close(out, expected_out)
-    for mine, true in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, true + (0.5 if early is False else 0.0))
+    if early is False:
+        made[0].register_forward_pre_hook(lambda *given: None)
+    assert GroupedLinear.of(made) is None
+    with torch.no_grad():
+        assert GroupedLinear.of(made) is not None
 
 
 def test_frozen_weights_are_one_view_and_weights_that_moved_are_not():
@@ -65,6 +75,16 @@ def test_what_hooks_would_miss_runs_one_by_one():
     made[1].register_forward_hook(lambda *given: None)
     assert GroupedLinear.of(made) is None
     assert GroupedLinear.of([torch.nn.Linear(8, 12), torch.nn.Linear(8, 12)]) is None  # with a bias
+
+
+def test_values_move_along_and_stacks_get_gradients_without_a_buffer():
+    alone = [torch.nn.Linear(8, 12, bias=False) for _ in COUNTS]
+    before = [linear.weight.detach().clone() for linear in alone]
+    place_together(alone)
+    assert all(torch.equal(linear.weight, old) for linear, old in zip(alone, before, strict=True))
+    stacked([linear.weight for linear in alone]).square().sum().backward()
+    for linear in alone:
+        torch.testing.assert_close(linear.weight.grad, 2 * linear.weight.detach())
 
 
 def test_without_gradients_nothing_is_added_anywhere():

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped products in bf16 round as those of each expert alone do, and experts without tokens have a gradient of 0."""
+
+import pytest
+import torch
+
+from megarl.model.layers.grouped_experts import grouped_product, stacked, wants_groups
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+COUNTS = {"some idle": [3, 0, 0, 517, 0, 64, 1, 0], "one alone": [0, 0, 0, 900, 0, 0, 0, 0], "all": [65] * 8}
+SIZES = {"wide": (256, 384), "rank 8": (256, 8), "from rank 8": (8, 384)}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_products_and_gradients_equal_those_of_each_expert(counts, sizes):
+    inputs, outputs = sizes
+    torch.manual_seed(0)
+    tokens = torch.randn(sum(counts), inputs, device="cuda").bfloat16().requires_grad_()
+    if not wants_groups(tokens, outputs):
+        pytest.skip("experts run one by one on this GPU")
+    matrices = [torch.nn.Parameter(torch.randn(outputs, inputs, device="cuda").bfloat16()) for _ in counts]
+    for matrix in matrices:
+        matrix.reduced_early, matrix.main_grad = False, torch.zeros(outputs, inputs, device="cuda")
+    # As half of a wider output's gradient: rows that are not adjacent.
+    slope = torch.randn(sum(counts), 2 * outputs, device="cuda").bfloat16()[:, outputs:]
+    # Memory that results may take over holds NaN: what a kernel leaves out would show.
+    used = [torch.full_like(torch.stack(matrices), torch.nan) for _ in range(4)]
+    used.clear()
+    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    out = grouped_product(tokens, stacked(matrices), ends)
+    out.backward(slope)
+
+    exact, parts = tokens.detach().double().requires_grad_(), [m.detach().double().requires_grad_() for m in matrices]
+    true = torch.cat([part @ m.t() for part, m in zip(exact.split(counts), parts, strict=True)])
+    wanted = torch.autograd.grad(true, [exact, *parts], slope.double())
+    found = [out, tokens.grad, *(matrix.main_grad for matrix in matrices)]
+    for actual, expected in zip(found, [true, *wanted], strict=True):
+        assert (actual.double() - expected).norm() <= 2.0**-8 * expected.norm()
+    assert all(not matrix.main_grad.any() for matrix, count in zip(matrices, counts, strict=True) if not count)
