@@ -192,7 +192,8 @@ def test_wandb_offline(tmp_path, said, monkeypatch):
     first, second = two_sessions("wandb", tmp_path, said)
     assert first == second
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
-    assert len(folders) == 2 and all(folder.name.endswith(first) for folder in folders)
+    # Sessions that begin in the same second have a number behind the id.
+    assert len(folders) == 2 and all(f"-{first}" in folder.name for folder in folders)
     history, config, summary, runs = [], {}, {}, []
 
     def items(values):
