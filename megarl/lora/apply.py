@@ -26,7 +26,7 @@ from megarl.lora.slot import Slot
 from megarl.lora.targets.model_match import check_match
 from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import resolve_targets
-from megarl.model.layers.experts import SharedExpertGate
+from megarl.model.layers.experts.shared import SharedExpertGate
 from megarl.model.layers.recompute import require_input_gradients
 from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
 from megarl.model.weights.full_config import names_of

@@ -16,6 +16,7 @@ from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.models import SHAPE, make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build
+from tests.helpers.updates import batch_of, updates
 
 # Samples of each batch: micro-batches of many sizes, from nearly empty to full.
 COUNTS = (5, 12, 3, 9)
@@ -45,25 +46,18 @@ def train(folder: Path, case: str, *, compiled: bool) -> tuple[list[dict[str, to
     model._multiple = model.config.parallel.tensor * ALIGNED
     model_parallel_cuda_manual_seed(5)
     results, compilations = [], []
-    for step, count in enumerate(COUNTS):
-        batch = model.pack(make_samples(count, SHAPE["vocab_size"], seed=step), np.full(count, 0.05))
-        found = {"logprobs": np.concatenate(model.forward(batch))}
-        if "SP" in case:
-            found["base logprobs"] = np.concatenate(model.forward(batch, adapter=False))
-        model.forward_backward(batch, SurrogateLoss())
-        result = {name: torch.from_numpy(values) for name, values in found.items()} | model.gradients()
-        model.optim_step(LR)
-        results.append(result | {f"updated {n}": t.cpu().clone() for n, t in model.export_weights(adapter_only=True)})
+    for result in updates(model, COUNTS, LR, base="SP" in case):
+        results.append(result)
         compilations.append(model.measured().get("compilations", -1.0))
-    results[-1]["seen by hooks"] = seen_by_hooks(model, batch)
+    results[-1]["seen by hooks"] = seen_by_hooks(model)
     return results, compilations
 
 
-def seen_by_hooks(model: Any, batch: Any) -> torch.Tensor:
+def seen_by_hooks(model: Any) -> torch.Tensor:
     """Run a pass uncompiled; return what a hook in the first layer sees, which a compiled one would not run."""
     from megarl.model.step.compiled import uncompiled
 
-    seen: list[torch.Tensor] = []
+    batch, seen = batch_of(model, 0, COUNTS[-1]), list[torch.Tensor]()
     linear = model.chunks[0].decoder.layers[0].self_attention.linear_proj
     handle = linear.register_forward_hook(lambda module, inputs, output: seen.append(output[0].clone()))
     with uncompiled(model.chunks):

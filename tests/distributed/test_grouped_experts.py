@@ -4,16 +4,14 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.verify.compare import relative_error
-from megarl.verify.inputs.samples import make_samples
-from megarl.verify.reference.surrogate_loss import SurrogateLoss
-from tests.helpers.models import SHAPE, make_model
+from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_run import build
+from tests.helpers.updates import updates
 
 # In float32, with an epsilon that keeps AdamW from making a learning rate out of the rounding of a gradient near zero.
 BOUND, LR, EPSILON = 1e-5, 1e-3, 1e-3
@@ -39,34 +37,26 @@ def train(folder: Path, case: str) -> list[dict[str, torch.Tensor]]:
     family, layout, lora, _ = CASES[case]
     settings = layout | {"train": {"adam_eps": EPSILON, **layout.get("train", {})}}
     model = build(folder, settings, "float32", family, **lora)
-    results = []
-    for step, count in enumerate((6, 9)):
-        batch = model.pack(make_samples(count, SHAPE["vocab_size"], seed=step), np.full(count, 0.05))
-        found = {f"logprobs, {on}": torch.from_numpy(np.concatenate(model.forward(batch, adapter=on))) for on in (0, 1)}
-        model.forward_backward(batch, SurrogateLoss())
-        found |= model.gradients()
-        model.optim_step(LR)
-        results.append(found | {f"updated {n}": t.cpu().clone() for n, t in model.export_weights(adapter_only=True)})
-    return results
+    return list(updates(model, (6, 9), LR))
 
 
 def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int]]:
     """On each rank, for each case: the largest error, whether all moved, and how many training passes went together."""
-    from megarl.model.layers import experts
+    from megarl.model.layers.experts import packed
 
-    found, together, original = {}, [0], experts.weighted_swiglu
+    found, together, original = {}, [0], packed.weighted_swiglu
 
     def counted(*given: torch.Tensor) -> torch.Tensor:
         together[0] += torch.is_grad_enabled()  # without adapter any experts go together
         return original(*given)
 
-    experts.weighted_swiglu = counted
+    packed.weighted_swiglu = counted
     for case in cases:
         alone = train(Path(folder), case)
         assert not together[0]
-        experts.wants_groups, decides = (lambda tokens, inner: len(tokens) > 0), experts.wants_groups
+        packed.wants_groups, decides = (lambda tokens, inner: len(tokens) > 0), packed.wants_groups
         results = train(Path(folder), case)
-        experts.wants_groups = decides
+        packed.wants_groups = decides
         errors = [relative_error(mine[n], theirs[n]) for mine, theirs in zip(results, alone, strict=True) for n in mine]
         moved = all(tensor.abs().max() > 0 for tensor in alone[-1].values())
         found[case], together[0] = (max(errors), moved, together[0]), 0
@@ -77,7 +67,7 @@ def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int]]
 def test_experts_together_compute_what_each_does_alone(tmp_path, world):
     for family in ("qwen3_moe", "qwen2_moe", "mixtral"):
         make_model(tmp_path / family, family, tied=False, num_hidden_layers=2)
-    sizes = {name: max(1, *(size for axis, size in CASES[name][1].items() if axis != "train"), 1) for name in CASES}
+    sizes = {name: max([1, *(size for axis, size in CASES[name][1].items() if axis != "train")]) for name in CASES}
     cases = [name for name in CASES if sizes[name] == world]
     for result in run_ranks(compare, world, str(tmp_path), cases):
         assert list(result) == cases

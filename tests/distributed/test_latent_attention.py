@@ -75,8 +75,8 @@ MUTATIONS = ("the rotary key's sum", "the bias on the choice")
 
 def train_mutants(here: Place) -> dict[str, dict[str, str]]:
     """On each rank, return `megarl verify`'s findings out of bounds for V3 at TP2, with each part removed in turn."""
-    from megarl.model.layers import experts
     from megarl.model.layers.attention import latent_attention
+    from megarl.model.layers.experts.routers import GroupLimitedRouter
 
     results = {}
     for (stage, groups), name in zip(each_layout([Stage(here)] * len(MUTATIONS)), MUTATIONS, strict=True):
@@ -85,9 +85,9 @@ def train_mutants(here: Place) -> dict[str, dict[str, str]]:
                 # Each rank keeps the gradient from its own heads, as in mcore's layer.
                 patch.setattr(latent_attention, "copy_to_tensor_model_parallel_region", lambda tensor, group: tensor)
             else:
-                choose = experts.GroupLimitedRouter._in_best_groups
+                choose = GroupLimitedRouter._in_best_groups
                 patch.setattr(
-                    experts.GroupLimitedRouter,
+                    GroupLimitedRouter,
                     "_in_best_groups",
                     lambda router, scores, choose=choose: choose(router, scores - router.expert_bias),
                 )

@@ -10,16 +10,13 @@ with CUDA graphs of the compiled layers.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.verify.inputs.adapters import make_adapter
-from megarl.verify.inputs.samples import make_samples
-from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.gpu.test_graphs import BATCHES, EPSILON, LR, worst
 from tests.helpers.cases import make_config
-from tests.helpers.models import SHAPE, make_model
+from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -80,6 +77,7 @@ def train(
     from megarl.config import parse_config
     from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
+    from tests.helpers.updates import updates
 
     tree = config.model_dump()
     tree["train"] |= {"micro_batch_tokens": 256, "adam_eps": EPSILON, **changes}
@@ -90,16 +88,10 @@ def train(
     model._multiple = 32 * groups.topology.tensor  # the same padding on both sides, for which dropout draws too
     model_parallel_cuda_manual_seed(5)
     results, compilations = [], []
-    for step, count in enumerate(BATCHES):
-        samples = make_samples(count, SHAPE["vocab_size"], seed=step)
-        batch = model.pack(samples, np.full(len(samples), 0.05))
-        results += [*model.forward(batch, adapter=False), *model.forward(batch)]
-        model.forward_backward(batch, SurrogateLoss())
-        results += [tensor.cpu().clone() for tensor in model.gradients().values()]
-        results.append(model.optim_step(LR)["grad_norm"])
+    for found in updates(model, BATCHES, LR):
+        results += found.values()
         compilations.append(model.measured().get("compilations", 0.0))
-    results += [tensor.cpu().clone() for _, tensor in model.export_weights(adapter_only=True)]
-    return [torch.as_tensor(result) for result in results], compilations
+    return results, compilations
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -7,21 +7,19 @@ in 16 bits only.
 """
 
 import importlib.util
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.config import ParallelConfig
 from megarl.verify.compare import relative_error
 from megarl.verify.inputs.adapters import make_adapter
-from megarl.verify.inputs.samples import make_samples
-from megarl.verify.reference.surrogate_loss import SurrogateLoss
 from tests.helpers.cases import make_config
-from tests.helpers.models import SHAPE, make_model
+from tests.helpers.models import make_model
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -54,22 +52,23 @@ def train_each(folder: str, kinds: list[Kind], world: int) -> dict[Kind, tuple[f
     layout = {"tensor": world} if world > 1 else {}
     groups = init_groups(ParallelConfig(**layout), pick_device("auto"))
 
-    def results(kind: Kind, dtype: str, graphs: bool) -> list[torch.Tensor]:
+    @cache
+    def results(kind: Kind, graphs: bool) -> list[torch.Tensor]:
         given = {"backend": "local" if kind.backend == BITWISE else kind.backend}
-        config = make_config(Path(folder) / kind.family, layout | given, dtype)
+        config = make_config(Path(folder) / kind.family, layout | given, kind.dtype)
         if kind.backend == BITWISE:
             config = config.model_copy(update={"model": config.model.model_copy(update={"numerics": BITWISE})})
         return train(config, Path(folder) / f"{kind.family}-adapter", groups, graphs)
 
     found = {}
     for kind in kinds:
-        plain, graphed = results(kind, kind.dtype, False), results(kind, kind.dtype, True)
+        plain, graphed = results(kind, False), results(kind, True)
         if kind.backend == BITWISE:
             found[kind] = worst(graphed, plain), 0.0
         elif kind.dtype == "float32":
             found[kind] = worst(graphed, plain), BOUND
         else:
-            truth = results(kind, "float32", False)
+            truth = results(kind._replace(dtype="float32"), False)
             found[kind] = worst(graphed, truth), WORSE * worst(plain, truth)
     destroy_groups()
     return found
@@ -85,21 +84,13 @@ def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.T
     from megarl.config import parse_config
     from megarl.lora import attach, load_peft_config
     from megarl.model.megatron_model import MegatronModel
+    from tests.helpers.updates import updates
 
     tree = config.model_dump()
     tree["train"] |= {"cuda_graphs": graphs, "micro_batch_tokens": 256, "adam_eps": EPSILON}
     model = MegatronModel(parse_config(tree).trainer, groups, attach(load_peft_config(adapter)))
     model.load_adapter(adapter)
-    results: list[Any] = []
-    for step, count in enumerate(BATCHES):
-        samples = make_samples(count, SHAPE["vocab_size"], seed=step)
-        batch = model.pack(samples, np.full(len(samples), 0.05))
-        results += [*model.forward(batch, adapter=False), *model.forward(batch)]
-        model.forward_backward(batch, SurrogateLoss())
-        results += [tensor.cpu().clone() for tensor in model.gradients().values()]
-        results.append(model.optim_step(LR)["grad_norm"])
-    results += [tensor.cpu().clone() for _, tensor in model.export_weights(adapter_only=True)]
-    return [torch.as_tensor(result) for result in results]
+    return [tensor for found in updates(model, BATCHES, LR) for tensor in found.values()]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megarl.model.layers.grouped_experts import grouped_product, stacked, wants_groups
+from megarl.model.layers.experts.grouped import grouped_product, stacked, wants_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare the kernels of SwiGLU, weighted SwiGLU, sums of rows and RMSNorm with torch's operations.
+"""Compare the kernels of SwiGLU, weighted SwiGLU, sums of rows and RMSNorm with torch's own operations.
 
+Gradients and sums are also those of rows that are not adjacent.
 Run as a program (`python -m tests.helpers.row_kernels`), it uses float32 on the CPU and Triton's interpreter.
 """
 
@@ -51,8 +52,7 @@ def sum_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
     rows = torch.randn(2 * TOKENS, width + gap, device=device, generator=generator).to(dtype)[:, :width]
     places = torch.randint(2 * TOKENS, (TOKENS, 3), device=device, generator=generator)
     exact = rows.double()[places].sum(dim=1)
-    mine, other = sum_rows(rows, places), rows[places].sum(dim=1)
-    return {"sum": (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))}
+    return {"sum": (_error(sum_rows(rows, places), exact), _error(rows[places].sum(dim=1), exact))}
 
 
 def norm_errors(width: int, gap: int, dtype: torch.dtype, device: str) -> Errors:
@@ -91,10 +91,15 @@ def _errors(
         return [result.detach().double() for result in (out, *torch.autograd.grad(out, (leaf, *others), along))]
 
     results = zip(run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64), strict=True)
+    names = ("output", "gradient", *(f"gradient of input {number}" for number in range(2, 2 + len(others))))
     return {
-        name: (float((mine - exact).norm() / exact.norm()), float((other - exact).norm() / exact.norm()))
-        for name, (mine, other, exact) in zip(("output", "gradient", "another's gradient"), results, strict=False)
+        name: (_error(mine, exact), _error(other, exact))
+        for name, (mine, other, exact) in zip(names, results, strict=True)
     }
+
+
+def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result - exact).norm() / exact.norm())
 
 
 if __name__ == "__main__":

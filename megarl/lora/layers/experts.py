@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from megarl.lora.layers.grouped_experts import adapters_together
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs, mark_parameter
-from megarl.model.layers.grouped_experts import Adapt, NotTogether
+from megarl.model.layers.experts.grouped import Adapt, NotTogether
 from megarl.model.layers.regions import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,

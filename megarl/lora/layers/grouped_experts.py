@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megarl.lora.layers.matrices import AdapterMatrices
-from megarl.model.layers.grouped_experts import ALIGNED, Adapt, NotTogether, grouped_product, stacked
+from megarl.model.layers.experts.grouped import ALIGNED, Adapt, NotTogether, grouped_product, stacked
 
 
 def adapters_together(adapters: Sequence[AdapterMatrices]) -> Adapt:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.layers.attention.latent_attention import LatentAttention
 from megarl.model.layers.attention.self_attention import PackedSelfAttention
-from megarl.model.layers.experts import local_expert_spec, stage_layers
+from megarl.model.layers.experts.spec import local_expert_spec, stage_layers
 from megarl.model.layers.mlp import PackedMLP
 from megarl.model.layers.transformer_layer import PackedLayer
 from megarl.parallel import mcore

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.layers.attention.core import PACKED_FORMAT, PackedAttention
 from megarl.model.layers.block import Parts, block_of
-from megarl.model.layers.experts import release_graphs
+from megarl.model.layers.experts.spec import release_graphs
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
 from megarl.model.layers.regions import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region

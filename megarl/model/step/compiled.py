@@ -9,7 +9,7 @@ gradient, with or without adapter) and of layer.
 
 Of a layer with experts, everything before the router is one compilation. The router and the dispatcher run uncompiled:
 how many tokens an expert gets is known only while the layer runs. So do experts that are computed together
-(``grouped_experts``); where they are not, an expert's MLP is one compilation that all experts share.
+(``experts.grouped``); where they are not, an expert's MLP is one compilation that all experts share.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from torch._dynamo.utils import counters
 
 from megarl import progress
 from megarl.errors import UnsupportedError
-from megarl.model.layers.experts import PackedExperts
+from megarl.model.layers.experts.packed import PackedExperts
 from megarl.model.layers.gpt import PackedGPTModel
 from megarl.model.layers.transformer_layer import PackedLayer
 from megarl.triton_support import has_triton

@@ -155,7 +155,7 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
             parent, kind = ".".join(path.split(".")[:depth]), type(module).__name__
             advice = "; build it with moe_grouped_gemm=False (SequentialMLP)" if "Grouped" in kind else ""
             if kind == "SharedExpertMLP":
-                advice = "; build it with megarl.model.layers.experts.SharedExperts"
+                advice = "; build it with megarl.model.layers.experts.shared.SharedExperts"
             raise UnsupportedError(
                 f"layer {layer.layer_number - 1} has no {path}, which should hold {linear.hf[0].format('N')}: its "
                 f"{parent or 'layer'} is mcore's {kind}{advice}"

@@ -193,7 +193,7 @@ def test_wandb_offline(tmp_path, said, monkeypatch):
     assert first == second
     folders = sorted((tmp_path / "wandb").glob("offline-run-*"))
     # Sessions that begin in the same second have a number behind the id.
-    assert len(folders) == 2 and all(f"-{first}" in folder.name for folder in folders)
+    assert len(folders) == 2 and all(re.search(rf"-{first}(-\d+)?$", folder.name) for folder in folders)
     history, config, summary, runs = [], {}, {}, []
 
     def items(values):

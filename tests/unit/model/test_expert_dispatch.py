@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
-from megarl.model.layers.expert_dispatch import LocalDispatcher
+from megarl.model.layers.experts.dispatch import LocalDispatcher
 
 EXPERTS, WIDTH = 6, 8
 

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from megarl.model.layers.grouped_experts import GroupedLinear, place_together, stacked, weights_together
+from megarl.model.layers.experts.grouped import GroupedLinear, place_together, stacked, weights_together
 
 COUNTS = torch.tensor([3, 0, 4])
 ENDS = COUNTS.cumsum(0).to(torch.int32)

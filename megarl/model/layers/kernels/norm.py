@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.model.layers.kernels.rows import as_rows
+from megarl.model.layers.kernels.rows import as_rows, row_settings
 
 FEATURES_OF_A_WARP = 512
 
@@ -59,10 +59,8 @@ def _launch(
     kernel: Any, rows: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, normed: torch.Tensor, last: Any
 ) -> None:
     tokens, width = rows.shape
-    block = triton.next_power_of_2(width)
-    warps = min(16, max(1, block // FEATURES_OF_A_WARP))
     strides = rows.stride(0), normed.stride(0)
-    kernel[(tokens,)](rows, weight, inverse, normed, last, *strides, WIDTH=width, BLOCK=block, num_warps=warps)
+    kernel[(tokens,)](rows, weight, inverse, normed, last, *strides, **row_settings(width, FEATURES_OF_A_WARP))
 
 
 @triton.jit

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.model.layers.kernels.rows import as_rows
+
 COLUMNS, WARPS = 1024, 4
 
 
@@ -15,13 +17,13 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Return for each token the sum of its rows, added up in order and rounded once.
 
     Args:
-        rows: ``[N, H]`` with contiguous rows.
+        rows: ``[N, H]``.
         places: int64 ``[T, K]``, contiguous: which rows are a token's.
 
     Returns:
         ``[T, H]``.
     """
-    tokens, width = len(places), rows.shape[1]
+    rows, tokens, width = as_rows(rows), len(places), rows.shape[1]
     out = rows.new_empty(tokens, width)
     if tokens:
         grid = (tokens, triton.cdiv(width, COLUMNS))

@@ -81,11 +81,17 @@ def _swiglu_backward(
 ):  # fmt: skip
     row, column, inside, gate, up = _gate_and_up(fused, tokens, fused_stride, WIDTH, ROWS, COLUMNS)
     slope = tl.load(by_out + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    by_gate = slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    by_gate, by_up = slopes(slope, gate, up)
     place = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
     tl.store(place, by_gate.to(by_fused.dtype.element_ty), mask=inside)
-    tl.store(place + WIDTH, (slope * gate * sigmoid).to(by_fused.dtype.element_ty), mask=inside)
+    tl.store(place + WIDTH, by_up.to(by_fused.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def slopes(slope, gate, up):
+    """Return the gradients of gate and up, from that of ``silu(gate) * up``; all in float32."""
+    sigmoid = tl.sigmoid(gate)
+    return slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), slope * gate * sigmoid
 
 
 @triton.jit

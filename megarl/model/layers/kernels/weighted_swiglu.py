@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.model.layers.kernels.rows import as_rows
+from megarl.model.layers.kernels.rows import as_rows, row_settings
+from megarl.model.layers.kernels.swiglu import empty_result, slopes
 
 FEATURES_OF_A_WARP = 256
 
@@ -32,7 +33,7 @@ class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(fused, weights)
-        out = fused.new_empty(len(fused), fused.shape[1] // 2)
+        out = empty_result(fused)
         _launch(_forward, as_rows(fused), weights.contiguous(), out)
         return out
 
@@ -49,12 +50,9 @@ def _launch(
     kernel: Any, fused: torch.Tensor, weights: torch.Tensor, narrow: torch.Tensor, *others: torch.Tensor
 ) -> None:
     tokens, width = narrow.shape
-    if not tokens:
-        return
-    block = triton.next_power_of_2(width)
-    warps = min(16, max(1, block // FEATURES_OF_A_WARP))
     strides = fused.stride(0), narrow.stride(0)
-    kernel[(tokens,)](fused, weights, narrow, *others, *strides, WIDTH=width, BLOCK=block, num_warps=warps)
+    if tokens:
+        kernel[(tokens,)](fused, weights, narrow, *others, *strides, **row_settings(width, FEATURES_OF_A_WARP))
 
 
 @triton.jit
@@ -70,14 +68,12 @@ def _backward(
 ):  # fmt: skip
     token, column, inside, gate, up, weight = _operands(fused, weights, fused_stride, WIDTH, BLOCK)
     slope = tl.load(by_out + token * stride + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    active = gate * sigmoid
-    tl.store(by_weights + token, tl.sum(slope * active * up, 0).to(by_weights.dtype.element_ty))
-    slope = slope * weight
-    by_gate = slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    along = tl.sum(slope * gate * tl.sigmoid(gate) * up, 0)
+    tl.store(by_weights + token, along.to(by_weights.dtype.element_ty))
+    by_gate, by_up = slopes(slope * weight, gate, up)
     place = by_fused + token * 2 * WIDTH + column
     tl.store(place, by_gate.to(by_fused.dtype.element_ty), mask=inside)
-    tl.store(place + WIDTH, (slope * active).to(by_fused.dtype.element_ty), mask=inside)
+    tl.store(place + WIDTH, by_up.to(by_fused.dtype.element_ty), mask=inside)
 
 
 @triton.jit

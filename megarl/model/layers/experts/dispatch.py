@@ -187,4 +187,4 @@ def _sums(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return rows.index_select(0, places.flatten()).unflatten(0, places.shape).sum(dim=1)
     from megarl.model.layers.kernels.row_sums import sum_rows
 
-    return sum_rows(rows if rows.stride(1) == 1 else rows.contiguous(), places)
+    return sum_rows(rows, places)

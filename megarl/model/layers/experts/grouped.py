@@ -54,11 +54,12 @@ def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
     view = first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
     if not (first.requires_grad and torch.is_grad_enabled()):
         return view
-    hooked = first.reduced_early if hasattr(first, "reduced_early") else True
-    return None if hooked or linears[0]._forward_pre_hooks else stacked([linear.weight for linear in linears], view)
+    if _has_hook(first) or linears[0]._forward_pre_hooks:
+        return None
+    return _Stacked.apply(first, [linear.weight for linear in linears], view)
 
 
-def stacked(matrices: list[torch.nn.Parameter], view: torch.Tensor | None = None) -> torch.Tensor:
+def stacked(matrices: list[torch.nn.Parameter]) -> torch.Tensor:
     """Return the experts' matrices as one, ``[E, ...]``. Its gradient is added to their ``main_grad`` at once.
 
     Matrix by matrix, through autograd, that takes the host longer than the products take the GPU. It goes that way
@@ -66,11 +67,15 @@ def stacked(matrices: list[torch.nn.Parameter], view: torch.Tensor | None = None
 
     Args:
         matrices: one of each expert, all trained or all frozen.
-        view: ``[E, ...]``, the same memory, if they lie one after the other.
     """
-    if torch.is_grad_enabled() and not any(getattr(matrix, "reduced_early", True) for matrix in matrices):
-        return _Stacked.apply(matrices[0], matrices, view)
+    if torch.is_grad_enabled() and not any(map(_has_hook, matrices)):
+        return _Stacked.apply(matrices[0], matrices, None)
     return torch.stack(matrices)
+
+
+def _has_hook(parameter: torch.nn.Parameter) -> bool:
+    """Return True if a parameter's gradient must go through autograd: to mcore's hook, or to ``grad`` without DDP."""
+    return getattr(parameter, "reduced_early", True)
 
 
 class _Stacked(torch.autograd.Function):
@@ -78,7 +83,7 @@ class _Stacked(torch.autograd.Function):
     def forward(
         ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter], view: torch.Tensor | None
     ) -> torch.Tensor:
-        """Stack the matrices; the first one alone is known to autograd."""
+        """Stack the matrices, or return ``view`` of them; the first one alone is known to autograd."""
         ctx.matrices = matrices
         return torch.stack(matrices) if view is None else view.detach()
 
