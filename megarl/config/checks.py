@@ -7,6 +7,7 @@ from typing import Any
 
 from megarl.config.back_ends import check_backend
 from megarl.config.compilation import check_compile
+from megarl.config.cuda_graphs import check_graphs
 from megarl.config.numerics import check_engine_numerics, check_trainer_numerics
 from megarl.config.run import RunConfig
 from megarl.config.sections.model import ModelConfig
@@ -14,8 +15,8 @@ from megarl.config.sections.parallel import ParallelConfig
 from megarl.config.sections.sampler import EngineParallel
 from megarl.config.trainer import TrainerConfig
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.families import FAMILIES, add_family
-from megarl.families.base import COUNTS, SIZES, MoeMap
+from megarl.families import FAMILIES, add_family, moe_of
+from megarl.families.base import COUNTS, SIZES
 from megarl.files import read_json, user_path
 
 # Sizes that config.json may leave out or set to null.
@@ -124,35 +125,6 @@ def check_layout_fits_model(parallel: ParallelConfig, shape: Mapping[str, Any]) 
         raise ConfigError(f"{axis} ({stages}) exceeds the model's num_hidden_layers ({layers}); a stage needs a layer")
 
 
-def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
-    """Refuse CUDA graphs for computations that differ between micro-batches or that run extra code between kernels.
-
-    Raises:
-        UnsupportedError: a setting does not fit CUDA graphs; the message names it.
-    """
-    if not config.train.cuda_graphs:
-        return
-    moe = _experts_of(shape)
-    experts = moe.count_key(shape) if moe else ""
-    refused = {
-        # Not proven yet: tests/gpu/test_graphs.py has passed on two GPUs in float32 only.
-        f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
-        f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
-        f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
-        f"{experts} = {shape.get(experts)} in the model's config.json": moe is not None,
-        f"lora.lora_dropout = {config.lora.lora_dropout}": config.lora.lora_dropout > 0,
-        f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
-        "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,
-    }
-    for setting, is_set in refused.items():
-        if is_set:
-            raise UnsupportedError(
-                f"train.cuda_graphs is true with {setting}; supported are dense models without tensor, "
-                "pipeline or context parallelism, dropout, recompute and overlapped reduction, or "
-                "train.cuda_graphs=false"
-            )
-
-
 def check_engine_fits_model(parallel: EngineParallel, shape: Mapping[str, Any]) -> None:
     """Check that vLLM can split the model over an engine's ranks.
 
@@ -163,7 +135,7 @@ def check_engine_fits_model(parallel: EngineParallel, shape: Mapping[str, Any]) 
     axis, tensor = "sampler.parallel.tensor", parallel.tensor
     _check_divides(axis, tensor, "num_attention_heads", shape)
     _check_kv_heads(axis, tensor, shape)
-    moe = _experts_of(shape)
+    moe = moe_of(shape)
     if moe is not None:
         experts = moe.count_key(shape)
         _check_divides(axis, tensor, moe.inner_key, shape)
@@ -182,15 +154,9 @@ def _check_kv_heads(axis: str, size: int, shape: Mapping[str, Any]) -> None:
         )
 
 
-def _experts_of(shape: Mapping[str, Any]) -> MoeMap | None:
-    """Return the mixture of experts of the model's family, or None for dense and for unknown models."""
-    family = FAMILIES.get(str(shape.get("model_type")))
-    return family.moe if family else None
-
-
 def _check_experts(parallel: ParallelConfig, shape: Mapping[str, Any]) -> None:
     """Check that experts divide evenly over the tensor x context x data ranks of a pipeline stage."""
-    moe = _experts_of(shape)
+    moe = moe_of(shape)
     if moe is None:
         for axis in ("expert", "expert_tensor"):
             if getattr(parallel, axis) > 1:

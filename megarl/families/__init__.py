@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.errors import ConfigError, UnsupportedError, pick
 from megarl.families import deepseek, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from megarl.families.base import Family
+from megarl.families.base import Family, MoeMap
 from megarl.families.weight_map import WeightMap as WeightMap
 from megarl.plugins import absolute, load_object
 
@@ -42,6 +42,12 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
         return pick(FAMILIES, model_type, "model_type in config.json", UnsupportedError)
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; any model of transformers trains with model.backend=transformers") from None
+
+
+def moe_of(hf_config: Mapping[str, Any]) -> MoeMap | None:
+    """Return the mixture of experts of a ``config.json``'s family; None for dense and for unknown models."""
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    return family.moe if family else None
 
 
 def add_family(spec: str | None, folder: Path | None = None) -> Family | None:

@@ -63,7 +63,7 @@ def take_step(model: Any, step: int) -> None:
 def state_of(model: Any) -> dict[str, torch.Tensor]:
     """Return everything that an update changes on this rank."""
     shards = model.optimizer._shards.values()
-    counts = {f"count {index}": shard.owner.state[shard.main]["step"].clone() for index, shard in enumerate(shards)}
+    counts = {f"count {index}": shard.owner.state[shard.held]["step"].clone() for index, shard in enumerate(shards)}
     return everything(model) | counts
 
 

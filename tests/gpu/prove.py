@@ -44,6 +44,7 @@ What CUDA graphs are refused for: `bench:qwen3-8b:dropout=0.05`, `recompute=full
 `compile=true`. Weight syncs: `sync:qwen3-8b:tensor=2`, `sync:qwen3-30b-a3b:layers=12,tensor=2`.
 """
 
+import contextlib
 import os
 import re
 import subprocess
@@ -84,6 +85,8 @@ TESTED, OTHER = r"^\d+ places|worst|comparisons|passed|failed|skipped|^E  ", r"^
 VERIFIED = r"^ *\d+ s  |\bNO\b|Error|megarl:"
 LIMIT, SHOWN = int(os.environ.get("PROVE_LIMIT", "570")), int(os.environ.get("PROVE_SHOWN", "30"))
 SAY_SECONDS = 30
+# Larger files stay on the host, in bytes.
+LARGEST = 4 * 2**20
 # When all stages end, as a time of time.monotonic().
 END = time.monotonic() + float(os.environ.get("PROVE_SECONDS", "inf"))
 # A stage that has less time than this is not run.
@@ -146,7 +149,12 @@ def file_name(stage: str) -> str:
 def archive(work: Path, out: Path) -> None:
     """Store the logs so far, because the whole run may be cut off."""
     with ARCHIVING, tarfile.open(out / "logs.tar.gz", "w:gz") as file:
-        file.add(work, "logs")
+        for folder, folders, names in os.walk(work):
+            folders[:] = [name for name in folders if name != "checkpoints"]  # large
+            for path in (Path(folder) / name for name in names):
+                with contextlib.suppress(OSError):  # a run that goes on moves its files
+                    if path.stat().st_size < LARGEST:
+                        file.add(path, Path("logs") / path.relative_to(work))
 
 
 def run(stage: str, out: Path, results: dict[str, tuple[int, float]], keep: Callable[[], None]) -> None:
@@ -193,7 +201,10 @@ def lanes_of(words: tuple[str, ...]) -> list[list[str]]:
     lines = [line.partition("#")[0] for line in Path(words[0][1:]).read_text().splitlines()]
     parts = [line.partition(": ") for line in lines if line.strip()]
     return [
-        ["+".join(f"{gpus.strip()}@{stage}" for stage in group.split("+")) for group in groups.split()]
+        [
+            "+".join(stage if "@" in stage else f"{gpus.strip()}@{stage}" for stage in group.split("+"))
+            for group in groups.split()
+        ]
         for gpus, _, groups in parts
     ]
 

@@ -18,11 +18,19 @@ from megarl.network import LOOPBACK, listen
 from megarl.sampler.environment import names_of_gpus
 
 ROUNDS, WARM_UP = 10, 3
+# A rate is measured with at most this part of the free memory per tensor: a large model leaves little of its GPU.
+SHARE = 0.3
 TIMEOUT = 60.0
 
 
 def copy_rate(device: torch.device, nbytes: int) -> float:
-    """Return GB/s of one copy inside a device: the ceiling of a sync that copies every byte once."""
+    """Return GB/s of one copy inside a device: the ceiling of a sync that copies every byte once.
+
+    Args:
+        device: the device.
+        nbytes: bytes of what is copied; fewer are if the device lacks memory.
+    """
+    nbytes = _fitting(nbytes)
     source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     seconds = []
@@ -35,13 +43,22 @@ def copy_rate(device: torch.device, nbytes: int) -> float:
     return nbytes / statistics.median(seconds) / 1e9
 
 
+def _fitting(nbytes: int) -> int:
+    """Return ``nbytes``, or as many as this process's GPU has memory for."""
+    if not torch.cuda.is_available():
+        return nbytes
+    torch.cuda.empty_cache()
+    return min(nbytes, int(torch.cuda.mem_get_info()[0] * SHARE))
+
+
 def broadcast_rate(nbytes: int, gpus: Sequence[int]) -> float:
     """Return GB/s of a NCCL broadcast of one tensor from this process's GPU to other GPUs.
 
     Args:
-        nbytes: bytes of the tensor.
+        nbytes: bytes of the tensor; fewer if this process's GPU lacks memory.
         gpus: the others, as this process counts them.
     """
+    nbytes = _fitting(nbytes)
     listener = listen(LOOPBACK)
     port, size = listener.getsockname()[1], len(gpus) + 1
     # The object that serves the port must live as long as the group.

@@ -76,7 +76,7 @@ class BenchSettings(Measured, ParallelConfig):
 
     def trainer(self, model: ModelConfig) -> TrainerConfig:
         """The sections of megarl's contenders, with a ``model`` section."""
-        return TrainerConfig(model, self.layout, LoraConfig(lora_dropout=self.dropout), self.train)
+        return TrainerConfig(model, self.layout, LoraConfig(r=self.r, lora_dropout=self.dropout), self.train)
 
     @property
     def rounds(self) -> int:

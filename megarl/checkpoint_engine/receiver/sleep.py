@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megarl.checkpoint_engine.buckets.splitmix import mix64
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
 
@@ -77,11 +78,17 @@ def held_tensors(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return a digest of each tensor's bytes, formed on its device."""
-    from megarl.checkpoint_engine.kernels.ranges import tensor_digests
+    """Return a digest of each tensor's bytes, formed where they are; tensors on ``meta`` have none."""
+    found: dict[str, int] = {}
+    on_gpu = {name: tensor.detach() for name, tensor in tensors.items() if tensor.is_cuda}
+    if on_gpu:
+        from megarl.checkpoint_engine.kernels.ranges import tensor_digests
 
-    kept = [tensor.detach() for tensor in tensors.values()]
-    return dict(zip(tensors, tensor_digests(kept).tolist(), strict=True)) if kept else {}
+        found |= zip(on_gpu, tensor_digests(list(on_gpu.values())).tolist(), strict=True)
+    for name, tensor in tensors.items():
+        if tensor.device.type == "cpu":
+            found[name] = mix64(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megarl.config import TrainConfig
@@ -14,9 +13,12 @@ from megarl.errors import MegarlError, UnsupportedError
 from megarl.model.optimizer import optimizer_shards
 from megarl.model.optimizer.coverage import GradientMeter
 from megarl.model.optimizer.ddp import start_reductions
-from megarl.model.optimizer.fused_adamw import update, use_fused_adamw
+from megarl.model.optimizer.flat_part import FlatPart, flat_part
+from megarl.model.optimizer.fused_adamw import use_fused_adamw
 from megarl.model.optimizer.gradient_record import GradientRecord
+from megarl.model.optimizer.tensor_part import TensorPart
 from megarl.parallel.device import cuda_names
+from megarl.parallel.mcore import finalize_gradients
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -104,9 +106,14 @@ class AdapterOptimizer:
         )
         with cuda_names():
             self.optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
-        self._parts = optimizer_shards.parts_of(self.optimizer)
-        use_fused_adamw(self._parts)
+        mcores = optimizer_shards.parts_of(self.optimizer)
+        use_fused_adamw(mcores)
         self._shards = optimizer_shards.shards_of(self.optimizer)
+        with cuda_names():
+            self._parts = [flat_part(part) or TensorPart(part) for part in mcores]
+        for part in self._parts:
+            if isinstance(part, FlatPart):
+                self._shards |= optimizer_shards.moved(self._shards, part.places())
         self._meter = GradientMeter(self._parts, self.parameters, self._shards)
         self.coverage = GradientRecord(self._meter.names)
 
@@ -114,7 +121,8 @@ class AdapterOptimizer:
         """Clear the gradient buffers."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        for part in self._parts:
+            part.clear()
         self.reduced, self.reducing = False, False
 
     def reduce_gradients(self) -> None:
@@ -122,7 +130,7 @@ class AdapterOptimizer:
         if not self.reduced:
             if not self.reducing:
                 start_reductions(self.chunks)
-            finalize_model_grads(self.chunks, None)
+            finalize_gradients(self.chunks)
             self.reduced = True
 
     def step(self, lr: float) -> dict[str, float]:
@@ -142,10 +150,11 @@ class AdapterOptimizer:
         """
         self.reduce_gradients()
         with cuda_names(), torch.no_grad():
-            self.optimizer.prepare_grads()
+            for part in self._parts:
+                part.prepare()
             measured = self._meter.measure(next(self.chunks[0].parameters()).device)
             for part in self._parts:
-                update(part, measured[0], lr, self.max_norm)
+                part.update(measured[0], lr, self.max_norm)
         self.zero_grad()
         norm, count = torch.stack([measured[0], measured[1:].count_nonzero()]).tolist()
         if not math.isfinite(norm):

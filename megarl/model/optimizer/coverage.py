@@ -7,8 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.model.optimizer.flat_part import FlatPart
 from megarl.model.optimizer.optimizer_shards import Shard
-from megarl.parallel.mcore import gradients_for_norm
+from megarl.model.optimizer.tensor_part import TensorPart
+
+Part = FlatPart | TensorPart
 
 
 class GradientMeter:
@@ -19,12 +22,15 @@ class GradientMeter:
     """
 
     def __init__(
-        self, parts: list[Any], parameters: Mapping[str, torch.nn.Parameter], shards: Mapping[torch.nn.Parameter, Shard]
+        self,
+        parts: list[Part],
+        parameters: Mapping[str, torch.nn.Parameter],
+        shards: Mapping[torch.nn.Parameter, Shard],
     ) -> None:
         """Learn the names of all ranks' matrices. Collective.
 
         Args:
-            parts: mcore's optimizers.
+            parts: the optimizer's parts.
             parameters: PEFT name -> this rank's parameter.
             shards: from ``optimizer_shards.shards_of``.
         """
@@ -36,7 +42,7 @@ class GradientMeter:
         self._row_of = {
             id(shards[parameter].main): rows[name] for name, parameter in parameters.items() if parameter in shards
         }
-        self._rows: dict[dist.ProcessGroup, torch.Tensor] = {}
+        self._rows: dict[int, torch.Tensor] = {}
 
     def measure(self, device: torch.device) -> torch.Tensor:
         """Return the gradient's norm (as mcore's ``get_grad_norm``), and for each of ``names`` a number. Collective.
@@ -47,25 +53,24 @@ class GradientMeter:
         Returns:
             Float32 ``[1 + names]`` on the device: the norm, then 0 for a matrix whose gradient is 0 on all ranks.
         """
-        by_group: dict[dist.ProcessGroup, list[Any]] = {}
+        by_group: dict[dist.ProcessGroup, list[Part]] = {}
         for part in self._parts:
-            by_group.setdefault(part.get_grad_stats_parallel_group(), []).append(part)
+            by_group.setdefault(part.mcores.get_grad_stats_parallel_group(), []).append(part)
         total = torch.zeros(1 + len(self.names), device=device)
         for group, parts in by_group.items():
             sums = torch.zeros_like(total)
-            gradients = [gradient for part in parts for gradient in gradients_for_norm(part)]
-            if gradients:
-                norms = torch.stack(torch._foreach_norm(gradients))
-                if group not in self._rows:  # the same in every step
-                    self._rows[group] = self._rows_of(parts, gradients).to(device)
-                sums.index_add_(0, self._rows[group], (norms != 0).float())
-                sums[0] = norms.square().sum()
+            for part in parts:
+                norms = part.norms()
+                if norms.numel():
+                    sums.index_add_(0, self._rows_of(part, device), (norms != 0).float())
+                    sums[0] += norms.square().sum()
             dist.all_reduce(sums, group=group)
             total += sums
         total[0].sqrt_()
         return total
 
-    def _rows_of(self, parts: list[Any], gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return the row of each gradient in ``measure``'s result, ``[gradients]``, int64."""
-        row_of = {id(main.grad): self._row_of[id(main)] for part in parts for main in part.get_parameters()}
-        return torch.tensor([row_of[id(gradient)] for gradient in gradients])
+    def _rows_of(self, part: Part, device: torch.device) -> torch.Tensor:
+        """Return the row of each of a part's norms in ``measure``'s result, int64; the same in every step."""
+        if id(part) not in self._rows:
+            self._rows[id(part)] = torch.tensor([self._row_of[id(main)] for main in part.counted], device=device)
+        return self._rows[id(part)]

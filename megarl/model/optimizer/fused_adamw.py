@@ -9,7 +9,6 @@ two values from device memory: the clipping factor, and a flag that skips the up
 from typing import Any
 
 import torch
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 # mcore's epsilon: keeps a zero gradient finite when it is clipped.
 CLIP_EPS = 1e-6
@@ -34,40 +33,22 @@ def use_fused_adamw(parts: list[Any]) -> None:
         part.optimizer.param_groups = groups
 
 
-def update(part: Any, norm: torch.Tensor, lr: float, max_norm: float) -> None:
+def clip_and_step(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
     """Clip and update. Leaves weights, moments and step counters as they are if the norm is not finite.
 
     Args:
-        part: one of mcore's optimizers, with prepared gradients.
+        adamw: torch's fused AdamW, with gradients.
         norm: from ``GradientMeter.measure``.
         lr: learning rate.
         max_norm: ``train.max_grad_norm``; 0 for no clipping.
     """
-    if part.optimizer is None:
-        return
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        clip_and_step(part.optimizer, norm, lr, max_norm)
-        _round(part)
-    else:
-        _prepare(part.optimizer, norm, lr, max_norm)
-        part.step_with_ready_grads()
-
-
-def clip_and_step(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
-    """Clip and update by a fused AdamW of torch; see ``update``."""
-    _prepare(adamw, norm, lr, max_norm)
+    prepare(adamw, norm, lr, max_norm)
     adamw.step()
 
 
-def _prepare(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
+def prepare(adamw: torch.optim.AdamW, norm: torch.Tensor, lr: float, max_norm: float) -> None:
     """Give the fused AdamW the values that it reads from device memory, and the learning rate."""
     adamw.found_inf = (~norm.isfinite()).float()
     adamw.grad_scale = ((norm + CLIP_EPS) / max_norm).clamp(min=1.0) if max_norm > 0 else None
     for group in adamw.param_groups:
         group["lr"] = lr
-
-
-def _round(part: Any) -> None:
-    """Round the main weights into the model's bf16 weights in few launches; mcore launches one copy per weight."""
-    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-        torch._foreach_copy_(models, [main.data for main in mains])

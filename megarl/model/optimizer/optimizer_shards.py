@@ -8,7 +8,7 @@ torch's AdamW it fails on a fresh optimizer, and on loading it gives all paramet
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ class Shard:
             parameter it is (a view of) the parameter itself.
         owner: torch optimizer that holds the moments.
         start: first element of the flat range within the flattened parameter; None for the whole parameter.
+        held: tensor by which ``owner`` knows the moments: ``main``, or what it is a view of.
+        place: first element of ``main`` in ``held``.
     """
 
     main: torch.Tensor
     owner: torch.optim.Optimizer
-    start: int | None = None
+    start: int | None
+    held: torch.Tensor
+    place: int = 0
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this shard of a tensor shaped like the parameter."""
@@ -39,14 +43,24 @@ class Shard:
 
     def moment(self, name: str) -> torch.Tensor:
         """Return the moment ``name``, shaped like ``main``; zeros before the first step."""
-        state = self.owner.state[self.main]
-        return state[name] if name in state else torch.zeros_like(self.main.data)
+        state = self.owner.state[self.held]
+        return self._part(state[name]) if name in state else torch.zeros_like(self.main.data)
 
     def set_state(self, steps: int, moments: dict[str, torch.Tensor]) -> None:
-        """Replace the moments and the number of updates."""
-        # One tensor per parameter. A shared one would be advanced once per parameter, and Adam would be silently wrong.
-        step = torch.tensor(float(steps), device=self.main.device)
-        self.owner.state[self.main] = {"step": step, **moments}
+        """Replace the moments and the number of updates, which is that of all of ``held``."""
+        state = self.owner.state[self.held]
+        # One tensor per state. A shared one would be advanced once per state, and Adam would be silently wrong.
+        state["step"] = torch.tensor(float(steps), device=self.main.device)
+        for name, moment in moments.items():
+            if name not in state:
+                state[name] = torch.zeros_like(self.held.data)
+            self._part(state[name]).copy_(moment)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor shaped like ``held`` that belongs to ``main``."""
+        if self.held is self.main:
+            return whole
+        return whole[self.place : self.place + self.main.numel()].view(self.main.shape)
 
 
 def parts_of(optimizer: Any) -> list[Any]:
@@ -65,8 +79,19 @@ def shards_of(optimizer: Any) -> dict[torch.nn.Parameter, Shard]:
         if part.optimizer is None:  # no trainable parameter on this rank
             continue
         pairs = _distributed_pairs(part) if isinstance(part, DistributedOptimizer) else _plain_pairs(part)
-        shards |= {parameter: Shard(main, part.optimizer, start) for parameter, main, start in pairs}
+        shards |= {parameter: Shard(main, part.optimizer, start, main) for parameter, main, start in pairs}
     return shards
+
+
+def moved(
+    shards: Mapping[torch.nn.Parameter, Shard], places: Mapping[int, tuple[torch.Tensor, int]]
+) -> dict[torch.nn.Parameter, Shard]:
+    """Return those shards whose main weights have become views: ``id(main)`` -> tensor, first element in it."""
+    return {
+        parameter: replace(shard, held=places[id(shard.main)][0], place=places[id(shard.main)][1])
+        for parameter, shard in shards.items()
+        if id(shard.main) in places
+    }
 
 
 def _plain_pairs(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor, None]]:

@@ -67,6 +67,9 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
+    if sampler.parallel.tensor > 1:
+        # In an actor vLLM would make further actors, in bundles that `megarl train` does not reserve for it.
+        arguments["distributed_executor_backend"] = "mp"
     if arguments["enable_lora"]:
         arguments |= {
             "max_lora_rank": max_lora_rank(config),

@@ -259,7 +259,6 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["parallel.tensor=3"], "parallel.tensor = 3"),
         (["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (["parallel.context=2"], "parallel.context = 2"),
         (["lora.lora_dropout=0.1"], "lora.lora_dropout = 0.1"),
@@ -270,6 +269,7 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
 )
 def test_what_cuda_graphs_cannot_hold_is_refused(recipe, overrides, named):
     assert load_config(recipe, ["train.cuda_graphs=true", "train.compile=true"]).train.cuda_graphs
+    assert load_config(recipe, ["train.cuda_graphs=true", "parallel.tensor=3"]).train.cuda_graphs
     assert named in message_of(recipe, "train.cuda_graphs=true", *overrides, error=UnsupportedError)
 
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lanes of GPUs that `tests.gpu.prove` can run name stages that exist, each GPU once."""
 
+import tarfile
 from pathlib import Path
 
 import pytest
 
-from tests.gpu.prove import command_of, lanes_of
+from tests.gpu.prove import LARGEST, archive, command_of, lanes_of
 
 LANES = Path(__file__).parents[2] / "gpu" / "lanes"
 # By the first word of a file's name.
@@ -32,3 +33,14 @@ def test_an_unknown_stage_is_refused_before_anything_runs(tmp_path: Path) -> Non
     assert lane == ["0,1@weights+0,1@smoke", "0,1@nothing:qwen3-8b"]
     with pytest.raises(SystemExit, match="unknown stage '0,1@nothing:qwen3-8b'"):
         command_of(lane[1], tmp_path)
+
+
+def test_logs_and_tables_are_stored_without_what_is_large(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    for name, size in {"a.log": 3, "run/b.md": 4, "run/checkpoints/c": 5, "run/d.json": LARGEST}.items():
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_bytes(bytes(size))
+    (work / "gone.log").symlink_to(work / "nowhere")
+    archive(work, tmp_path)
+    with tarfile.open(tmp_path / "logs.tar.gz") as file:
+        assert sorted(file.getnames()) == ["logs/a.log", "logs/run/b.md"]

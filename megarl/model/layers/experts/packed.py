@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megarl.errors import UnsupportedError
 from megarl.model.layers.experts.grouped import GroupedLinear, place_together, wants_groups, weighted_swiglu
 
 
@@ -32,12 +33,21 @@ class PackedExperts(SequentialMLP):
             permuted_local_hidden_states: the tokens.
             tokens_per_expert: int64 ``[experts]``.
             permuted_probs: routing weight of each token, ``[T]``.
+
+        Raises:
+            UnsupportedError: a CUDA graph is captured, and each expert is computed alone, for which the host waits.
         """
         tokens = permuted_local_hidden_states
         if self.tp_group.size() == 1 and wants_groups(tokens, self.config.ffn_hidden_size):
             together = self._together(tokens, tokens_per_expert, permuted_probs)
             if together is not None:
                 return together, None
+        if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "train.cuda_graphs is true, but the experts cannot be computed together: that needs a Hopper GPU, 16 "
+                "bits, no expert parallelism, and for all experts of a layer the same adapter, of a rank that is a "
+                "multiple of 8; use train.cuda_graphs=false"
+            )
         if not self.compiles:
             return super().forward(tokens, tokens_per_expert, permuted_probs)
         counts = tokens_per_expert.tolist()

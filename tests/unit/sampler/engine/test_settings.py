@@ -103,6 +103,14 @@ def test_a_base_that_is_sent_starts_from_dummy_weights(tmp_path: Path, base: str
     assert arguments["load_format"] == load_format
 
 
+def test_an_engine_of_several_ranks_starts_its_own_processes(tmp_path: Path) -> None:
+    """Left to itself vLLM makes actors when an actor starts it, in bundles that nobody reserved."""
+    one, two = (
+        settings.engine_arguments(config(tmp_path, sampler={"parallel": {"tensor": size}}), 0, "cpu") for size in (1, 2)
+    )
+    assert "distributed_executor_backend" not in one and two["distributed_executor_backend"] == "mp"
+
+
 def test_merged_weights_need_no_lora_in_vllm(tmp_path: Path) -> None:
     merged = {"content": "merged"}
     arguments = settings.engine_arguments(config(tmp_path, lora={"r": 600}, checkpoint_engine=merged), 0, "cpu")
