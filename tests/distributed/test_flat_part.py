@@ -45,8 +45,8 @@ def compare(folder: str) -> dict[str, tuple[float, bool]]:
 
     found, flat, original = {}, [False], adapter_optimizer.flat_part
 
-    def noted(mcores: Any) -> Any:
-        part = original(mcores)
+    def noted(*given: Any) -> Any:
+        part = original(*given)
         flat[0] |= part is not None
         return part
 
@@ -54,7 +54,7 @@ def compare(folder: str) -> dict[str, tuple[float, bool]]:
         flat[0] = False
         adapter_optimizer.flat_part = noted
         results = train(Path(folder), case)
-        adapter_optimizer.flat_part = lambda mcores: None
+        adapter_optimizer.flat_part = lambda *given: None
         alone = train(Path(folder), case)
         pairs = zip(results, alone, strict=True)
         found[case] = max(relative_error(mine[n], theirs[n]) for mine, theirs in pairs for n in mine), flat[0]

@@ -17,15 +17,17 @@ from tests.helpers.updates import updates
 BOUND, LR, EPSILON = 1e-5, 1e-3, 1e-3
 TRAINED = {"r": 8, "lora_alpha": 16}
 STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-# Name -> family, layout with the changes of ``train``, changes of the adapter, whether experts are computed together.
-CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool]] = {
-    "EP": ("qwen3_moe", {"data": 2, "expert": 2}, TRAINED, True),
-    "shared experts, some parts": ("qwen2_moe", {}, TRAINED | {"target_modules": ["up_proj", "q_proj"]}, True),
-    "recomputed": ("mixtral", {"train": {"recompute": "full"}}, TRAINED, True),
-    "overlapped": ("mixtral", {"data": 2, "train": {"overlap_grad_reduce": True}}, TRAINED, True),
-    "shared A": ("qwen3_moe", {}, TRAINED | {"target_modules": ["q_proj"], "target_parameters": STACKS}, True),
-    "no whole vectors": ("qwen3_moe", {}, TRAINED | {"r": 2}, False),
-    "ETP": ("qwen3_moe", {"tensor": 2, "expert_tensor": 2}, TRAINED, False),
+# Name -> family, layout with the changes of ``train``, changes of the adapter, whether experts are computed together,
+# and whether their adapters' matrices then lie together.
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], bool, bool]] = {
+    "EP": ("qwen3_moe", {"data": 2, "expert": 2}, TRAINED, True, True),
+    "shared experts, some parts": ("qwen2_moe", {}, TRAINED | {"target_modules": ["up_proj", "q_proj"]}, True, False),
+    "recomputed": ("mixtral", {"train": {"recompute": "full"}}, TRAINED, True, True),
+    "distributed": ("mixtral", {"data": 2, "train": {"distributed_optimizer": True}}, TRAINED, True, False),
+    "overlapped": ("mixtral", {"data": 2, "train": {"overlap_grad_reduce": True}}, TRAINED, True, False),
+    "shared A": ("qwen3_moe", {}, TRAINED | {"target_modules": ["q_proj"], "target_parameters": STACKS}, True, True),
+    "no whole vectors": ("qwen3_moe", {}, TRAINED | {"r": 2}, False, False),
+    "ETP": ("qwen3_moe", {"tensor": 2, "expert_tensor": 2}, TRAINED, False, False),
 }
 
 
@@ -34,17 +36,27 @@ def train(folder: Path, case: str) -> list[dict[str, torch.Tensor]]:
     from megarl.parallel.groups import leave_layout
 
     leave_layout()
-    family, layout, lora, _ = CASES[case]
+    family, layout, lora, *_ = CASES[case]
     settings = layout | {"train": {"adam_eps": EPSILON, **layout.get("train", {})}}
     model = build(folder, settings, "float32", family, **lora)
     return list(updates(model, (6, 9), LR))
 
 
-def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int]]:
-    """On each rank, for each case: the largest error, whether all moved, and how many training passes went together."""
-    from megarl.model.layers.experts import packed
+def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int, int]]:
+    """On each rank, for each case: the largest error, whether all moved, how many training passes went together, and
+    how often their matrices lay together.
+    """
+    from megarl.model.layers.experts import packed, stacks
 
     found, together, original = {}, [0], packed.weighted_swiglu
+    placed, stack_of = [0], stacks.stack_of
+
+    def found_stack(*given: Any) -> Any:
+        stack = stack_of(*given)
+        placed[0] += stack is not None
+        return stack
+
+    stacks.stack_of = found_stack
 
     def counted(*given: torch.Tensor) -> torch.Tensor:
         together[0] += torch.is_grad_enabled()  # without adapter any experts go together
@@ -59,7 +71,8 @@ def compare(folder: str, cases: list[str]) -> dict[str, tuple[float, bool, int]]
         packed.wants_groups = decides
         errors = [relative_error(mine[n], theirs[n]) for mine, theirs in zip(results, alone, strict=True) for n in mine]
         moved = all(tensor.abs().max() > 0 for tensor in alone[-1].values())
-        found[case], together[0] = (max(errors), moved, together[0]), 0
+        found[case] = max(errors), moved, together[0], placed[0]
+        together[0] = placed[0] = 0
     return found
 
 
@@ -71,6 +84,6 @@ def test_experts_together_compute_what_each_does_alone(tmp_path, world):
     cases = [name for name in CASES if sizes[name] == world]
     for result in run_ranks(compare, world, str(tmp_path), cases):
         assert list(result) == cases
-        for case, (error, moved, together) in result.items():
+        for case, (error, moved, together, placed) in result.items():
             assert error < BOUND and moved, (case, error)
-            assert bool(together) == CASES[case][3], case
+            assert (bool(together), bool(placed)) == CASES[case][3:], case

@@ -4,7 +4,9 @@
 import pytest
 import torch
 
-from megarl.model.layers.experts.grouped import grouped_product, stacked, wants_groups
+from megarl.model.layers.experts.grouped import grouped_product, wants_groups
+from megarl.model.layers.experts.stacks import stacked
+from megarl.parallel.stacks import place
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -12,24 +14,30 @@ COUNTS = {"some idle": [3, 0, 0, 517, 0, 64, 1, 0], "one alone": [0, 0, 0, 900, 
 SIZES = {"wide": (256, 384), "rank 8": (256, 8), "from rank 8": (8, 384)}
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_products_and_gradients_equal_those_of_each_expert(counts, sizes):
+def test_products_and_gradients_equal_those_of_each_expert(counts, sizes, together):
     inputs, outputs = sizes
     torch.manual_seed(0)
     tokens = torch.randn(sum(counts), inputs, device="cuda").bfloat16().requires_grad_()
     if not wants_groups(tokens, outputs):
         pytest.skip("experts run one by one on this GPU")
-    matrices = [torch.nn.Parameter(torch.randn(outputs, inputs, device="cuda").bfloat16()) for _ in counts]
-    for matrix in matrices:
-        matrix.reduced_early, matrix.main_grad = False, torch.zeros(outputs, inputs, device="cuda")
+    weights = torch.randn(len(counts), outputs, inputs, device="cuda").bfloat16()
+    sums = torch.zeros(weights.shape, device="cuda")
+    matrices = [torch.nn.Parameter(weight) for weight in weights]
+    for matrix, total in zip(matrices, sums, strict=True):
+        matrix.reduced_early, matrix.main_grad = False, total
+    groups = [[matrix] for matrix in matrices]
+    if together:
+        place(groups)
     # As half of a wider output's gradient: rows that are not adjacent.
     slope = torch.randn(sum(counts), 2 * outputs, device="cuda").bfloat16()[:, outputs:]
     # Memory that results may take over holds NaN: what a kernel leaves out would show.
     used = [torch.full_like(torch.stack(matrices), torch.nan) for _ in range(4)]
     used.clear()
     ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
-    out = grouped_product(tokens, stacked(matrices), ends)
+    out = grouped_product(tokens, stacked(groups), ends)
     out.backward(slope)
 
     exact, parts = tokens.detach().double().requires_grad_(), [m.detach().double().requires_grad_() for m in matrices]

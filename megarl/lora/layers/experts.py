@@ -7,13 +7,14 @@ B along its outputs. Each rank adds its part and the dispatcher's sums complete 
 every gradient is complete without a further reduction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
-from megarl.lora.layers.grouped_experts import adapters_together
+from megarl.lora.layers.grouped_experts import GroupedAdapters
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
 from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs, mark_parameter
 from megarl.model.layers.experts.grouped import Adapt, NotTogether
@@ -22,6 +23,7 @@ from megarl.model.layers.regions import (
     reduce_from_tensor_model_parallel_region,
 )
 from megarl.parallel.groups import Axis, gather_full
+from megarl.parallel.stacks import Groups
 
 
 class _ExpertLora(ParallelLoraLinear):
@@ -30,6 +32,11 @@ class _ExpertLora(ParallelLoraLinear):
     split_A = 1
     split_B = 0
     axis: ClassVar[Axis] = "expert_tensor"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # On the first expert's linear, by name: the adapters of all experts.
+        self.grouped: dict[str, GroupedAdapters] = {}
 
     @staticmethod
     def together(linears: "Sequence[_ExpertLora]") -> Adapt | None:
@@ -42,7 +49,14 @@ class _ExpertLora(ParallelLoraLinear):
         if len(names) > 1:
             raise NotTogether
         [name] = names
-        return adapters_together([linear.adapters[name] for linear in linears]) if name else None
+        return _grouped(linears, name) if name else None
+
+    @staticmethod
+    def stacks(linears: "Sequence[_ExpertLora]") -> Iterator[Groups]:
+        """Yield the matrices that one product reads, of each expert: those of every adapter that goes together."""
+        for name in linears[0].adapters:
+            with suppress(NotTogether, KeyError):  # a linear may lack the adapter
+                yield from _grouped(linears, name).stacks
 
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Mark the matrix: reduced over the expert's copies only, counted once in the gradient norm."""
@@ -57,6 +71,19 @@ class _ExpertLora(ParallelLoraLinear):
     def chunk(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the last dimension."""
         return tensor.chunk(self.group.size(), dim=-1)[self.group.rank()]
+
+
+def _grouped(linears: Sequence[_ExpertLora], name: str) -> GroupedAdapters:
+    """Return the adapters of a name, checked once: to ask each of 128 experts takes the host half a millisecond.
+
+    Raises:
+        NotTogether: they differ too much.
+    """
+    first, last = linears[0].adapters[name], linears[-1].adapters[name]
+    known = linears[0].grouped.get(name)
+    if known is None or (known.adapters[0], known.adapters[-1]) != (first, last):
+        known = linears[0].grouped[name] = GroupedAdapters([linear.adapters[name] for linear in linears])
+    return known
 
 
 class ExpertColumnLora(_ExpertLora):

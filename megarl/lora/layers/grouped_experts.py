@@ -10,43 +10,55 @@ from typing import Any
 import torch
 
 from megarl.lora.layers.matrices import AdapterMatrices
-from megarl.model.layers.experts.grouped import ALIGNED, Adapt, NotTogether, grouped_product, stacked
+from megarl.model.layers.experts.grouped import ALIGNED, NotTogether, grouped_product
+from megarl.model.layers.experts.stacks import stacked
+from megarl.parallel.stacks import Groups
 
 
-def adapters_together(adapters: Sequence[AdapterMatrices]) -> Adapt:
-    """Return what adds the adapters' part to ``out [T, O]``, from ``tokens [T, I]``.
+class GroupedAdapters:
+    """The adapters of all experts in the same linear.
 
-    Args:
-        adapters: one per expert, of the same linear, whole (not split over ranks).
-
-    Raises:
-        NotTogether: their ranks, scalings or parts differ, or a rank's rows are no whole vectors.
+    Attributes:
+        adapters: one per expert.
+        stacks: the matrices that one product reads, of each expert: first every A, then B part by part.
     """
-    one = adapters[0]
-    if any((it.keys, it.ranks, it.scalings) != (one.keys, one.ranks, one.scalings) for it in adapters):
-        raise NotTogether
-    size = one.lora_B[one.keys[0]].itemsize
-    if any(rank * size % ALIGNED for rank in one.ranks):
-        raise NotTogether
 
-    def adapt(out: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        for adapter in adapters:
-            adapter.wait()
-        low = grouped_product(tokens, _matrices_a(adapters), ends)
-        deltas = []
-        for key, start, rank, scaling in zip(one.keys, one.starts, one.ranks, one.scalings, strict=True):
-            matrices = stacked([adapter.lora_B[key] for adapter in adapters])
-            deltas.append(grouped_product(low[:, start : start + rank] * scaling, matrices, ends))
+    def __init__(self, adapters: Sequence[AdapterMatrices]) -> None:
+        """Check that they can be computed together.
+
+        Args:
+            adapters: one per expert, of the same linear, whole (not split over ranks).
+
+        Raises:
+            NotTogether: their ranks, scalings or parts differ, or a rank's rows are no whole vectors.
+        """
+        one = adapters[0]
+        if any((it.keys, it.ranks, it.scalings) != (one.keys, one.ranks, one.scalings) for it in adapters):
+            raise NotTogether
+        size = one.lora_B[one.keys[0]].itemsize
+        if any(rank * size % ALIGNED for rank in one.ranks):
+            raise NotTogether
+        self.adapters = list(adapters)
+        own = [key for key in one.keys if key in one.lora_A]
+        self.stacks: list[Groups] = [
+            [[adapter.lora_A[key] for key in own] for adapter in adapters],
+            *([[adapter.lora_B[key]] for adapter in adapters] for key in one.keys),
+        ]
+
+    def __call__(self, out: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Add the adapters' part to ``out [T, O]``, from ``tokens [T, I]``."""
+        one = self.adapters[0]
+        if one.lora_A._forward_pre_hooks:  # mcore's, which all have or none
+            for adapter in self.adapters:
+                adapter.wait()
+        matrices_a, *matrices_b = self.stacks
+        low = grouped_product(tokens, stacked(matrices_a), ends)
+        parts = zip(matrices_b, one.starts, one.ranks, one.scalings, strict=True)
+        deltas = [
+            grouped_product(low[:, start : start + rank] * scaling, stacked(matrices), ends)
+            for matrices, start, rank, scaling in parts
+        ]
         return _AddParts.apply(out, len(one.parts), one.places, *deltas)
-
-    return adapt
-
-
-def _matrices_a(adapters: Sequence[AdapterMatrices]) -> torch.Tensor:
-    """Return every A, ``[E, R, I]``."""
-    keys = [key for key in adapters[0].keys if key in adapters[0].lora_A]
-    sides = [stacked([adapter.lora_A[key] for adapter in adapters]) for key in keys]
-    return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
 
 class _AddParts(torch.autograd.Function):

@@ -2,7 +2,7 @@
 """Optimize an adapter by mcore's optimizer. Its state is read and written by tensor name."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megarl.model.optimizer.gradient_record import GradientRecord
 from megarl.model.optimizer.tensor_part import TensorPart
 from megarl.parallel.device import cuda_names
 from megarl.parallel.mcore import finalize_gradients
+from megarl.parallel.stacks import Groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -110,7 +111,8 @@ class AdapterOptimizer:
         use_fused_adamw(mcores)
         self._shards = optimizer_shards.shards_of(self.optimizer)
         with cuda_names():
-            self._parts = [flat_part(part) or TensorPart(part) for part in mcores]
+            stacks = list(_stacks(chunks))
+            self._parts = [flat_part(part, stacks) or TensorPart(part) for part in mcores]
         for part in self._parts:
             if isinstance(part, FlatPart):
                 self._shards |= optimizer_shards.moved(self._shards, part.places())
@@ -219,3 +221,11 @@ class AdapterOptimizer:
         weights = {name: parameter.data.float() for name, parameter in self.parameters.items()}
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))
+
+
+def _stacks(chunks: list[Any]) -> Iterator[Groups]:
+    """Yield the matrices of experts that one product reads."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "expert_stacks"):
+                yield from module.expert_stacks()

@@ -8,7 +8,7 @@ and moments get the same order. Every parameter stays the object that it was, an
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.model.optimizer.fused_adamw import clip_and_step
 from megarl.parallel.mcore import gradients_for_norm
+from megarl.parallel.stacks import Groups, has_hook, place
 
 # A parameter and its main weight; in float32 they are one.
 Pair = tuple[torch.nn.Parameter, torch.Tensor]
@@ -31,13 +32,15 @@ class FlatPart:
         counted: main weights whose gradients this rank counts in the norm, in the order of ``norms``.
     """
 
-    def __init__(self, mcores: Any, groups: Sequence[list[list[Pair]]]) -> None:
+    def __init__(self, mcores: Any, groups: Sequence[list[list[Pair]]], stacks: Sequence[Groups]) -> None:
         """Move the tensors.
 
         Args:
             mcores: one of mcore's optimizers, before its first update.
             groups: of each group of parameters, its runs.
+            stacks: see ``flat_part``.
         """
+        groups = [[_arranged(run, stacks) for run in runs] for runs in groups]
         self.mcores = mcores
         self._runs: list[Run] = []
         mains = [main for runs in groups for run in runs for _, main in run]
@@ -46,6 +49,9 @@ class FlatPart:
             made = [Run(run) for run in runs]
             group["params"] = [run.flat for run in made]
             self._runs += made
+        for stack in stacks:
+            if _adjacent([matrix for matrices in stack for matrix in matrices]):
+                place(stack)
         self.counted = [main for main in mains if id(main) in chosen]
         indices = [index for index, main in enumerate(mains) if id(main) in chosen]
         self._counted = torch.tensor(indices, device=mains[0].device)
@@ -103,7 +109,7 @@ class Run:
             self._weights.copy_(self.flat)
 
 
-def flat_part(mcores: Any) -> FlatPart | None:
+def flat_part(mcores: Any, stacks: Sequence[Groups] = ()) -> FlatPart | None:
     """Return an optimizer with its tensors in runs, or None if that cannot be.
 
     It cannot with mcore's DistributedOptimizer, which lays out its own, and with matrices of so few elements that those
@@ -111,6 +117,7 @@ def flat_part(mcores: Any) -> FlatPart | None:
 
     Args:
         mcores: one of mcore's optimizers, before its first update.
+        stacks: matrices of experts that shall lie one after the other. Those that can, do (``parallel/stacks``).
     """
     if mcores.optimizer is None or isinstance(mcores, DistributedOptimizer):
         return None
@@ -118,7 +125,7 @@ def flat_part(mcores: Any) -> FlatPart | None:
     if not any(groups) or any(not aligned(run) for runs in groups for run in runs):
         return None
     mixed = any(mains for mains in getattr(mcores, "fp32_from_fp32_groups", ()))
-    return None if mixed else FlatPart(mcores, groups)
+    return None if mixed else FlatPart(mcores, groups, stacks)
 
 
 def aligned(pairs: Sequence[Pair]) -> bool:
@@ -150,6 +157,37 @@ def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         end = start[0] + gradient.nbytes, start[1]
     if run:
         yield run
+
+
+def _arranged(run: list[Pair], stacks: Sequence[Groups]) -> list[Pair]:
+    """Change the order of a run's gradients in mcore's buffer, so that the matrices of a stack follow each other.
+
+    mcore sums whole buckets over ranks, so any order will do that all ranks have, unless it reduces early: then a
+    gradient must stay in its bucket.
+    """
+    pair_of = {id(model): (model, main) for model, main in run}
+    stack_of: dict[int, list[torch.nn.Parameter]] = {}
+    for stack in stacks:
+        matrices = [matrix for group in stack for matrix in group]
+        if all(id(matrix) in pair_of and not has_hook(matrix) for matrix in matrices):
+            stack_of |= dict.fromkeys(map(id, matrices), matrices)
+    order = {id(matrix): None for model, _ in run for matrix in stack_of.get(id(model), [model])}
+    arranged = [pair_of[key] for key in order]
+    whole = run[0][0].main_grad.as_strided((sum(main.numel() for _, main in run),), (1,))
+    for (model, _), part in zip(arranged, whole.split([main.numel() for _, main in arranged]), strict=True):
+        model.main_grad = part.view(model.shape)
+    return arranged
+
+
+def _adjacent(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Return True if parameters lie one after the other, and so do their gradients."""
+    if not all(hasattr(parameter, "main_grad") for parameter in parameters):
+        return False
+    return all(
+        before.data_ptr() + before.nbytes == after.data_ptr()
+        and before.main_grad.data_ptr() + before.main_grad.nbytes == after.main_grad.data_ptr()
+        for before, after in pairwise(parameters)
+    )
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,9 @@
 import pytest
 import torch
 
-from megarl.model.layers.experts.grouped import GroupedLinear, place_together, stacked, weights_together
+from megarl.model.layers.experts.grouped import GroupedLinear, place_together, weights_together
+from megarl.model.layers.experts.stacks import stacked
+from megarl.parallel.stacks import place
 
 COUNTS = torch.tensor([3, 0, 4])
 ENDS = COUNTS.cumsum(0).to(torch.int32)
@@ -82,7 +84,7 @@ def test_values_move_along_and_stacks_get_gradients_without_a_buffer():
     before = [linear.weight.detach().clone() for linear in alone]
     place_together(alone)
     assert all(torch.equal(linear.weight, old) for linear, old in zip(alone, before, strict=True))
-    stacked([linear.weight for linear in alone]).square().sum().backward()
+    stacked([[linear.weight] for linear in alone]).square().sum().backward()
     for linear in alone:
         torch.testing.assert_close(linear.weight.grad, 2 * linear.weight.detach())
 
@@ -90,4 +92,46 @@ def test_values_move_along_and_stacks_get_gradients_without_a_buffer():
 def test_without_gradients_nothing_is_added_anywhere():
     made = linears()
     with torch.no_grad():
-        assert torch.equal(stacked([linear.weight for linear in made]), torch.stack([one.weight for one in made]))
+        assert torch.equal(stacked([[linear.weight] for linear in made]), torch.stack([one.weight for one in made]))
+
+
+def placed(experts: int = 3) -> tuple[list[list[torch.nn.Parameter]], torch.Tensor]:
+    """Return two matrices of each expert, of 2 and 3 rows, and the gradients of all, both in one piece of memory."""
+    weights, sums = torch.randn(experts * 5, 4), torch.zeros(experts * 5, 4)
+    groups = [[torch.nn.Parameter(part) for part in rows.split([2, 3])] for rows in weights.split(5)]
+    for group, rows in zip(groups, sums.split(5), strict=True):
+        for matrix, part in zip(group, rows.split([2, 3]), strict=True):
+            matrix.main_grad, matrix.reduced_early = part, False
+    place(groups)
+    return groups, sums
+
+
+def test_matrices_that_lie_together_are_read_where_they_are():
+    groups, sums = placed()
+    together = stacked(groups)
+    assert together.data_ptr() == groups[0][0].data_ptr() and together.shape == (3, 5, 4)
+    assert torch.equal(together, torch.stack([torch.cat(list(group)) for group in groups]))
+    for _ in range(2):  # gradients of micro-batches add up
+        (stacked(groups) * torch.arange(60.0).view(3, 5, 4)).sum().backward()
+    assert torch.equal(sums, 2 * torch.arange(60.0).view(15, 4))
+    assert all(matrix.grad is None for group in groups for matrix in group)
+
+
+@pytest.mark.parametrize("change", ["data", "main_grad", "experts", "hook"])
+def test_matrices_that_were_moved_are_stacked(change):
+    groups, _ = placed()
+    first = groups[0][0]
+    if change == "data":
+        first.data = first.data.clone() + 1
+    elif change == "main_grad":
+        first.main_grad = torch.zeros(2, 4)
+    elif change == "experts":
+        groups = groups[:2]
+    else:
+        first.reduced_early = True
+    together = stacked(groups)
+    assert together.data_ptr() != first.data_ptr()
+    assert torch.equal(together, torch.stack([torch.cat(list(group)) for group in groups]))
+    together.sum().backward()
+    gradients = [first.grad if change == "hook" else first.main_grad, groups[1][1].main_grad]
+    assert all(torch.equal(gradient, torch.ones_like(gradient)) for gradient in gradients)

@@ -10,12 +10,13 @@ features after SwiGLU.
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megarl.model.layers.experts.stacks import from_view
 from megarl.model.layers.pointwise import swiglu, wants_kernels
+from megarl.parallel.stacks import has_hook
 
 Adapt = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -54,44 +55,9 @@ def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
     view = first.data.as_strided((len(linears), *first.shape), (first.numel(), *first.stride()))
     if not (first.requires_grad and torch.is_grad_enabled()):
         return view
-    if _has_hook(first) or linears[0]._forward_pre_hooks:
+    if has_hook(first) or linears[0]._forward_pre_hooks:
         return None
-    return _Stacked.apply(first, [linear.weight for linear in linears], view)
-
-
-def stacked(matrices: list[torch.nn.Parameter]) -> torch.Tensor:
-    """Return the experts' matrices as one, ``[E, ...]``. Its gradient is added to their ``main_grad`` at once.
-
-    Matrix by matrix, through autograd, that takes the host longer than the products take the GPU. It goes that way
-    where there is no ``main_grad``, and where mcore waits for each gradient to reduce it early (``reduced_early``).
-
-    Args:
-        matrices: one of each expert, all trained or all frozen.
-    """
-    if torch.is_grad_enabled() and not any(map(_has_hook, matrices)):
-        return _Stacked.apply(matrices[0], matrices, None)
-    return torch.stack(matrices)
-
-
-def _has_hook(parameter: torch.nn.Parameter) -> bool:
-    """Return True if a parameter's gradient must go through autograd: to mcore's hook, or to ``grad`` without DDP."""
-    return getattr(parameter, "reduced_early", True)
-
-
-class _Stacked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter], view: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Stack the matrices, or return ``view`` of them; the first one alone is known to autograd."""
-        ctx.matrices = matrices
-        return torch.stack(matrices) if view is None else view.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        sums = [matrix.main_grad for matrix in ctx.matrices]
-        torch._foreach_add_(sums, list(gradients[0].to(sums[0].dtype).unbind()))
-        return None, None, None
+    return from_view([linear.weight for linear in linears], view)
 
 
 def wants_groups(tokens: torch.Tensor, inner: int) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's routed experts: mcore's, each an MLP of its own, computed together or one after the other."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megarl.errors import UnsupportedError
 from megarl.model.layers.experts.grouped import GroupedLinear, place_together, wants_groups, weighted_swiglu
+from megarl.parallel.stacks import Groups
 
 
 class PackedExperts(SequentialMLP):
@@ -59,10 +61,17 @@ class PackedExperts(SequentialMLP):
         ]
         return torch.cat(outputs), None
 
+    def expert_stacks(self) -> Iterator[Groups]:
+        """Yield the matrices of adapters that one product reads, of each expert."""
+        for linears in self._linears():
+            of_kind = getattr(type(linears[0]), "stacks", None)
+            if of_kind and len({type(linear) for linear in linears}) == 1:
+                yield from of_kind(linears)
+
     def _linears(self) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
         """Return the first linear of each expert, and the second."""
-        first, second = zip(*((expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts), strict=True)
-        return list(first), list(second)
+        pairs = [(expert.linear_fc1, expert.linear_fc2) for expert in self.local_experts]
+        return [first for first, _ in pairs], [second for _, second in pairs]
 
     def _together(self, tokens: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> torch.Tensor | None:
         """Return the output of all experts, or None if their linears cannot be computed together."""

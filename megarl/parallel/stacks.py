@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep matrices of several modules in one piece of memory, so that no pass has to stack them.
+
+The optimizer places them (``model/optimizer/flat_part``), the layers read them (``model/layers/experts/stacks``). Each
+parameter is a view.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+# One list per expert: the matrices that one product reads, whose rows follow each other.
+Groups = Sequence[Sequence[torch.nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices that lie one after the other.
+
+    Attributes:
+        weights: ``[E, rows, columns]``; no copy.
+        gradients: their ``main_grad``, float32, alike.
+    """
+
+    weights: torch.Tensor
+    gradients: torch.Tensor
+
+
+def place(groups: Groups) -> None:
+    """Note that the matrices, and their ``main_grad``, lie one after the other in the order of ``groups``."""
+    first = groups[0][0]
+    rows, columns = sum(len(matrix) for matrix in groups[0]), first.shape[1]
+    size, stride = (len(groups), rows, columns), (rows * columns, columns, 1)
+    first.expert_stack = Stack(first.data.as_strided(size, stride), first.main_grad.as_strided(size, stride))
+
+
+def stack_of(first: torch.nn.Parameter, experts: int) -> Stack | None:
+    """Return the stack that begins with a matrix, if that is still where it was placed."""
+    stack = getattr(first, "expert_stack", None)
+    if stack is None or has_hook(first) or len(stack.weights) != experts:
+        return None
+    moved = stack.weights.data_ptr() != first.data_ptr() or stack.gradients.data_ptr() != first.main_grad.data_ptr()
+    return None if moved else stack
+
+
+def has_hook(parameter: torch.nn.Parameter) -> bool:
+    """Return True if a parameter's gradient must go through autograd: to mcore's hook, or to ``grad`` without DDP."""
+    return getattr(parameter, "reduced_early", True)
