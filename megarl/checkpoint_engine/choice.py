@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from megarl.checkpoint_engine.transports.cuda_memory import offer, reads
 from megarl.checkpoint_engine.transports.shm import host_id
 
 
@@ -21,9 +22,45 @@ class Memory(NamedTuple):
     gpu: str
 
 
+class Sender(NamedTuple):
+    """Where the sender of weights computes.
+
+    Attributes:
+        memory: its memory.
+        offer: what shows a receiver on another GPU whether it can read this one's (``cuda_memory``).
+    """
+
+    memory: Memory
+    offer: bytes = b""
+
+
+class Receiver(NamedTuple):
+    """Where a receiver of weights computes.
+
+    Attributes:
+        memory: its memory.
+        reads: True if its GPU reads the memory of the sender's, another one of the same host.
+    """
+
+    memory: Memory
+    reads: bool = False
+
+
 def own_memory() -> Memory:
     """Return this process's memory."""
     return Memory(host_id(), gpu_id() or "")
+
+
+def own_sender() -> Sender:
+    """Return where this process computes, to be shown to the receivers."""
+    return Sender(own_memory(), offer())
+
+
+def own_receiver(sender: Sender) -> Receiver:
+    """Return where this process computes, and whether it reads the sender's GPU."""
+    own = own_memory()
+    apart = own.host == sender.memory.host and own.gpu != sender.memory.gpu
+    return Receiver(own, apart and reads(sender.offer))
 
 
 def gpu_id() -> str | None:
@@ -33,20 +70,24 @@ def gpu_id() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def choose_transport(sender: Memory, receivers: Sequence[Memory]) -> tuple[str, str]:
+def choose_transport(sender: Memory, receivers: Sequence[Receiver]) -> tuple[str, str]:
     """Return the name of a transport, and why it was chosen.
 
     Args:
         sender: memory of trainer rank 0.
-        receivers: memories of all vLLM workers.
+        receivers: all vLLM workers.
     """
-    gpus = [memory.gpu for memory in (sender, *receivers)]
-    if all(receiver == sender for receiver in receivers):
+    memories = [receiver.memory for receiver in receivers]
+    gpus = [memory.gpu for memory in (sender, *memories)]
+    if all(memory == sender for memory in memories):
         shared = "share one GPU" if sender.gpu else "compute on the CPUs of one host"
         return "ipc", f"trainer rank 0 and all engines {shared}"
     if all(gpus) and len(set(gpus)) == len(gpus):
+        # One copy over the GPUs' link takes less than a broadcast. Several would share that link.
+        if len(receivers) == 1 and receivers[0].reads:
+            return "ipc", "the engine's GPU reads the memory of trainer rank 0's"
         return "nccl", "trainer rank 0 and every engine's ranks have a GPU each"
-    if all(receiver.host == sender.host for receiver in receivers):
+    if all(memory.host == sender.host for memory in memories):
         if all(gpus):
             return "ipc", "trainer rank 0 and all engines have GPUs of one host, and share some"
         return "shm", "trainer rank 0 and all engines are on one host"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from megarl.checkpoint_engine.choice import Memory
+from megarl.checkpoint_engine.choice import Receiver, Sender
 from megarl.checkpoint_engine.mixin import Sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
@@ -41,8 +41,8 @@ class Sink(Protocol):
     name: str
     receivers: int
 
-    def memories(self) -> Future[list[Memory]]:
-        """Return the memory that each worker computes in. Only asked if ``transport`` is ``auto``."""
+    def places(self, sender: Sender) -> Future[list[Receiver]]:
+        """Return where each worker computes. Only asked if ``transport`` is ``auto``."""
         ...
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:

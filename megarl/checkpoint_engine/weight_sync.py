@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint_engine.choice import choose_transport, own_memory
+from megarl.checkpoint_engine.choice import choose_transport, own_sender
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
 from megarl.checkpoint_engine.participants import Sink, gather
@@ -129,8 +130,10 @@ class WeightSync:
     def _new_manager(self) -> CheckpointEngineManager:
         timeout, engines = self._config.timeout_seconds, self._engines
         if self._config.transport == "auto" and engines:
-            memories = gather({one.name: one.memories for one in engines}, time.monotonic() + timeout, "start")
-            name, _ = choose_transport(own_memory(), [memory for part in memories for memory in part])
+            sender = own_sender()
+            calls = {one.name: partial(one.places, sender) for one in engines}
+            places = gather(calls, time.monotonic() + timeout, "start")
+            name, _ = choose_transport(sender.memory, [place for part in places for place in part])
             self._config = self._config.model_copy(update={"transport": name})
         return CheckpointEngineManager(_AllRanks(self._model, self._board, timeout), engines, self._config)
 

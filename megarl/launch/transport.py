@@ -34,8 +34,8 @@ def resolve_transport(
     """Return ``checkpoint_engine`` with ``auto`` replaced, and tell which transport brings the weights."""
     name, why = section.transport, "as set"
     if name == "auto":
-        sender = trainers.start_on_rank_zero("memory").result()
-        receivers = [memory for engine in samplers.engines for memory in engine.memories().result()]
-        name, why = choose_transport(sender, receivers)
+        sender = trainers.start_on_rank_zero("place").result()
+        receivers = [place for engine in samplers.engines for place in engine.places(sender).result()]
+        name, why = choose_transport(sender.memory, receivers)
     screen.say(f"weights reach the engines by {name}: {why}")
     return section.model_copy(update={"transport": name})

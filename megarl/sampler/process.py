@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 import psutil
 
-from megarl.checkpoint_engine.choice import Memory
+from megarl.checkpoint_engine.choice import Receiver, Sender
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, EngineConfig, LoraConfig, ModelConfig, SamplerConfig
 from megarl.config.load import parse_section
@@ -157,9 +157,9 @@ class SamplerProcess:
         """Change the logprobs' source; see ``VllmSampler.take_logprobs_from``."""
         self._call("take_logprobs_from", source).result()
 
-    def memories(self) -> Future[list[Memory]]:
-        """See ``VllmSampler.memories``."""
-        return self._call("memories")
+    def places(self, sender: Sender) -> Future[list[Receiver]]:
+        """See ``VllmSampler.places``."""
+        return self._call("places", sender)
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:
         """See ``checkpoint_engine.participants.Sink``."""

@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 
-from megarl.checkpoint_engine.choice import Memory
+from megarl.checkpoint_engine.choice import Memory, Receiver, Sender
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
@@ -209,9 +209,10 @@ class VllmSampler:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def memories(self) -> list[Memory]:
-        """Return the memory that each worker computes in."""
-        return [Memory(*one) for one in await self._link.rpc("megarl_memory")]
+    async def places(self, sender: Sender) -> list[Receiver]:
+        """Return where each worker computes, and whether it reads the sender's GPU."""
+        answers = await self._link.rpc("megarl_place", *sender.memory, sender.offer)
+        return [Receiver(Memory(*memory), reads) for *memory, reads in answers]
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """Receive one transfer in every worker and stage it.

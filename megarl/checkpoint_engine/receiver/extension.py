@@ -18,7 +18,7 @@ from vllm.platforms import current_platform
 
 from megarl.checkpoint_engine.base import Receiver, open_receiver
 from megarl.checkpoint_engine.buckets.stream import Inbox
-from megarl.checkpoint_engine.choice import own_memory
+from megarl.checkpoint_engine.choice import Memory, Sender, own_receiver
 from megarl.checkpoint_engine.receiver import cpu_kernels
 from megarl.checkpoint_engine.receiver.adapters.slots import Slots
 from megarl.checkpoint_engine.receiver.experts import cpu_mixtures, plain_mixtures, routers
@@ -131,9 +131,10 @@ class ReceiverExtension:
         self._megarl_slots = Slots(manager)
         return self.rank
 
-    def megarl_memory(self) -> list[str]:
-        """Return the memory that this worker computes in, as ``choice.Memory``."""
-        return list(own_memory())
+    def megarl_place(self, host: str, gpu: str, offer: bytes) -> list[Any]:
+        """Return the memory that this worker computes in, and whether it reads a sender's; see ``choice.Sender``."""
+        memory, reads = own_receiver(Sender(Memory(host, gpu), offer))
+        return [*memory, reads]
 
     def megarl_receive(self, endpoint: bytes, first: int, kept: list[int]) -> bytes:
         """Receive one transfer. An adapter goes into an idle LoRA slot; a base or merged weights are loaded.

@@ -8,7 +8,6 @@ buckets are copied once before they are read (``staging``).
 
 import mmap
 import os
-import pickle
 import shutil
 import weakref
 from collections.abc import Callable
@@ -19,13 +18,11 @@ import torch
 
 from megarl.checkpoint_engine.base import Link
 from megarl.checkpoint_engine.choice import Memory, own_memory
+from megarl.checkpoint_engine.transports.cuda_memory import exported, opened
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
 from megarl.checkpoint_engine.transports.staging import Staging
 from megarl.errors import WeightSyncError
-
-# Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.
-DEVICE = 6
 
 
 class IpcSender(LiveSender):
@@ -50,10 +47,8 @@ class IpcSender(LiveSender):
 
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         if torch.cuda.is_available():
-            from torch.multiprocessing.reductions import reduce_tensor
-
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-            return buffer, pickle.dumps(reduce_tensor(buffer)[1])
+            return buffer, exported(buffer)
         if self._folder is None:
             remove_stale()
             self._folder, lock = make_folder()
@@ -124,13 +119,8 @@ def _remove(folder: Path, lock: int) -> None:
 def _open(news: bytes) -> torch.Tensor:
     """Open the memory of a buffer that ``IpcSender._allocate`` made."""
     if torch.cuda.is_available():
-        from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-        arguments = list(pickle.loads(news))
-        # The sender may count its GPUs otherwise, and have another one: then this GPU reads it over their link.
-        arguments[DEVICE] = torch.cuda.current_device()
         try:
-            return rebuild_cuda_tensor(*arguments)
+            return opened(news)
         except RuntimeError as error:
             raise WeightSyncError(
                 f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"

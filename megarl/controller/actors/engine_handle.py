@@ -27,9 +27,9 @@ class EngineHandle:
         self.lost: str | None = None
         self.closed, self.opened = False, 0
 
-    def memories(self) -> Future:
+    def places(self, sender: Any) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""
-        return as_future({self.name: self.actor.memories.remote()}, self._watch)
+        return as_future({self.name: self.actor.places.remote(sender)}, self._watch)
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""

@@ -50,9 +50,9 @@ class SamplerEngine:
         seconds = {"imports": imported - began, "vLLM": time.perf_counter() - imported}
         return seconds | parts_of_start(self._log, self._log_begins)
 
-    async def memories(self) -> Any:
-        """See ``VllmSampler.memories``."""
-        return await self.sampler.memories()
+    async def places(self, sender: Any) -> Any:
+        """See ``VllmSampler.places``."""
+        return await self.sampler.places(sender)
 
     async def ping(self) -> None:
         """Raise ``WorkerError`` if vLLM's own process is dead."""

@@ -48,11 +48,11 @@ class TrainerRank:
         self._store = open_store(address)
         return address, self._store.port
 
-    def memory(self) -> Any:
-        """Return the ``choice.Memory`` that this rank computes in; not a collective."""
-        from megarl.checkpoint_engine.choice import own_memory
+    def place(self) -> Any:
+        """Return where this rank computes, as ``choice.Sender``; not a collective."""
+        from megarl.checkpoint_engine.choice import own_sender
 
-        return own_memory()
+        return own_sender()
 
     def ping(self) -> None:
         """Answer; not a collective."""

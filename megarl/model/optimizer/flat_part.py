@@ -54,7 +54,7 @@ class FlatPart:
                 place(stack)
         self.counted = [main for main in mains if id(main) in chosen]
         indices = [index for index, main in enumerate(mains) if id(main) in chosen]
-        self._counted = torch.tensor(indices, device=mains[0].device)
+        self._counted = torch.tensor(indices, dtype=torch.int64, device=mains[0].device)
 
     def places(self) -> dict[int, tuple[torch.Tensor, int]]:
         """Map the id of each main weight to the run's tensor and the main weight's first element in it."""

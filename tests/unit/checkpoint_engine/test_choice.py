@@ -4,10 +4,11 @@
 import pytest
 
 from megarl.checkpoint_engine.base import Link, open_receiver, open_sender
-from megarl.checkpoint_engine.choice import Memory, choose_transport, own_memory
+from megarl.checkpoint_engine.choice import Memory, Receiver, choose_transport, own_memory, own_receiver, own_sender
 from megarl.errors import WeightSyncError
 
-GPU0, GPU1, OTHER = Memory("here", "GPU-0"), Memory("here", "GPU-1"), Memory("there", "GPU-2")
+GPU0, GPU1, GPU2 = (Memory("here", f"GPU-{number}") for number in range(3))
+OTHER = Memory("there", "GPU-3")
 CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
 
 
@@ -19,6 +20,8 @@ CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
         (GPU0, [GPU0, GPU1], "ipc"),
         (GPU0, [GPU1, GPU1], "ipc"),
         (GPU0, [GPU1], "nccl"),
+        (GPU0, [Receiver(GPU1, reads=True)], "ipc"),
+        (GPU0, [Receiver(GPU1, reads=True), Receiver(GPU2, reads=True)], "nccl"),
         (CPU, [CPU, CPU], "ipc"),
         (GPU0, [CPU], "shm"),
         (CPU, [GPU0], "shm"),
@@ -27,13 +30,20 @@ CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
         (CPU, [OTHER_CPU], "gloo"),
     ],
 )
-def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory], transport: str) -> None:
-    assert choose_transport(sender, receivers)[0] == transport
+def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory | Receiver], transport: str) -> None:
+    places = [Receiver(one) if isinstance(one, Memory) else one for one in receivers]
+    assert choose_transport(sender, places)[0] == transport
 
 
 def test_processes_of_one_host_have_one_memory() -> None:
     assert own_memory() == own_memory()
     assert own_memory().host
+
+
+def test_nothing_is_read_over_a_link_on_cpus() -> None:
+    sender = own_sender()
+    assert sender.memory == own_memory()
+    assert own_receiver(sender) == Receiver(own_memory(), reads=False)
 
 
 def test_memory_of_another_device_is_refused() -> None:

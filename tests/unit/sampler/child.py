@@ -36,7 +36,7 @@ class Sampler:
     async def wake(self) -> None:
         self.go_on.set()
 
-    async def memories(self) -> Any:
+    async def places(self, sender: Any) -> Any:
         return lambda: None
 
     async def close(self) -> None:

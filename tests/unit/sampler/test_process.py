@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.checkpoint_engine.choice import Memory, Sender
 from megarl.errors import ConfigError, WorkerError
 from megarl.sampler.process import SamplerProcess
 from tests.unit.sampler.child import TOGETHER
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 10.0
+SENDER = Sender(Memory("here", ""))
 # More bytes than a pipe's buffers hold, in both directions.
 CALLS, LENGTH = 4 * TOGETHER, 4000
 
@@ -103,7 +105,7 @@ def test_every_call_says_why_the_engine_did_not_start(
 ) -> None:
     process = start(threads)
     with pytest.raises(kind, match=f"^{cause}$"):
-        process.memories().result(SECONDS)
+        process.places(SENDER).result(SECONDS)
     with pytest.raises(kind, match=f"^{cause}$"):
         process.wait()
     with pytest.raises(kind, match=f"^{cause}$"):
@@ -112,8 +114,8 @@ def test_every_call_says_why_the_engine_did_not_start(
 
 def test_a_result_that_cannot_be_sent_is_an_error(start: Start) -> None:
     process = start()
-    with pytest.raises(WorkerError, match="memories raised "):
-        process.memories().result(SECONDS)
+    with pytest.raises(WorkerError, match="places raised "):
+        process.places(SENDER).result(SECONDS)
     assert process.wake().result(SECONDS) is None
 
 

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let another process of this host open memory of this process's GPU, by CUDA IPC."""
+
+import pickle
+from functools import cache
+
+import torch
+
+# Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.
+DEVICE = 6
+# What a process offers to the others, to see whether they can read it.
+WORD = 0x6D656761726C
+
+
+def exported(buffer: torch.Tensor) -> bytes:
+    """Return what ``opened`` needs. The buffer must live as long as it is open anywhere."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return pickle.dumps(reduce_tensor(buffer)[1])
+
+
+def opened(handle: bytes) -> torch.Tensor:
+    """Open another process's memory for this process's current GPU, which may be another one.
+
+    Raises:
+        RuntimeError: this GPU cannot map that one's memory.
+    """
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = list(pickle.loads(handle))
+    # The sender may count its GPUs otherwise, and have another one: then this GPU reads it over their link.
+    arguments[DEVICE] = torch.cuda.current_device()
+    return rebuild_cuda_tensor(*arguments)
+
+
+@cache
+def _offered(device: int) -> torch.Tensor:
+    """Return the word that this process offers; kept, because others may open it."""
+    word = torch.full((1,), WORD, dtype=torch.int64, device=f"cuda:{device}")
+    torch.cuda.synchronize()
+    return word
+
+
+def offer() -> bytes:
+    """Return the handle of a word of this process's GPU; empty without a GPU, or if it lends no memory."""
+    if not torch.cuda.is_available():
+        return b""
+    try:
+        return exported(_offered(torch.cuda.current_device()))
+    except RuntimeError:
+        return b""
+
+
+def reads(handle: bytes) -> bool:
+    """Return True if this process's GPU reads the word that another process of this host offers."""
+    if not handle or not torch.cuda.is_available():
+        return False
+    try:
+        return bool(opened(handle).clone().item() == WORD)
+    except RuntimeError:
+        return False
