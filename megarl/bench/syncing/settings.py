@@ -17,7 +17,7 @@ class SyncBenchSettings(Measured):
     contents: list[Literal["adapter", "merged"]] = Field(["adapter", "merged"], min_length=1)
     """What a sync sends; each is measured with engines of its own. The base that comes first is measured too."""
     transport: str = "auto"
-    """``checkpoint_engine.transport``. ``auto``: ``ipc`` if trainer and engine share the device, else ``nccl``."""
+    """``checkpoint_engine.transport``."""
     engines: int = Field(1, ge=1)
     """Number of engines. Each gets GPUs of its own if there are enough beside GPU 0, which the trainer uses. Otherwise
     all engines use the first GPUs, the trainer's among them."""

@@ -61,13 +61,13 @@ def bench_sync(
         folder = model_folder(settings.model, Path(scratch), settings.layers)
         report("the trainer builds")
         model = _build(settings, folder)
-        transport = _transport(settings, model)
-        result: dict[str, Any] = {"settings": settings.model_dump(), "transport": transport, "rows": []}
+        result: dict[str, Any] = {"settings": settings.model_dump(), "rows": []}
         for content in settings.contents:
             report(f"{content}: {settings.engines} engines start; log: {out}/sync-{content}-0.log")
-            with _engines(settings, folder, content, transport, out) as (engines, seconds):
+            with _engines(settings, folder, content, out) as (engines, seconds):
                 result["engine_start_seconds"] = seconds
-                result["rows"] += _measure(settings, model, engines, content, transport, report)
+                result["transport"], rows = _measure(settings, model, engines, content, report)
+                result["rows"] += rows
         largest = max(row["nbytes"] for row in result["rows"])
         result["ceilings"] = {"copy": copy_rate(model.groups.device, largest)}
         if _spread(settings):
@@ -90,12 +90,6 @@ def _build(settings: SyncBenchSettings, folder: Path) -> TrainedModel:
     return model
 
 
-def _transport(settings: SyncBenchSettings, model: TrainedModel) -> str:
-    if settings.transport != "auto":
-        return settings.transport
-    return "nccl" if model.groups.device.type == "cuda" and _spread(settings) else "ipc"
-
-
 def _spread(settings: SyncBenchSettings) -> bool:
     """Return True if each engine has GPUs of its own."""
     return settings.device != "cpu" and torch.cuda.device_count() > settings.engines * settings.tensor
@@ -109,7 +103,7 @@ def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
 
 @contextlib.contextmanager
 def _engines(
-    settings: SyncBenchSettings, folder: Path, content: str, transport: str, out: Path
+    settings: SyncBenchSettings, folder: Path, content: str, out: Path
 ) -> Iterator[tuple[list[SamplerProcess], float]]:
     """Start the engines; yield them and the seconds that the slowest needed."""
     began = time.perf_counter()
@@ -120,7 +114,7 @@ def _engines(
                     {"path": str(folder), "dtype": settings.dtype},
                     lora=lora_section(settings.r),
                     sampler=_sampler(settings),
-                    checkpoint_engine={"transport": transport, "content": content},
+                    checkpoint_engine={"transport": settings.transport, "content": content},
                     device=settings.device,
                     gpus=gpus_of(settings, i) if torch.cuda.is_available() else None,
                     log=out / f"sync-{content}-{i}.log",
@@ -152,11 +146,14 @@ def _measure(
     model: TrainedModel,
     engines: list[SamplerProcess],
     content: str,
-    transport: str,
     report: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Time the base and then many versions; check that every engine computes what the trainer does."""
-    section = {"transport": transport, "content": content, "bucket_mib": settings.bucket_mib}
+) -> tuple[str, list[dict[str, Any]]]:
+    """Time the base and then many versions; check that every engine computes what the trainer does.
+
+    Returns:
+        The name of the transport, and the rows.
+    """
+    section = {"transport": settings.transport, "content": content, "bucket_mib": settings.bucket_mib}
     memory = DeviceMemory([0, *gpus_of(settings, 0)])
     weights = WeightSync(model, engines, section)
     first, *others = [_timed(model, lambda: weights.sync("base")) for _ in range(1 + BASES)]
@@ -180,7 +177,7 @@ def _measure(
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
         row["pause_ms"] = _pause(model, engines[0], weights, report)
     weights.close()
-    return [*rows, row]
+    return weights.transport, [*rows, row]
 
 
 def _timed(model: TrainedModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:

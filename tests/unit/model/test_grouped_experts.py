@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megarl.model.layers.experts.grouped import GroupedLinear, place_together, weights_together
+from megarl.model.layers.experts.packed import PackedExperts
 from megarl.model.layers.experts.stacks import stacked
 from megarl.parallel.stacks import place
 
@@ -93,6 +94,18 @@ def test_without_gradients_nothing_is_added_anywhere():
     made = linears()
     with torch.no_grad():
         assert torch.equal(stacked([[linear.weight] for linear in made]), torch.stack([one.weight for one in made]))
+
+
+def test_training_does_not_visit_the_experts():
+    class Experts(PackedExperts):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+            self.local_experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+    model = torch.nn.Sequential(Experts(), torch.nn.Dropout())
+    assert not model.eval()[0].training and not model[1].training
+    assert model[0].local_experts[0].training
+    assert model.train()[0].training and model[1].training
 
 
 def placed(experts: int = 3) -> tuple[list[list[torch.nn.Parameter]], torch.Tensor]:

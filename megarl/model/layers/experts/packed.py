@@ -26,6 +26,11 @@ class PackedExperts(SequentialMLP):
         for linears in self._linears():
             place_together(linears)
 
+    def train(self, mode: bool = True) -> "PackedExperts":
+        """Switch only this module: nothing in an expert depends on it, and a mixture has thousands of modules."""
+        self.training = mode
+        return self
+
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
