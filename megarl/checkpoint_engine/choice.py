@@ -2,7 +2,7 @@
 """Choose a transport by where trainer and engines compute (``checkpoint_engine.transport: auto``)."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """Where the sender of weights computes.
+    """The process that sends weights.
 
     Attributes:
         memory: its memory.
@@ -35,7 +35,7 @@ class Sender(NamedTuple):
 
 
 class Receiver(NamedTuple):
-    """Where a receiver of weights computes.
+    """A process that receives weights.
 
     Attributes:
         memory: its memory.
@@ -61,6 +61,12 @@ def own_receiver(sender: Sender) -> Receiver:
     own = own_memory()
     apart = own.host == sender.memory.host and own.gpu != sender.memory.gpu
     return Receiver(own, apart and reads(sender.offer))
+
+
+def as_receiver(answer: Sequence[Any]) -> Receiver:
+    """Return the receiver that a vLLM worker described: host, GPU, whether it reads the sender's."""
+    *memory, reads_it = answer
+    return Receiver(Memory(*memory), reads_it)
 
 
 def gpu_id() -> str | None:

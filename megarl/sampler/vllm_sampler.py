@@ -12,7 +12,7 @@ import os
 
 import numpy as np
 
-from megarl.checkpoint_engine.choice import Memory, Receiver, Sender
+from megarl.checkpoint_engine.choice import Receiver, Sender, as_receiver
 from megarl.checkpoint_engine.records import Receipt
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import EngineConfig
@@ -211,8 +211,7 @@ class VllmSampler:
 
     async def places(self, sender: Sender) -> list[Receiver]:
         """Return where each worker computes, and whether it reads the sender's GPU."""
-        answers = await self._link.rpc("megarl_place", *sender.memory, sender.offer)
-        return [Receiver(Memory(*memory), reads) for *memory, reads in answers]
+        return [as_receiver(one) for one in await self._link.rpc("megarl_place", *sender.memory, sender.offer)]
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
         """Receive one transfer in every worker and stage it.

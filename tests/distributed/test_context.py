@@ -117,7 +117,7 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
     from megarl.model.step import packing, schedule
 
     if name == "the gradient's sum over CP":
-        patch.setattr(adapter_optimizer, "finalize_model_grads", lambda *args, **kwargs: None)
+        patch.setattr(adapter_optimizer, "finalize_gradients", lambda *args, **kwargs: None)
     if name == "the keys' gradient from other ranks":
 
         def keep_own(local: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
