@@ -214,7 +214,7 @@ class AdapterOptimizer:
             parameter.data.copy_(main[name])
             if shard := self._shards.get(parameter):
                 shard.main.data.copy_(shard.cut(main[name]))
-                shard.set_state(steps, {moment: shard.cut(moments[moment][name]).clone() for moment in MOMENTS})
+                shard.set_state(steps, {moment: shard.cut(moments[moment][name]) for moment in MOMENTS})
 
     def start_anew(self) -> None:
         """Take the model's parameters as main weights (after an adapter was loaded); reset moments and steps."""

@@ -67,8 +67,9 @@ class PackedExperts(SequentialMLP):
         return torch.cat(outputs), None
 
     def expert_stacks(self) -> Iterator[Groups]:
-        """Yield the matrices of adapters that one product reads, of each expert."""
+        """Yield the matrices that one product reads, of each expert: weights, and those of adapters."""
         for linears in self._linears():
+            yield [[linear.weight] for linear in linears]
             of_kind = getattr(type(linears[0]), "stacks", None)
             if of_kind and len({type(linear) for linear in linears}) == 1:
                 yield from of_kind(linears)
