@@ -36,7 +36,7 @@ def test_vllms_own_way_gets_a_buffer_that_holds_the_rank(model, tmp_path: Path, 
         asked.append(settings["rank"])
         return {"start_seconds": 5.0, "load_ms": 50.0}
 
-    monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
+    monkeypatch.setattr(sync, "_measure", lambda *_: ("ipc", [dict(ROW)]))
     monkeypatch.setattr(peers, "time_plain_engine", load)
     report = sync.bench_sync(parse_sync_settings("tiny", [f"r={rank}", "contents=[merged]"]), tmp_path)
     assert asked == [buffer] and report["disk"]["load_ms"] == 50.0
@@ -49,7 +49,7 @@ def test_what_was_measured_is_printed_though_vllms_own_way_failed(
     def fail(*_: object) -> dict:
         raise WorkerError("the plain vLLM engine ended with status 1")
 
-    monkeypatch.setattr(sync, "_measure", lambda *_: [dict(ROW)])
+    monkeypatch.setattr(sync, "_measure", lambda *_: ("ipc", [dict(ROW)]))
     monkeypatch.setattr(peers, "time_plain_engine", fail)
     assert main(["bench", "sync", "tiny", f"r={rank}", "contents=[merged]", "--out", str(tmp_path)]) == 0
     *table, report = capsys.readouterr().out.strip().splitlines()
