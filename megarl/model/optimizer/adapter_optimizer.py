@@ -13,7 +13,7 @@ from megarl.errors import MegarlError, UnsupportedError
 from megarl.model.optimizer import optimizer_shards
 from megarl.model.optimizer.coverage import GradientMeter
 from megarl.model.optimizer.ddp import start_reductions
-from megarl.model.optimizer.flat_part import FlatPart, flat_part
+from megarl.model.optimizer.flat_part import flat_part
 from megarl.model.optimizer.fused_adamw import use_fused_adamw
 from megarl.model.optimizer.gradient_record import GradientRecord
 from megarl.model.optimizer.tensor_part import TensorPart
@@ -114,8 +114,7 @@ class AdapterOptimizer:
             stacks = list(_stacks(chunks))
             self._parts = [flat_part(part, stacks) or TensorPart(part) for part in mcores]
         for part in self._parts:
-            if isinstance(part, FlatPart):
-                self._shards |= optimizer_shards.moved(self._shards, part.places())
+            self._shards |= optimizer_shards.moved(self._shards, part.places())
         self._meter = GradientMeter(self._parts, self.parameters, self._shards)
         self.coverage = GradientRecord(self._meter.names)
 

@@ -7,7 +7,7 @@ and moments get the same order. Every parameter stays the object that it was, an
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -40,7 +40,8 @@ class FlatPart:
             groups: of each group of parameters, its runs.
             stacks: see ``flat_part``.
         """
-        groups = [[_arranged(run, stacks) for run in runs] for runs in groups]
+        stack_of = _stack_of_each(stacks)
+        groups = [[_arranged(run, stack_of) for run in runs] for runs in groups]
         self.mcores = mcores
         self._runs: list[Run] = []
         mains = [main for runs in groups for run in runs for _, main in run]
@@ -159,19 +160,35 @@ def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield run
 
 
-def _arranged(run: list[Pair], stacks: Sequence[Groups]) -> list[Pair]:
-    """Change the order of a run's gradients in mcore's buffer, so that the matrices of a stack follow each other.
+def _stack_of_each(stacks: Sequence[Groups]) -> dict[int, list[torch.nn.Parameter]]:
+    """Map the id of each matrix to all of its stack, in order.
 
-    mcore sums whole buckets over ranks, so any order will do that all ranks have, unless it reduces early: then a
-    gradient must stay in its bucket.
+    Stacks that mcore reduces early are left out: there a gradient must stay in its bucket.
     """
-    pair_of = {id(model): (model, main) for model, main in run}
-    stack_of: dict[int, list[torch.nn.Parameter]] = {}
+    found: dict[int, list[torch.nn.Parameter]] = {}
     for stack in stacks:
         matrices = [matrix for group in stack for matrix in group]
-        if all(id(matrix) in pair_of and not has_hook(matrix) for matrix in matrices):
-            stack_of |= dict.fromkeys(map(id, matrices), matrices)
-    order = {id(matrix): None for model, _ in run for matrix in stack_of.get(id(model), [model])}
+        if not any(map(has_hook, matrices)):
+            found |= dict.fromkeys(map(id, matrices), matrices)
+    return found
+
+
+def _arranged(run: list[Pair], stack_of: Mapping[int, list[torch.nn.Parameter]]) -> list[Pair]:
+    """Change the order of a run's gradients in mcore's buffer, so that the matrices of a stack follow each other.
+
+    mcore sums whole buckets over ranks, so any order will do that all ranks have.
+
+    Args:
+        run: the run.
+        stack_of: from ``_stack_of_each``; a stack that reaches beyond the run stays as it is.
+    """
+    pair_of = {id(model): (model, main) for model, main in run}
+    order: dict[int, None] = {}
+    for model, _ in run:
+        if id(model) not in order:
+            matrices = stack_of.get(id(model), [model])
+            whole = all(id(matrix) in pair_of for matrix in matrices)
+            order |= dict.fromkeys(map(id, matrices if whole else [model]))
     arranged = [pair_of[key] for key in order]
     whole = run[0][0].main_grad.as_strided((sum(main.numel() for _, main in run),), (1,))
     for (model, _), part in zip(arranged, whole.split([main.numel() for _, main in arranged]), strict=True):

@@ -19,13 +19,16 @@ class TensorPart:
 
     def __init__(self, mcores: Any) -> None:
         self.mcores = mcores
-        self._gradients: list[torch.Tensor] = []
 
     @property
     def counted(self) -> list[torch.Tensor]:
-        """Main weights whose gradients this rank counts in the norm, in the order of ``norms``. After ``norms``."""
+        """Main weights whose gradients this rank counts in the norm, in the order of ``norms``. After ``prepare``."""
         mains = {id(main.grad): main for main in self.mcores.get_parameters()}
-        return [mains[id(gradient)] for gradient in self._gradients]
+        return [mains[id(gradient)] for gradient in gradients_for_norm(self.mcores)]
+
+    def places(self) -> dict[int, tuple[torch.Tensor, int]]:
+        """Return nothing: no main weight is a part of another tensor."""
+        return {}
 
     def prepare(self) -> None:
         """Give mcore's tensors their gradients."""
@@ -34,8 +37,8 @@ class TensorPart:
 
     def norms(self) -> torch.Tensor:
         """Return the norm of the gradient of each of ``counted``, float32. After ``prepare``."""
-        self._gradients = gradients_for_norm(self.mcores) if self.mcores.optimizer is not None else []
-        return torch.stack(torch._foreach_norm(self._gradients)) if self._gradients else torch.zeros(0)
+        gradients = gradients_for_norm(self.mcores) if self.mcores.optimizer is not None else []
+        return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(0)
 
     def update(self, norm: torch.Tensor, lr: float, max_norm: float) -> None:
         """Clip and update; see ``fused_adamw.clip_and_step``."""
@@ -52,6 +55,5 @@ class TensorPart:
 
     def clear(self) -> None:
         """Let go of the gradients."""
-        self._gradients = []
         if self.mcores.optimizer is not None:
             self.mcores.zero_grad()

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from megarl.model.layers.experts.stacks import from_view
+from megarl.model.layers.experts.stacks import stacked
 from megarl.model.layers.pointwise import swiglu, wants_kernels
 from megarl.parallel.stacks import has_hook
 
@@ -57,7 +57,7 @@ def weights_together(linears: Sequence[torch.nn.Module]) -> torch.Tensor | None:
         return view
     if has_hook(first) or linears[0]._forward_pre_hooks:
         return None
-    return from_view([linear.weight for linear in linears], view)
+    return stacked([[linear.weight] for linear in linears])
 
 
 def wants_groups(tokens: torch.Tensor, inner: int) -> bool:

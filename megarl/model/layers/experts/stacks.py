@@ -28,14 +28,9 @@ def stacked(groups: Groups) -> torch.Tensor:
     return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
 
-def from_view(matrices: list[torch.nn.Parameter], view: torch.Tensor) -> torch.Tensor:
-    """Return ``view``, which all matrices lie in; its gradient is added to their ``main_grad``."""
-    return _Listed.apply(matrices[0], matrices, view)
-
-
 def _listed(matrices: list[torch.nn.Parameter]) -> torch.Tensor:
     if torch.is_grad_enabled() and not any(map(has_hook, matrices)):
-        return _Listed.apply(matrices[0], matrices, None)
+        return _Listed.apply(matrices[0], matrices)
     return torch.stack(matrices)
 
 
@@ -54,15 +49,13 @@ class _FromStack(torch.autograd.Function):
 
 class _Listed(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter], view: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Stack the matrices, or return ``view`` of them; the first one alone is known to autograd."""
+    def forward(ctx: Any, first: torch.Tensor, matrices: list[torch.nn.Parameter]) -> torch.Tensor:
+        """Stack the matrices; the first one alone is known to autograd."""
         ctx.matrices = matrices
-        return torch.stack(matrices) if view is None else view.detach()
+        return torch.stack(matrices)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         sums = [matrix.main_grad for matrix in ctx.matrices]
         torch._foreach_add_(sums, list(gradients[0].to(sums[0].dtype).unbind()))
-        return None, None, None
+        return None, None
