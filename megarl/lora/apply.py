@@ -28,7 +28,7 @@ from megarl.lora.targets.parameters import as_peft_reads
 from megarl.lora.targets.resolve import resolve_targets
 from megarl.model.layers.experts.shared import SharedExpertGate
 from megarl.model.layers.recompute import require_input_gradients
-from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, unwrap
+from megarl.model.weights.base_tensors import find_linear, layers_of, owner_of, path_of, unwrap
 from megarl.model.weights.full_config import names_of
 from megarl.model.weights.fusion import head_layout, part_copies, part_rows
 from megarl.parallel.groups import Groups, current_groups
@@ -237,8 +237,7 @@ def _wrap(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, groups: G
         return base
     kind = NormColumnLora if holds_norm(base) else kind_of(linear)
     wrapped = kind(base, linear.fusion, head_layout(layer.config), groups.along(kind.axis)[0])
-    path = next(name for name, module in layer.named_modules() if module is base)
-    parent, _, attribute = path.rpartition(".")
+    parent, _, attribute = path_of(linear, names, groups).rpartition(".")
     setattr(layer.get_submodule(parent), attribute, wrapped)
     return wrapped
 

@@ -17,6 +17,7 @@ release. Stages:
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
     transfer:SHAPE[:WORD,...]           `tests.gpu.transfer_times`
+    overlap[:SHAPE:RANKS:TOKENS]        `tests.gpu.overlap_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
     twice[:SETTING,...]                 `megarl train` twice with the same seeds, `numerics: bitwise`
@@ -111,6 +112,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [*MEGARL, "bench", kind, shape, *options_of(settings), *folder], OTHER
         case "transfer", [shape, *words]:
             return [sys.executable, "-m", "tests.gpu.transfer_times", shape, *words], OTHER
+        case "overlap", words:
+            return [sys.executable, "-m", "tests.gpu.overlap_times", *words], OTHER
         case "script", [file]:
             return ["bash", file], OTHER
         case "sleep", words:

@@ -7,6 +7,7 @@ I, B replicated. Only rank-r activations are communicated, never the wide ones. 
 ``experts.py``.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.families.base import Fusion
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
+from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
 from megarl.lora.layers.products import Layout, add_wide, project_through, wide_matrix
 from megarl.lora.layers.state import WithBaseNames
 from megarl.lora.layers.traced_dropout import dropout as traced_dropout
@@ -127,7 +129,9 @@ class ParallelLoraLinear(WithBaseNames):
 
 
 class _LinearLora(ParallelLoraLinear):
-    """Common parts of the adapters of tensor-parallel linears."""
+    """Common parts of the adapters of tensor-parallel linears. ``linear`` computes base and adapter together."""
+
+    linear: ClassVar[Callable[..., torch.Tensor]]
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the base output plus the active adapter's part, and the base's bias unchanged."""
@@ -139,6 +143,8 @@ class _LinearLora(ParallelLoraLinear):
         dropped = drop_inputs(self, adapter.dropout, hidden)
         if dropped is hidden and traced() and isinstance(self.base_layer, TRACED) and self.group.size() == 1:
             return self._traced(adapter, hidden)
+        if dropped is hidden and not traced() and can_overlap(self.base_layer):
+            return self._overlapped(adapter, hidden)
         if dropped is hidden and hidden.requires_grad and not traced():
             hidden, low = project_through(hidden, adapter.matrix_a())
         else:
@@ -148,9 +154,20 @@ class _LinearLora(ParallelLoraLinear):
 
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
-        weight, bias = self.base_layer.weight, self.base_layer.bias
+        weight = self.base_layer.weight
         wide, scale = wide_matrix(self.matrices_b(adapter), weight.shape[0], self.layout(adapter))
         out, _ = adapted_linear(hidden, weight, adapter.matrix_a(), wide, scale)
+        return self._with_bias(out)
+
+    def _overlapped(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return what ``forward`` does, with collectives that run beside the products; under sequence parallelism."""
+        matrices, layout = self.matrices_b(adapter), self.layout(adapter)
+        weight, matrix_a = self.base_layer.weight, adapter.matrix_a()
+        return self._with_bias(self.linear(hidden, weight, matrix_a, matrices, layout, self.group))
+
+    def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add the base's bias, or return it beside ``out``, as the base does."""
+        bias = self.base_layer.bias
         return (out, bias) if bias is None or self.base_layer.skip_bias_add else (out + bias, None)
 
     def _bitwise(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
@@ -182,6 +199,7 @@ class ColumnParallelLora(_LinearLora):
     """Adapter of a layer whose outputs are split over TP. Under SP its input is split along the sequence."""
 
     split_B = 0
+    linear = staticmethod(column_linear)
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
         """Gather all tokens on every TP rank: ``[T/TP or T, ..., sum of ranks]`` -> ``[T, ..., sum of ranks]``."""
@@ -215,6 +233,7 @@ class RowParallelLora(_LinearLora):
     """Adapter of a layer whose inputs are split over TP. Under SP its output is split along the sequence."""
 
     split_A = 1
+    linear = staticmethod(row_linear)
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
         """Sum over the parts of the input: ``[T, ..., r]`` -> ``[T/TP or T, ..., r]``."""

@@ -5,6 +5,7 @@ Outside a trace they are mcore's own. mcore's forward pass waits on asynchronous
 where a trace would break.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,3 +48,10 @@ class RowParallelLinear(mcore.RowParallelLinear):
         if self.skip_bias_add or self.bias is None:
             return out, self.bias
         return out + self.bias, None
+
+
+def wait_for_adapters(linears: Iterable[Any]) -> None:
+    """Let the active adapters of linears wait for their updated weights; a compiled trace cannot contain that."""
+    for linear in linears:
+        if linear.active:
+            linear.adapters[linear.active].wait()

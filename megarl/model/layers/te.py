@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``te`` back end: Transformer Engine's linears with fused norms, its norms, activation and packed attention.
+"""The ``te`` back end: Transformer Engine's linears with fused norms, its activation and packed attention.
+
+Norms that stand alone (in front of experts, of heads, behind the last layer) are megarl's: TE's take the host longer
+than the GPU. So are all norms and linears under tensor parallelism, whose collectives run beside the products of other
+tokens (``megarl.lora.layers.overlapped``); those of TE's linears do not.
 
 Import this module only where Transformer Engine is installed (``backends`` checks that). Elsewhere mcore's classes for
 it do not exist.
@@ -12,7 +16,6 @@ from megatron.core.extensions.transformer_engine import (
     TEActivationOp,
     TEDotProductAttention,
     TELayerNormColumnParallelLinear,
-    TENorm,
     TERowParallelLinear,
 )
 from megatron.core.transformer import TransformerConfig
@@ -21,18 +24,21 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megarl.model.layers.attention.core import PackedAttention, PackedSequences
 from megarl.model.layers.block import Parts, block_of
+from megarl.model.layers.gpt import RMSNorm
+from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the spec of a block whose linears include the norms of attention and of dense MLPs."""
+    """Return the spec of a block whose linears, on one rank, include the norms of attention and of dense MLPs."""
+    alone = config.tensor_model_parallel_size == 1
     parts = Parts(
-        TENorm,
-        TELayerNormColumnParallelLinear,
-        TERowParallelLinear,
+        RMSNorm,
+        TELayerNormColumnParallelLinear if alone else ColumnParallelLinear,
+        TERowParallelLinear if alone else RowParallelLinear,
         # PackedAttention splits sequences over CP ranks in the way that the model's RoPE and loss expect.
         PackedTEAttention if config.context_parallel_size == 1 else PackedAttention,
         TEActivationOp,
-        fused_norm=True,
+        fused_norm=alone,
     )
     return block_of(parts, config, vp_stage)
 

@@ -10,6 +10,7 @@ from torch._dynamo import maybe_mark_dynamic
 
 from megarl import progress
 from megarl.model.layers.attention.core import PackedSequences
+from megarl.model.layers.linears import wait_for_adapters
 
 
 class PackedLayer(TransformerLayer):
@@ -17,7 +18,7 @@ class PackedLayer(TransformerLayer):
 
     Attributes:
         compiles: True if the forward pass is the one for torch.compile; set by ``megarl.model.step.compiled``.
-        adapted: the layer's linears that have adapters; likewise.
+        adapted: the layer's linears that have adapters, without experts; likewise.
     """
 
     compiles = False
@@ -34,9 +35,7 @@ class PackedLayer(TransformerLayer):
             hidden_states = hidden_states.as_strided(hidden_states.shape, (width, width, 1))
         maybe_mark_dynamic(hidden_states, 0)
         maybe_mark_dynamic(angles, 0)
-        for linear in self.adapted:
-            if linear.active:
-                linear.adapters[linear.active].wait()
+        wait_for_adapters(self.adapted)
         progress.made()
         output = torch.nn.Module.__call__(
             self, hidden_states, None, rotary_pos_emb=angles, packed_seq_params=packed.traced

@@ -61,7 +61,7 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         callback_handler.register_end_callback(_made)
     for layer in _layers(chunks):
         layer.compiles = True
-        layer.adapted = [module for module in layer.modules() if "adapters" in module._modules]
+        layer.adapted = _adapted(layer)
         for place, linear in enumerate(layer.adapted):
             linear.place = place
         if not isinstance(layer.mlp, MoELayer):
@@ -70,9 +70,16 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         layer.attended = torch.compile(layer.attended, backend=BACKEND)  # type: ignore[method-assign]
         for module in layer.mlp.modules():
             if isinstance(module, PackedExperts):
-                module.compiles = True
+                module.compiles, module.adapted = True, _adapted(module)
+                experts = set(module.adapted)
+                layer.adapted = [linear for linear in layer.adapted if linear not in experts]
                 for expert in module.local_experts:
                     expert.compile(backend=BACKEND, dynamic=True)
+
+
+def _adapted(module: torch.nn.Module) -> list[Any]:
+    """Return the linears with adapters in a module."""
+    return [each for each in module.modules() if "adapters" in each._modules]
 
 
 def _check_compiler(device: torch.device) -> None:

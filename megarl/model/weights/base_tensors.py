@@ -145,10 +145,7 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
     Raises:
         UnsupportedError: the layer has no such module.
     """
-    path = linear.mcore
-    if linear.expert is not None:
-        path = path.format(linear.expert % (names.num_experts // groups.topology.expert))
-    module = layer
+    path, module = path_of(linear, names, groups), layer
     for depth, step in enumerate(path.split(".")):
         child = getattr(module, step, None)
         if child is None:
@@ -162,6 +159,13 @@ def find_linear(layer: torch.nn.Module, linear: LinearMap, names: WeightMap, gro
             )
         module = child
     return module
+
+
+def path_of(linear: LinearMap, names: WeightMap, groups: Groups) -> str:
+    """Return where in a layer ``find_linear`` looks."""
+    if linear.expert is None:
+        return linear.mcore
+    return linear.mcore.format(linear.expert % (names.num_experts // groups.topology.expert))
 
 
 def _linear(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rank's routed experts: mcore's, each an MLP of its own, computed together or one after the other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megarl.errors import UnsupportedError
 from megarl.model.layers.experts.grouped import GroupedLinear, place_together, wants_groups, weighted_swiglu
+from megarl.model.layers.linears import wait_for_adapters
 from megarl.parallel.stacks import Groups
 
 
@@ -17,9 +18,11 @@ class PackedExperts(SequentialMLP):
 
     Attributes:
         compiles: True if the experts are compiled; set by ``megarl.model.step.compiled``.
+        adapted: their linears that have adapters; likewise.
     """
 
     compiles = False
+    adapted: Sequence[Any] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,6 +60,7 @@ class PackedExperts(SequentialMLP):
             )
         if not self.compiles:
             return super().forward(tokens, tokens_per_expert, permuted_probs)
+        wait_for_adapters(self.adapted)
         counts = tokens_per_expert.tolist()
         parts = (torch.split(tensor, counts) for tensor in (tokens, permuted_probs))
         # torch.compile takes sizes of 0 and 1 for constants and would compile each, so those run uncompiled.
