@@ -10,6 +10,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 # Addresses behind a router: the interface of the default route leads there.
@@ -17,6 +18,11 @@ OUTWARDS = "10.255.255.255"
 OUTWARDS6 = "2001:db8::1"
 # Variable with the address by which the other nodes of a cluster know this one. A cluster may have no route outwards.
 ADDRESS = "MEGARL_NODE_ADDRESS"
+
+
+def boot_id() -> str:
+    """Return what names this host since its last boot, in all of its containers."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def own_address(toward: str = OUTWARDS) -> str:

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.checkpoint_engine.transports.cuda_memory import offer, reads
 from megarl.checkpoint_engine.transports.shm import host_id
+from megarl.cuda_memory import offer, reads
 
 
 class Memory(NamedTuple):

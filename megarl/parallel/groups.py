@@ -15,6 +15,7 @@ from megatron.core import tensor_parallel
 from megarl.config import ParallelConfig
 from megarl.errors import ConfigError
 from megarl.parallel.device import backend
+from megarl.parallel.token_exchange import forget_exchanges
 from megarl.parallel.topology import Topology
 
 # Parallel axes that split weights.
@@ -167,6 +168,7 @@ def current_groups(device: torch.device | None = None) -> Groups:
 
 def leave_layout() -> None:
     """Destroy mcore's groups but not the default one, so that ``init_groups`` can build another layout. Collective."""
+    forget_exchanges()
     if mpu.model_parallel_is_initialized():
         made = mpu._global_process_group_list
         mpu.destroy_model_parallel()

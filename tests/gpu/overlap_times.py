@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time tensor-parallel linears with adapters by the parts that their tokens are divided into.
+"""Time tensor-parallel linears with adapters, and what the exchange of tokens costs them.
 
 `python3 -m tests.gpu.overlap_times [SHAPE] [RANKS] [TOKENS]`: a named shape of `megarl bench train` (qwen3-8b), ranks
-(4) with a GPU each, tokens of a micro-batch (8192). Prints a table of milliseconds, forward and backward. One part is
-not overlapped. `megarl.lora.layers.overlapped` has the number of parts that is used.
+(4) with a GPU each, tokens of a micro-batch (8192). Prints a table of milliseconds, forward and backward: products
+alone, with NCCL's collectives before or after them, and with copies between the GPUs beside them.
 """
 
 import statistics
@@ -12,16 +12,37 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from megarl.bench.shapes import SHAPES
+from megarl.parallel.peers import Peers
+from megarl.parallel.token_exchange import Fill, Use, Whole
 from megarl.verify.launch import run_ranks
 
-PARTS, ROUNDS, RANK = (1, 2, 3, 4, 8), 20, 16
-Times = dict[tuple[str, int], tuple[float, float]]
+ROUNDS, RANK = 20, 16
+# What each linear took, forward and backward, by its name and that of the exchange.
+Times = dict[tuple[str, str], tuple[float, float]]
+
+
+class Nothing(Whole):
+    """Exchanges nothing: what the products take alone. The values are wrong."""
+
+    def gather(self, wide: torch.Tensor, narrow: torch.Tensor, use: Use) -> torch.Tensor:
+        every, low = (local.repeat(self._group.size(), 1) for local in (wide, narrow))
+        use(slice(0, len(every)), every, low)
+        return low
+
+    def scatter(self, fill: Fill, like: torch.Tensor, tokens: int, features: int) -> torch.Tensor:
+        every = like.new_empty(self._group.size() * tokens, features)
+        fill(slice(0, len(every)), every)
+        return every[:tokens]
+
+
+EXCHANGES = {"products": Nothing, "collectives": Whole, "peers": Peers}
 
 
 def measure(shape: str, ranks: int, tokens: int) -> Times:
-    """Return the milliseconds of forward and backward pass of each linear, by its name and the number of parts."""
+    """Return the times of each linear with each exchange, in milliseconds."""
     from megarl.config import ParallelConfig
     from megarl.lora.layers import overlapped
     from megarl.lora.layers.products import Layout
@@ -44,24 +65,25 @@ def measure(shape: str, ranks: int, tokens: int) -> Times:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16).mul_(0.02)
 
     found: Times = {}
-    overlapped.LEAST_BYTES = 1
-    for parts in PARTS:
-        overlapped.MOST_PARTS = parts
+    for exchange, kind in EXCHANGES.items():
+        made = kind(group)
+        overlapped.exchange_of = lambda group, like, made=made: made
         for name, (column, inputs, outputs) in sizes.items():
             linear = overlapped.column_linear if column else overlapped.row_linear
             hidden = drawn(tokens // ranks if column else tokens, 1, inputs).requires_grad_()
             weight, a, b = drawn(outputs, inputs), drawn(RANK, inputs), drawn(outputs, RANK)
             a.requires_grad_(), b.requires_grad_()
-            out = linear(hidden, weight, a, [b], layout, group)
+            given = (hidden, weight, a, [b], layout, group)
+            out = linear(*given)
             slope = torch.randn_like(out)
 
-            def forward(linear: Callable = linear, given: tuple = (hidden, weight, a, [b], layout, group)) -> None:
+            def forward(linear: Callable = linear, given: tuple = given) -> None:
                 linear(*given)
 
             def backward(out: torch.Tensor = out, slope: torch.Tensor = slope) -> None:
                 out.backward(slope, retain_graph=True)
 
-            found[name, parts] = timed(forward), timed(backward)
+            found[name, exchange] = timed(forward), timed(backward)
     return found
 
 
@@ -70,7 +92,7 @@ def timed(call: Callable[[], object]) -> float:
     times = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
-        torch.distributed.barrier()
+        dist.barrier()
         torch.cuda._sleep(2_000_000)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -85,13 +107,13 @@ def main(shape: str = "qwen3-8b", ranks: str = "4", tokens: str = "8192") -> Non
     """Measure and print."""
     began = time.monotonic()
     found = run_ranks(measure, int(ranks), shape, int(ranks), int(tokens))[0]
-    print(f"{shape}, tensor {ranks}, {tokens} tokens; forward + backward, milliseconds, by parts")
-    print(f"{'':10}" + "".join(f"{parts:>16}" for parts in PARTS))
+    print(f"{shape}, tensor {ranks}, {tokens} tokens; forward + backward, milliseconds")
+    print(f"{'':10}" + "".join(f"{exchange:>18}" for exchange in EXCHANGES))
     for name in dict.fromkeys(name for name, _ in found):
-        cells = ("{:.3f} + {:.3f}".format(*found[name, parts]) for parts in PARTS)
-        print(f"{name:10}" + "".join(f"{cell:>16}" for cell in cells))
-    sums = (sum(map(sum, (found[key] for key in found if key[1] == parts))) for parts in PARTS)
-    print(f"{'all':10}" + "".join(f"{total:>16.3f}" for total in sums))
+        cells = ("{:.3f} + {:.3f}".format(*found[name, exchange]) for exchange in EXCHANGES)
+        print(f"{name:10}" + "".join(f"{cell:>18}" for cell in cells))
+    sums = (sum(map(sum, (found[key] for key in found if key[1] == exchange))) for exchange in EXCHANGES)
+    print(f"{'all':10}" + "".join(f"{total:>18.3f}" for total in sums))
     print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -12,7 +12,8 @@ is in OUT/logs.tar.gz, which is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, graphs4, compile, parity, parity4, experts, weights, swaps     tests of this folder
+    smoke, kernels, graphs, graphs4, compile, parity, parity4, experts, overlapped, weights, swaps     tests of this
+                                        folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -71,6 +72,7 @@ TESTS = {
         "test_heads.py",
         "test_row_kernels.py",
     ],
+    "overlapped": ["test_overlapped.py"],
     "graphs": ["test_graphs.py"],
     "graphs4": ["test_graphs.py", "-k", "2 or 4"],
     "compile": ["test_compile.py"],

@@ -14,6 +14,7 @@ COMMON = {
     "types",
     "errors",
     "config",
+    "cuda_memory",
     "families",
     "files",
     "folder_lock",
@@ -41,6 +42,7 @@ MEASURED = COMMON | {"parallel", "loss", "model", "lora", "build", "checkpoint_e
 # Part -> the other parts that it may import. The longest name that fits a module counts.
 INTERNAL: dict[str, set[str]] = {
     "types": {"errors"},
+    "cuda_memory": set(),
     "errors": set(),
     "files": {"errors"},
     "folder_lock": {"errors", "files"},

@@ -18,10 +18,10 @@ import torch
 
 from megarl.checkpoint_engine.base import Link
 from megarl.checkpoint_engine.choice import Memory, own_memory
-from megarl.checkpoint_engine.transports.cuda_memory import exported, opened
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
 from megarl.checkpoint_engine.transports.staging import Staging
+from megarl.cuda_memory import exported, opened
 from megarl.errors import WeightSyncError
 
 

@@ -28,6 +28,7 @@ import torch
 from megarl.checkpoint_engine.base import Frame, Link
 from megarl.checkpoint_engine.transports.shm_folders import is_locked, make_folder, map_new_file, remove_stale
 from megarl.errors import WeightSyncError
+from megarl.network import boot_id
 
 DEPTH = 2
 
@@ -37,7 +38,7 @@ def host_id() -> str:
 
     It is the host's since its last boot (``boot_id``) and the mount's: containers of one host may have one each.
     """
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{Path('/dev/shm').stat().st_dev}"
+    return f"{boot_id()}-{Path('/dev/shm').stat().st_dev}"
 
 
 class ShmSender:
