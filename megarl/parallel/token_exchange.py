@@ -7,7 +7,8 @@ product.
 Shapes: W ranks, S tokens of a rank, T = W S tokens in the order of the ranks, F features.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Protocol
 
@@ -18,6 +19,9 @@ import torch.distributed as dist
 Use = Callable[[slice, torch.Tensor, torch.Tensor], None]
 # Produces the rows of some tokens: their places among all, and where the rows go.
 Fill = Callable[[slice, torch.Tensor], None]
+# Operations of a product with one rank's tokens that take a GPU longer than the host needs to launch them and a copy.
+LEAST_WORK = 4 * 10**10
+_captured = False
 
 
 class Exchange(Protocol):
@@ -70,14 +74,34 @@ class Whole:
         return every
 
 
-def exchange_of(group: dist.ProcessGroup, like: torch.Tensor) -> Exchange:
-    """Return how a group's ranks exchange tensors. Collective over the group when it is first asked.
+def exchange_of(group: dist.ProcessGroup, like: torch.Tensor, work: int) -> Exchange:
+    """Return the exchange for a product. Collective over the group when it is first asked for GPUs.
 
     Args:
         group: tensor-parallel ranks.
-        like: a tensor of theirs.
+        like: a tensor on the product's device.
+        work: operations of the product for one rank's tokens.
     """
-    return _exchange(group) if like.is_cuda else Whole(group)
+    if not like.is_cuda:
+        return Whole(group)
+    exchange = _exchange(group)
+    return exchange if _captured or work >= LEAST_WORK else Whole(group)
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """Say that kernels are being captured in a CUDA graph, or are about to be: their launches then cost nothing."""
+    global _captured
+    before, _captured = _captured, True
+    try:
+        yield
+    finally:
+        _captured = before
+
+
+def forget_exchanges() -> None:
+    """Release what exchanges hold, before the groups end. Collective."""
+    _exchange.cache_clear()
 
 
 @cache
@@ -85,8 +109,3 @@ def _exchange(group: dist.ProcessGroup) -> Exchange:
     from megarl.parallel.peers import Peers, can_read
 
     return Peers(group) if can_read(group) else Whole(group)
-
-
-def forget_exchanges() -> None:
-    """Release what exchanges hold, before the groups end. Collective."""
-    _exchange.cache_clear()

@@ -67,7 +67,7 @@ def measure(shape: str, ranks: int, tokens: int) -> Times:
     found: Times = {}
     for exchange, kind in EXCHANGES.items():
         made = kind(group)
-        overlapped.exchange_of = lambda group, like, made=made: made
+        overlapped.exchange_of = lambda group, like, work, made=made: made
         for name, (column, inputs, outputs) in sizes.items():
             linear = overlapped.column_linear if column else overlapped.row_linear
             hidden = drawn(tokens // ranks if column else tokens, 1, inputs).requires_grad_()

@@ -8,6 +8,7 @@ from megarl.config import ParallelConfig
 from megarl.lora.layers import overlapped
 from megarl.lora.layers.products import Layout
 from megarl.model.weights.fusion import HeadLayout
+from megarl.parallel import token_exchange
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
 from megarl.parallel.token_exchange import Fill, Use, Whole
@@ -42,13 +43,14 @@ class RankByRank(Whole):
 
 def exchange_rank_by_rank() -> None:
     """Let the linears of this process exchange tokens so."""
-    overlapped.exchange_of = lambda group, like: RankByRank(group)
+    overlapped.exchange_of = lambda group, like, work: RankByRank(group)
 
 
 def compute_linears(ranks: int, by_rank: bool, dtype: torch.dtype = torch.float64) -> tuple[str, dict[str, float]]:
     """On each rank: how tokens are exchanged, and the errors of both linears' outputs and gradients."""
     if by_rank:
         exchange_rank_by_rank()
+    token_exchange.LEAST_WORK = 0
     groups = init_groups(ParallelConfig(tensor=ranks), pick_device("auto"), seed=0)
     group, rank = groups.tensor, groups.tensor_rank
     layout = Layout((0, 1), RANKS, SCALINGS, "gated", HeadLayout(1, 1, 1))
@@ -96,4 +98,4 @@ def compute_linears(ranks: int, by_rank: bool, dtype: torch.dtype = torch.float6
     for number, (whole, matrix) in enumerate(zip(wholes, matrices, strict=True)):
         dist.all_reduce(whole.grad)  # of this rank's tokens alone
         found[f"row B {number}"] = relative_error(whole.grad, matrix.grad)
-    return type(overlapped.exchange_of(group, mine)).__name__, found
+    return type(overlapped.exchange_of(group, mine, 0)).__name__, found

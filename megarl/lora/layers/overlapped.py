@@ -100,7 +100,8 @@ class _Column(torch.autograd.Function):
         def use(places: slice, tokens: torch.Tensor, low: torch.Tensor) -> None:
             product_of(tokens, low, out[places])
 
-        low = exchange_of(group, local).gather(local, local @ matrix_a.t(), use)
+        exchange = exchange_of(group, local, 2 * len(local) * weight.numel())
+        low = exchange.gather(local, local @ matrix_a.t(), use)
         ctx.save_for_backward(local, weight, matrix_a, wide, low)
         ctx.layout, ctx.group, ctx.shape = layout, group, hidden.shape
         return out.view(-1, *hidden.shape[1:-1], len(weight))
@@ -155,7 +156,8 @@ class _Row(torch.autograd.Function):
             if needed:
                 product_of(slopes, by_low, by_hidden[places])
 
-        by_low = exchange_of(ctx.group, slope).gather(slope, product(slope, wide, factor(ctx.layout)), use)
+        exchange = exchange_of(ctx.group, slope, 2 * len(slope) * weight.numel())
+        by_low = exchange.gather(slope, product(slope, wide, factor(ctx.layout)), use)
         by_matrices = b_gradients(slope, low, ctx.layout)
         return by_hidden.view(ctx.shape) if needed else None, None, by_low.t() @ rows, None, None, *by_matrices
 
@@ -178,7 +180,8 @@ def _summed(rows: torch.Tensor, low: torch.Tensor, product_of: _Sum, group: dist
     def fill(places: slice, out: torch.Tensor) -> None:
         product_of(rows[places], low[places], out)
 
-    return exchange_of(group, rows).scatter(fill, rows, len(rows) // group.size(), product_of.features)
+    tokens, features = len(rows) // group.size(), product_of.features
+    return exchange_of(group, rows, 2 * tokens * rows.shape[1] * features).scatter(fill, rows, tokens, features)
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
 from megarl.model.step.packing import MicroBatch
 from megarl.model.step.schedule import RunChunk
+from megarl.parallel import token_exchange
 
 # Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2
@@ -92,7 +93,8 @@ class GraphedChunk:
         captured = self._captured.get(key)
         addresses = tuple(parameter.data_ptr() for parameter in self._trained.values())
         if captured is None or captured.addresses != addresses:
-            captured = self._captured[key] = self._capture(item, addresses)
+            with token_exchange.captured():
+                captured = self._captured[key] = self._capture(item, addresses)
         captured.fill(item)
         if captured.backward is None:
             captured.forward.replay()
