@@ -45,6 +45,16 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def done(work: Callable[[], T]) -> Future[T]:
+    """Do ``work`` now; its result or error as a future. What is no error, such as Ctrl-C, is raised."""
+    future: Future[T] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
 def results(futures: Sequence[Future[T]], seconds: float, look: Callable[[], None]) -> list[T]:
     """Wait for all futures; return their results in order.
 

@@ -22,7 +22,7 @@ class Source(Protocol):
         ...
 
     def send(self, version: int, kind: Kind) -> Future[Sent]:
-        """Call ``send_weights`` on every rank; return rank 0's result."""
+        """Call ``send_weights`` on every rank; return rank 0's result. It may return when all is sent."""
         ...
 
     def finish(self) -> Future[Any]:
@@ -75,6 +75,8 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
     futures: dict[Future, str] = {}
     try:
         for name, call in calls.items():
+            if any(started.done() and started.exception() for started in futures):
+                break  # a dead engine's call fails at once; what would wait for it need not begin
             futures[call()] = name
     except Exception as error:
         raise WeightSyncError(f"{name}, {phase}: {error}") from error

@@ -80,10 +80,11 @@ def run_sync(
             endpoint = json.loads(gather({"trainer": prepare}, deadline, "prepare")[0])
         announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
     with _timed("transfer", seconds):
-        calls: dict[str, Callable[[], Future]] = {"trainer": partial(source.send, version, kind)}
+        calls: dict[str, Callable[[], Future]] = {}
         for sink, first in zip(sinks, _offsets(sink.receivers for sink in sinks), strict=True):
             calls[sink.name] = partial(sink.receive, announced, first)
-        answer, *arrived = gather(calls, deadline, "transfer")
+        calls["trainer"] = partial(source.send, version, kind)
+        *arrived, answer = gather(calls, deadline, "transfer")
     with _timed("verify", seconds):
         sent = Receipt.from_bytes(answer.manifest)
         receipts = [*answer.receipts, *(receipt for part in arrived for receipt in part)]

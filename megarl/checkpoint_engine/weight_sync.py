@@ -8,30 +8,26 @@ collective.
 
 import concurrent.futures
 import contextlib
-import os
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint_engine.board import Board
 from megarl.checkpoint_engine.choice import choose_transport, own_sender
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.futures import KeptThread, in_thread
-from megarl.network import LOOPBACK, own_address
-from megarl.parallel.rendezvous import open_store
+from megarl.futures import KeptThread, done, in_thread
 
 T = TypeVar("T")
 
@@ -59,7 +55,7 @@ class WeightSync:
     ) -> None:
         self._config = parse_section(CheckpointEngineConfig, "checkpoint_engine", config)
         self._model, self._engines = model, list(engines)
-        self._board = _Board(self._config.timeout_seconds)
+        self._board = Board(self._config.timeout_seconds)
         self._manager: CheckpointEngineManager | None = None
 
     @property
@@ -159,23 +155,39 @@ class WeightSync:
 class _AllRanks:
     """The trainer as rank 0 sees it: the ``Source`` of its manager."""
 
-    def __init__(self, model: CheckpointEngineMixin, board: "_Board", timeout: float) -> None:
+    def __init__(self, model: CheckpointEngineMixin, board: Board, timeout: float) -> None:
         self._model, self._board, self._timeout = model, board, timeout
         self._thread = KeptThread()
         self._before: Future | None = None
+        # How often the transport was opened or closed, and the number at which all receivers were connected.
+        self._opened, self._connected = 0, -1
         # A thread begins with device 0.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
         """See ``checkpoint_engine.participants.Source``."""
+        self._opened += 1
         return self._call("prepare_sync", config, receivers)
 
-    def send(self, version: int, kind: Kind) -> Future[Sent]:
+    def send(self, version: int, kind: Kind) -> Future[Any]:
         """See ``checkpoint_engine.participants.Source``."""
-        return self._call("send_weights", version, kind)
+        opened = self._opened
+        if self._connected == opened:
+            # At once: to wake a thread, and to be woken by it, takes a tenth of a sync. Every receiver is connected, so
+            # the transport notices the end of one.
+            return done(partial(self._model.send_weights, version, kind))
+
+        def note(sent: Future) -> None:
+            self._connected = opened if sent.exception() is None else -1
+
+        sent = self._call("send_weights", version, kind)
+        if self._board.alone:
+            sent.add_done_callback(note)
+        return sent
 
     def finish(self) -> Future[Any]:
         """See ``checkpoint_engine.participants.Source``."""
+        self._opened += 1
         return self._call("finish_sync")
 
     def _call(self, method: str, *arguments: Any) -> Future:
@@ -211,82 +223,3 @@ class _AllRanks:
             return mine.result()
 
         return in_thread(everywhere)
-
-
-class _Board:
-    """Calls of rank 0 and answers of the others, in a store that all of them are connected to.
-
-    Rank 0 never waits inside the store: its threads share one connection, which a waiting one would hold.
-
-    Attributes:
-        alone: True if there is no other rank, and so no store.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self.alone = self._ranks == 1
-        self._number = 0
-        # Rank 0: the first call whose keys are in the store, and the ends of syncs that a rank may not have read yet.
-        self._oldest, self._ended = 1, list[int]()
-        if self.alone:
-            return
-        place: list[Any] = [None]
-        if self._rank == 0:
-            one_host = os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)) == str(self._ranks)
-            host = LOOPBACK if one_host else own_address()
-            self._store = open_store(host, timeout)
-            place[0] = (host, self._store.port)
-        dist.broadcast_object_list(place, 0)
-        if self._rank != 0:
-            host, port = place[0]
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-
-    def call(self, method: str | None, arguments: tuple) -> int:
-        """Rank 0: leave a call; its number."""
-        self._number += 1
-        if not self.alone:
-            self._store.set(f"call/{self._number}", pickle.dumps((method, arguments)))
-        return self._number
-
-    def end(self, outcome: Any) -> None:
-        """Rank 0: leave the outcome of a sync, and delete those before that every other rank has read to their end."""
-        number = self.call(None, (outcome,))
-        if self.alone:
-            return
-        while self._ended and self._store.check(self._answers(self._ended[0])):
-            end = self._ended.pop(0)
-            for old in range(self._oldest, end + 1):
-                for key in [f"call/{old}", *self._answers(old)]:
-                    self._store.delete_key(key)
-            self._oldest = end + 1
-        self._ended.append(number)
-
-    def unanswered(self, number: int) -> list[int]:
-        """Rank 0: the ranks that have not answered a call; raises the error of one that failed."""
-        waiting = []
-        for rank, key in enumerate(self._answers(number), 1):
-            if not self._store.check([key]):
-                waiting.append(rank)
-                continue
-            failure = pickle.loads(self._store.get(key))
-            if failure is not None:
-                failure.args = (f"rank {rank}: {failure}",)
-                raise failure
-        return waiting
-
-    def next_call(self, timeout: float) -> tuple[str | None, tuple]:
-        """Another rank: wait for rank 0's next call, ``(method, arguments)``; None as method is the end of a sync."""
-        self._number += 1
-        key = f"call/{self._number}"
-        try:
-            self._store.wait([key], timedelta(seconds=timeout))
-            return pickle.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from error
-
-    def answer(self, failure: MegarlError | None) -> None:
-        """Another rank: say how the last call ended."""
-        self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(failure))
-
-    def _answers(self, number: int) -> list[str]:
-        return [f"answer/{number}/{rank}" for rank in range(1, self._ranks)]

@@ -21,13 +21,13 @@ class _Kept(NamedTuple):
 
     Attributes:
         adapters: the active adapter, and all adapters.
-        base: the base's parameters.
-        places: addresses of the active adapter's parameters, which are listed anew each time, and of the base's.
+        parameters: the active adapter's, and the base's.
+        places: their addresses.
         tensors: the tensors; None if they cannot be kept.
     """
 
     adapters: tuple[Adapter, ...]
-    base: list[torch.Tensor]
+    parameters: list[torch.Tensor]
     places: list[int]
     tensors: tuple | None
 
@@ -82,11 +82,10 @@ class WeightExport(CheckpointEngineMixin):
             return None  # every rank must take part
         self._kept = self._kept or {}
         adapters = (self.adapter, *self.adapters.values())
-        own = [parameter for _, parameter in self.adapter.parameters()]
         kept = self._kept.get(kind)
-        if kept is None or (kept.adapters, kept.places) != (adapters, _places([*own, *kept.base])):
-            listed = list(base())
-            kept = self._kept[kind] = _Kept(adapters, listed, _places([*own, *listed]), make())
+        if kept is None or (kept.adapters, kept.places) != (adapters, _places(kept.parameters)):
+            parameters = [*(parameter for _, parameter in self.adapter.parameters()), *base()]
+            kept = self._kept[kind] = _Kept(adapters, parameters, _places(parameters), make())
         return kept.tensors
 
     def _views(self) -> tuple[Named, ...] | None:

@@ -52,6 +52,37 @@ def test_digests() -> None:
     check_digests("cuda")
 
 
+def test_digests_of_the_same_bucket_are_those_of_its_present_bytes() -> None:
+    from megarl.checkpoint_engine.buckets.digests import RepeatedDigests, begin_digests
+    from megarl.checkpoint_engine.wire import Place, Places
+
+    places = Places([Place("a", "float32", (100,), 0, 0, 400), Place("b", "float32", (3, 5), 0, 512, 60)])
+    payload, repeated, seen = torch.zeros(1024, dtype=torch.uint8, device="cuda"), RepeatedDigests(), set()
+    for _ in range(4):
+        payload.random_(0, 256)
+        digests = repeated(payload, places)()
+        assert digests == begin_digests(payload, places)()
+        seen.add(digests)
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize(("transport", "gpu"), PATHS)
+def test_tensors_that_stay_where_they_are_are_sent_with_their_present_values(transport: str, gpu: int) -> None:
+    sender = open_sender(transport, Link(1, 60.0))
+    outbox = Outbox(sender, 1 << 20)
+    weights = tuple((f"w{i}", torch.empty(300, 500, device="cuda")) for i in range(30))
+    process, expected = child(sender.endpoint(), 5, gpu), []
+    for version in range(5):
+        for _, tensor in weights:
+            tensor.normal_()
+        expected += [f"{name} {float(tensor.double().sum())}" for name, tensor in weights]
+        manifest = outbox.send(weights, version, "base")
+        [receipt] = sender.receipts()
+        Receipt.from_bytes(receipt).check(manifest.receipt)
+    assert process.communicate(timeout=60)[0].splitlines() == expected
+    sender.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_slots(dtype: torch.dtype) -> None:
     from tests.helpers.weight_kernels import check_copies, check_slots

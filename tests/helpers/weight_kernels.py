@@ -161,6 +161,16 @@ def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
         bad.view(dtype)[place] = float("inf")
         found = filler.run(bad.to(device))()
         assert found == ([name], []), found
+    # In the same memory again and again, where a GPU replays its kernels.
+    held = payload.to(device)
+    for _ in range(4):
+        payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))
+        held.copy_(payload)
+        assert HostWrites(writes).run(payload)() == filler.run(held)() == ([], [])
+        for mine, other in zip(buffers, theirs, strict=True):
+            torch.testing.assert_close(mine, other.cpu())
+    held.view(dtype)[1024 + 2900] = float("nan")
+    assert filler.run(held)() == (["job6"], [])
 
 
 def check_merge(device: str, dtype: torch.dtype) -> None:

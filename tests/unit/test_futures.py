@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from megarl.futures import KeptThread, finished, results
+from megarl.futures import KeptThread, done, finished, results
 
 
 def test_work_runs_in_one_thread_unless_that_is_busy():
@@ -25,6 +25,17 @@ def test_an_exception_is_the_works_result_and_the_thread_goes_on():
     with pytest.raises(ZeroDivisionError):
         kept.start(lambda: 1 // 0).result(5)
     assert kept.start(lambda: 2).result(5) == 2
+
+
+def test_work_done_at_once_has_an_error_as_its_result_but_ctrl_c_is_raised():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert done(lambda: 1).result(0) == 1
+    with pytest.raises(ZeroDivisionError):
+        done(lambda: 1 // 0).result(0)
+    with pytest.raises(KeyboardInterrupt):
+        done(interrupt)
 
 
 def test_results_raise_the_first_failure_without_waiting_for_the_others():

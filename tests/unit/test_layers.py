@@ -76,6 +76,7 @@ INTERNAL: dict[str, set[str]] = {
     "tokenizer": {"errors"},
     "checkpoint_engine": COMMON | {"checkpoint_engine", "peft"},  # senders
     "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
+    "checkpoint_engine.board": COMMON | {"parallel"},
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.buckets": COMMON
     | {"checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.base", "checkpoint_engine.kernels"},

@@ -191,12 +191,18 @@ def _by_copies(
 ) -> Callable[[torch.Tensor], Callable[[], bytes]] | None:
     """Return what copies tensors that consist of ``runs`` and digests them on the way; None if that is impossible."""
     from megarl.checkpoint_engine.kernels.ranges import copies, flatten, flatten_table
+    from megarl.checkpoint_engine.kernels.replays import Replays
 
     known = [parts for parts in runs if parts is not None and copies(parts)]
     if len(known) < len(runs):
         return None
-    table, starts = flatten_table(places, known, device), starts_of(list(map(len, known)))
-    return lambda payload: as_bytes(flatten(payload, table), starts)
+    table, starts, replays = flatten_table(places, known, device), starts_of(list(map(len, known))), Replays()
+
+    def begin(payload: torch.Tensor) -> Callable[[], bytes]:
+        sums = replays.run((payload.data_ptr(), len(payload)), lambda: flatten(payload, table))
+        return as_bytes(sums, starts)
+
+    return begin
 
 
 def shape_of(place: Place) -> tuple[int, ...]:

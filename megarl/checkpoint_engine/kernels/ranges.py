@@ -90,7 +90,11 @@ def read_back_table(ranges: Sequence[Range], table: Table) -> Table:
 
 def range_digests(payload: torch.Tensor, places: Places) -> torch.Tensor:
     """Return ``splitmix.mix64`` of each place in a buffer ``[nbytes]`` uint8: int64 ``[places]``, on its device."""
-    table = _known_table(places, payload.device)
+    return digests_by(payload, known_table(places, payload.device))
+
+
+def digests_by(payload: torch.Tensor, table: Table) -> torch.Tensor:
+    """Return what ``range_digests`` does, by the places' ``known_table``."""
     return _run(payload, table, _sums(table), None, read="buffer", write=None)
 
 
@@ -119,7 +123,7 @@ def flatten_table(places: Places, runs: Sequence[Sequence[torch.Tensor]], device
     addresses = torch.tensor([part.data_ptr() for [part] in runs])
     if device.type == "cuda":
         addresses = addresses.pin_memory()
-    return _known_table(places, device)._replace(sources=addresses.to(device, non_blocking=True))
+    return known_table(places, device)._replace(sources=addresses.to(device, non_blocking=True))
 
 
 def flatten(payload: torch.Tensor, table: Table) -> torch.Tensor:
@@ -162,7 +166,8 @@ def _ranges_of(places: Places, runs: Sequence[Sequence[torch.Tensor]]) -> Iterat
 
 
 @lru_cache(maxsize=512)
-def _known_table(places: Places, device: torch.device) -> Table:
+def known_table(places: Places, device: torch.device) -> Table:
+    """Return the table of a bucket's places."""
     return table_of([Range(place.offset, place.offset, place.nbytes) for place in places], device)
 
 

@@ -49,24 +49,21 @@ def is_flat(column: tuple[int, ...], itemsize: int) -> bool:
     return same and stride == width and not (source | rows * columns | target // itemsize) % VECTOR
 
 
-def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.dtype) -> torch.Tensor:
+def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.dtype, outcome: torch.Tensor) -> None:
     """Run jobs on the current stream.
 
     Args:
         payload: the bucket, ``[nbytes]`` uint8.
         jobs: what to do.
         source, target: dtypes of the matrices and of the buffers.
-
-    Returns:
-        int64 ``[2, jobs]``: number of values that the buffers do not hold, number of values that are not finite.
+        outcome: int64 ``[2, jobs]``, to which is added: number of values that the buffers do not hold, number of values
+            that are not finite.
     """
     count, programs = len(jobs.scaling), jobs.programs.shape[1]
-    outcome = torch.zeros(2, count, dtype=torch.int64, device=payload.device)
     given = payload.view(source), *jobs[:3], outcome, count, programs
     fixed = {"FLAT": jobs.flat, "TARGET": KINDS[target], "BITS": _bits(target), "num_warps": WARPS}
     for read in (False, True):
         _run[(programs,)](*given, READ=read, BLOCK=FLAT_BLOCK if jobs.flat else BLOCK, VECTOR=VECTOR, **fixed)
-    return outcome
 
 
 def _bits(dtype: torch.dtype) -> tl.dtype:

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
+from megarl.checkpoint_engine import board as boards_of
 from megarl.checkpoint_engine import weight_sync
-from megarl.checkpoint_engine.weight_sync import WeightSync, _AllRanks, _Board
+from megarl.checkpoint_engine.board import Board
+from megarl.checkpoint_engine.weight_sync import WeightSync, _AllRanks
 from megarl.errors import WeightSyncError
 from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
 
@@ -46,16 +48,33 @@ def test_a_transfer_ends_before_the_next_connection_is_made_but_can_be_closed_me
     assert model.done == ["prepare", "finish", "send 1", "prepare"]
 
 
+def test_the_next_adapter_is_sent_at_once_where_all_are_connected():
+    model = Model()
+    model.go_on.set()
+    ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, arguments: 0), 10.0)
+    model.send_weights = lambda version, kind: threading.get_ident()
+    here = threading.get_ident()
+    ranks.prepare(None, 1).result(10)
+    assert ranks.send(1, "adapter").result(10) != here  # an engine that dies before it connects is not noticed here
+    assert ranks.send(2, "adapter").result(0) == here
+    ranks.prepare(None, 1).result(10)
+    assert ranks.send(3, "adapter").result(10) != here
+    model.send_weights = lambda version, kind: 1 // 0
+    with pytest.raises(ZeroDivisionError):
+        ranks.send(4, "adapter").result(0)
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Without other ranks."""
-    monkeypatch.setattr(weight_sync, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    for module in (boards_of, weight_sync):
+        monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
 
 
 @pytest.fixture
 def boards(alone):
     """The boards of three ranks, of which the first is rank 0's, on a store in this process."""
-    store, made = HashStore(), [_Board(1.0) for _ in range(3)]
+    store, made = HashStore(), [Board(1.0) for _ in range(3)]
     for rank, board in enumerate(made):
         board._rank, board._ranks, board.alone, board._store = rank, len(made), False, store
     return made

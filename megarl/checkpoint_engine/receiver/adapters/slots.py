@@ -12,6 +12,7 @@ from typing import Any
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
+from megarl.checkpoint_engine.buckets.digests import RepeatedDigests
 from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SlotPlan, buffers_of, plan_slot
 from megarl.checkpoint_engine.receiver.experts import mixtures
@@ -36,6 +37,7 @@ class Slots:
         self._plans: dict[bytes, SlotPlan] = {}
         # Of the plan that came last, by slot and bucket.
         self._writes: dict[tuple[int, int], Writes] = {}
+        self._begin_digests = RepeatedDigests()
         manager._load_adapter = self._load
         self._inner._add_adapter = self._add
         self._inner.activate_adapter = self._activate
@@ -74,7 +76,7 @@ class Slots:
             AdapterError, UnsupportedError: as ``plan_slot``.
         """
         plan, written = None, []
-        for number, (bucket, payload, _) in enumerate(inbox.buckets()):
+        for number, (bucket, payload, _) in enumerate(inbox.buckets(self._begin_digests)):
             if bucket.plan is None:
                 raise WeightSyncError("the adapter came without its plan")
             plan = self._plan(bucket.plan)
@@ -117,6 +119,7 @@ class Slots:
         key = plan.key
         if key not in self._plans:
             self._plans, self._writes = {key: plan_slot(self._manager, plan)}, {}
+            self._begin_digests = RepeatedDigests()
         return self._plans[key]
 
     def _load(self, request: LoRARequest) -> LoRAModel:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megarl.checkpoint_engine.buckets.host_copies import to_host
+from megarl.checkpoint_engine.kernels.replays import Replays
 from megarl.checkpoint_engine.kernels.slot import BLOCK, FLAT_BLOCK, Jobs, is_flat, write
 from megarl.checkpoint_engine.receiver.writers.jobs import Found, Source, Write
 from megarl.triton_support import program_table
@@ -37,22 +38,33 @@ class GpuWrites:
             _Launch(source, target, [one.name for one in group], self._table(group, flat))
             for (source, target, flat), group in groups.items()
         ]
+        self._replays = Replays()
 
     def run(self, payload: torch.Tensor) -> Callable[[], Found]:
         """See ``jobs.Writes``. All kernels are launched when this returns."""
         payload = payload.to(self._device)
-        results = []
-        for launch in self._launches:
-            size = launch.source.itemsize
-            whole = payload[: payload.numel() // size * size]
-            results.append(to_host(write(whole, launch.table, launch.source, launch.target)))
-        return lambda: self._found(results)
+        result = to_host(self._replays.run((payload.data_ptr(), len(payload)), lambda: self._launch(payload)))
+        return lambda: self._found(result())
 
-    def _found(self, results: list[Callable[[], torch.Tensor]]) -> Found:
-        """Wait for the kernels' counts, and return the names of those that are not zero."""
+    def _launch(self, payload: torch.Tensor) -> torch.Tensor:
+        """Launch the kernels; return their counts, ``[2, jobs]`` of each launch one after the other."""
+        outcome = torch.zeros(
+            2 * sum(len(launch.names) for launch in self._launches), dtype=torch.int64, device=self._device
+        )
+        for launch, counts in zip(self._launches, self._parts(outcome), strict=True):
+            size = launch.source.itemsize
+            write(payload[: len(payload) // size * size], launch.table, launch.source, launch.target, counts)
+        return outcome
+
+    def _parts(self, outcome: torch.Tensor) -> list[torch.Tensor]:
+        """Return the counts of each launch, ``[2, jobs]``."""
+        parts = outcome.split([2 * len(launch.names) for launch in self._launches])
+        return [part.view(2, -1) for part in parts]
+
+    def _found(self, outcome: torch.Tensor) -> Found:
+        """Return the names of the matrices whose counts are not zero."""
         found = Found([], [])
-        for launch, result in zip(self._launches, results, strict=True):
-            counted = result()
+        for launch, counted in zip(self._launches, self._parts(outcome), strict=True):
             if not counted.any():
                 continue
             unlike, wrong = counted
