@@ -15,6 +15,7 @@ from megatron.core import tensor_parallel
 from megarl.config import ParallelConfig
 from megarl.errors import ConfigError
 from megarl.parallel.device import backend
+from megarl.parallel.gloo import register_gloo
 from megarl.parallel.token_exchange import forget_exchanges
 from megarl.parallel.topology import Topology
 
@@ -166,9 +167,25 @@ def current_groups(device: torch.device | None = None) -> Groups:
     )
 
 
+# Made by ``host_group``, by the group whose ranks they have.
+_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks for Python objects, which waits for no GPU. Collective at the first call."""
+    if dist.get_backend(group) != "nccl":
+        return group
+    if group not in _host_groups:
+        ranks = dist.get_process_group_ranks(group)
+        _host_groups[group] = dist.new_group(ranks, backend=register_gloo(), use_local_synchronization=True)
+    return _host_groups[group]
+
+
 def leave_layout() -> None:
     """Destroy mcore's groups but not the default one, so that ``init_groups`` can build another layout. Collective."""
     forget_exchanges()
+    while _host_groups:
+        dist.destroy_process_group(_host_groups.popitem()[1])
     if mpu.model_parallel_is_initialized():
         made = mpu._global_process_group_list
         mpu.destroy_model_parallel()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Exchange tokens between the GPUs of a host by their copy engines, beside the products that need them.
 
-The scheme is that of asynchronous tensor parallelism (Wang et al., arXiv:2305.06942 and PyTorch's symmetric memory):
-every rank offers what the others read, and works on one rank's tokens while those of the next are copied. NCCL's
-kernels would take multiprocessors from the products, and win nothing. The memory comes by CUDA IPC.
+Every rank offers what the others read, and works on one rank's tokens while those of the next are copied (Wang et al.,
+"Overlap Communication with Dependent Computation via Decomposition", ASPLOS 2023; PyTorch's asynchronous tensor
+parallelism). NCCL's kernels would take multiprocessors from the products, and win nothing. The memory comes by CUDA
+IPC.
 
 Shapes are those of ``token_exchange``.
 """
@@ -120,7 +121,8 @@ class Peers:
                     f"a CUDA graph needs {nbytes} bytes that tensor-parallel ranks share, more than passes before it "
                     "did; use train.cuda_graphs=false"
                 )
-            self._memories.append(PeerMemory(self._group, nbytes))
+            # In powers of two, so that all of them together are at most twice the last.
+            self._memories.append(PeerMemory(self._group, 1 << (nbytes - 1).bit_length()))
         return self._memories[-1]
 
     @contextmanager

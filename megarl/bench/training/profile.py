@@ -19,6 +19,8 @@ KINDS = {
     "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
 }
 OTHER = "other"
+# The longest pauses that the file lists.
+PAUSES = 20
 
 
 def write_profile(step: Callable[[], None], device: torch.device, file: Path) -> dict[str, float]:
@@ -43,8 +45,31 @@ def write_profile(step: Callable[[], None], device: torch.device, file: Path) ->
     if not on_cuda:
         return by_kind((row.key, row.self_cpu_time_total / 1e3) for row in averages)
     # Rows of host operations repeat the time of the kernels that they launched, so only kernels are counted.
+    work = [event for event in record.events() if event.device_type == DeviceType.CUDA]
+    found = pauses((event.time_range.start, event.time_range.end, event.name) for event in work)
+    with file.open("a") as table:
+        table.write(
+            f"\nThe device waited {sum(length for length, *_ in found) / 1e3:.1f} ms between kernels. Longest, ms:\n"
+        )
+        for length, before, after in sorted(found, reverse=True)[:PAUSES]:
+            table.write(f"{length / 1e3:8.3f}  {before[:80]}  ->  {after[:80]}\n")
     kernels = (row for row in averages if row.device_type == DeviceType.CUDA)
     return by_kind((row.key, row.self_device_time_total / 1e3) for row in kernels)
+
+
+def pauses(kernels: Iterable[tuple[float, float, str]]) -> list[tuple[float, str, str]]:
+    """Return when no kernel ran: ``(length, name of the kernel before, after)``.
+
+    Args:
+        kernels: ``(start, end, name)``, in any order; those of several streams may overlap.
+    """
+    found, last, before = [], float("inf"), ""
+    for start, end, name in sorted(kernels):
+        if start > last:
+            found.append((start - last, before, name))
+        if not before or end > last:
+            last, before = end, name
+    return found
 
 
 def by_kind(times: Iterable[tuple[str, float]]) -> dict[str, float]:

@@ -154,7 +154,7 @@ class CollectiveSender(LiveSender):
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._backend.device), b""
 
-    def _settle(self, payload: torch.Tensor) -> None:
+    def _settle(self, number: int, payload: torch.Tensor) -> None:
         """Nothing: the broadcast waits for the stream."""
 
     def _move(self, payload: torch.Tensor) -> None:

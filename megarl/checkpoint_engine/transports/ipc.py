@@ -2,12 +2,14 @@
 """Transfer inside one host: the receivers map the sender's buffers, so that no byte is copied on the way.
 
 Processes on GPUs open the same memory by CUDA IPC handles, on CPUs they map the same file in /dev/shm. The receivers'
-own copy, into vLLM's tensors, is the only one. The memory of another GPU is opened too, if theirs can access it: its
-buckets are copied once before they are read (``staging``).
+own copy, into vLLM's tensors, is the only one. On the same GPU their kernels wait for the sender's by an event of its
+process. The memory of another GPU is opened too, if theirs can access it: its buckets are copied once before they are
+read (``staging``).
 """
 
 import mmap
 import os
+import pickle
 import shutil
 import weakref
 from collections.abc import Callable
@@ -24,6 +26,9 @@ from megarl.checkpoint_engine.transports.staging import Staging
 from megarl.cuda_memory import exported, opened
 from megarl.errors import WeightSyncError
 
+# The answer of a receiver whose streams wait for the sender's, so that the sender's host need not.
+WAITS = b"W"
+
 
 class IpcSender(LiveSender):
     """See ``LiveSender``."""
@@ -32,6 +37,9 @@ class IpcSender(LiveSender):
 
     def __init__(self, link: Link) -> None:
         super().__init__(link)
+        # Of each buffer on a GPU: when it is full. And whether all receivers wait for that by themselves.
+        self._full: dict[int, torch.cuda.Event] = {}
+        self._awaited = False
         self._folder: Path | None = None
         self._remove: Callable[[], Any] = lambda: None
 
@@ -45,10 +53,20 @@ class IpcSender(LiveSender):
         self._folder = None
         self._remove()
 
+    def _note(self, acknowledgements: list[bytes]) -> None:
+        self._awaited = all(answer == WAITS for answer in acknowledgements)
+
+    def _settle(self, number: int, payload: torch.Tensor) -> None:
+        if payload.is_cuda and self._awaited:
+            self._full[number].record()
+        else:
+            super()._settle(number, payload)
+
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         if torch.cuda.is_available():
             buffer = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-            return buffer, exported(buffer)
+            full = self._full[number] = torch.cuda.Event(interprocess=True)
+            return buffer, pickle.dumps((exported(buffer), full.ipc_handle()))
         if self._folder is None:
             remove_stale()
             self._folder, lock = make_folder()
@@ -74,6 +92,7 @@ class IpcReceiver(LiveReceiver):
             )
         super().__init__(endpoint, index)
         self._buffers: dict[int, torch.Tensor] = {}
+        self._full: dict[int, torch.cuda.Event] = {}
         self._staging = Staging() if sender.gpu != own.gpu else None
 
     def close(self) -> None:
@@ -86,9 +105,30 @@ class IpcReceiver(LiveReceiver):
     def _fetch(self, number: int, nbytes: int, news: bytes, deadline: float) -> torch.Tensor:
         if news:
             self._buffers.pop(number, None)
-            self._buffers[number] = _open(news)
+            self._buffers[number] = self._open(number, news)
         bucket = self._buffers[number][:nbytes]
-        return self._staging.copy(bucket, number) if self._staging else bucket
+        if self._staging:
+            return self._staging.copy(bucket, number)
+        if number in self._full:
+            torch.cuda.current_stream().wait_event(self._full[number])
+        return bucket
+
+    def _open(self, number: int, news: bytes) -> torch.Tensor:
+        """Open the memory of a buffer that ``IpcSender._allocate`` made, and on the same GPU the event of its bytes."""
+        if not torch.cuda.is_available():
+            with open(news.decode(), "r+b") as file:
+                return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        memory, full = pickle.loads(news)
+        try:
+            buffer = opened(memory)
+            if not self._staging:
+                self._full[number] = torch.cuda.Event.from_ipc_handle(buffer.device, full)
+                self._done = WAITS
+            return buffer
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"
+            ) from error
 
     def _wait_until_read(self, ended: bool) -> None:
         if self._staging:
@@ -114,16 +154,3 @@ def _told(memory: Memory) -> str:
 def _remove(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     os.close(lock)
-
-
-def _open(news: bytes) -> torch.Tensor:
-    """Open the memory of a buffer that ``IpcSender._allocate`` made."""
-    if torch.cuda.is_available():
-        try:
-            return opened(news)
-        except RuntimeError as error:
-            raise WeightSyncError(
-                f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"
-            ) from error
-    with open(news.decode(), "r+b") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)

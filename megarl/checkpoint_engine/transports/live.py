@@ -63,7 +63,7 @@ class LiveSender:
         """Send the bucket that ``buffer`` returned last."""
         number = self._count % DEPTH
         news, self._news[number] = self._news[number], b""
-        self._settle(payload)
+        self._settle(number, payload)
         message = _HEAD.pack(number, payload.numel(), len(news)) + news + header
         self._hub.send(BUCKET, message, self._begin())
         self._move(payload)
@@ -101,14 +101,17 @@ class LiveSender:
         """Wait until at most so many buckets that were put may not be overwritten."""
         while self._count - self._released > most:
             if self.acknowledged:
-                self._hub.collect(ACK, self._begin())
+                self._note(self._hub.collect(ACK, self._begin()))
             self._released += 1
+
+    def _note(self, acknowledgements: list[bytes]) -> None:
+        """Take note of what the receivers say when they are done with a bucket."""
 
     def _allocate(self, number: int, nbytes: int) -> tuple[torch.Tensor, bytes]:
         """Return a new buffer, ``[nbytes]`` uint8, and what the receivers need to open it."""
         raise NotImplementedError
 
-    def _settle(self, payload: torch.Tensor) -> None:
+    def _settle(self, number: int, payload: torch.Tensor) -> None:
         """Wait until the bytes of a bucket are in its buffer."""
         if payload.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -126,6 +129,8 @@ class LiveReceiver:
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         self._timeout, self._index = endpoint["timeout"], index
         self._unread = False
+        # What it says when it is done with a bucket.
+        self._done = b""
         self._line = open_line(endpoint, index)
 
     def begins(self) -> bool:
@@ -142,7 +147,7 @@ class LiveReceiver:
         # The sender announced this bucket without an answer to the one before, which may take until now to be read.
         if self._unread:
             self._wait_until_read(ended=tag == END)
-            self._line.send(ACK, b"", deadline)
+            self._line.send(ACK, self._done, deadline)
         self._unread = self.acknowledges and frame.payload is not None
         return frame
 

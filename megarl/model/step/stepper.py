@@ -14,7 +14,7 @@ from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.model.step.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
 from megarl.model.step.pass_clock import PassClock
-from megarl.parallel.groups import Groups
+from megarl.parallel.groups import Groups, host_group
 
 
 class Metrics(Mapping[str, float]):
@@ -168,13 +168,16 @@ class Stepper(ABC):
         return Metrics(names, reduced)
 
     def _metric_names(self, outputs: list[dict[str, torch.Tensor]]) -> list[str]:
-        """Return the names of all metrics of any rank. Objects are slow to send, so a single rank sends none."""
+        """Return the names of all metrics of any rank.
+
+        By the hosts: through the devices it would wait until they have done all that the step has launched.
+        """
         names: list[Any] = [sorted({name for output in outputs for name in output})]
         everyone, stages = self.groups.data_context, self.groups.pipeline
         if self.groups.last_stage and everyone.size() > 1:
             gathered: list[Any] = [None] * everyone.size()
-            dist.all_gather_object(gathered, names[0], group=everyone)
+            dist.all_gather_object(gathered, names[0], group=host_group(everyone))
             names = [sorted(set().union(*gathered))]
         if stages.size() > 1:
-            dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=stages)
+            dist.broadcast_object_list(names, self.groups.last_stage_rank(), group=host_group(stages))
         return names[0]

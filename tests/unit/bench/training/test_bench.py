@@ -12,7 +12,7 @@ from megarl.bench.settings import model_config
 from megarl.bench.training import train
 from megarl.bench.training.batch import make_samples
 from megarl.bench.training.flops import work_per_token
-from megarl.bench.training.profile import by_kind
+from megarl.bench.training.profile import by_kind, pauses
 from megarl.bench.training.settings import parse_settings
 from megarl.cli.main import main
 from megarl.errors import CheckpointError, ConfigError
@@ -87,6 +87,11 @@ def test_one_command_compares_all_contenders(tmp_path, capsys) -> None:
         line.split() == ["milliseconds", "of", "a", "step", "local", "full", "(local)", "peft", "(sdpa)"]
         for line in printed
     )
+
+
+def test_pauses_are_when_no_stream_has_a_kernel() -> None:
+    kernels = [(5.0, 7.0, "c"), (0.0, 2.0, "a"), (1.0, 3.0, "b"), (9.0, 10.0, "e"), (6.0, 8.0, "d")]
+    assert pauses(kernels) == [(2.0, "b", "c"), (1.0, "d", "e")] and pauses([]) == []
 
 
 def test_kernels_are_counted_by_kind() -> None:
