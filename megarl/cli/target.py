@@ -126,7 +126,7 @@ class TargetEngine:
     """
 
     def __init__(self, targets: Sequence[Target], config: RunConfig, log: Path) -> None:
-        from megarl.sampler.engine.settings import max_lora_rank
+        from megarl.sampler.engine.adapters import max_lora_rank
 
         adapted = [target.config for target in targets if target.adapter]
         lora = max(adapted or [targets[0].config], key=lambda one: max_lora_rank(one.engine)).lora

@@ -122,10 +122,14 @@ class SamplerSupport:
     Attributes:
         refused: describes a setting that vLLM computes differently from transformers; None if there is none.
         window: window of attention in tokens; no sequence may be longer. None without a window.
+        adapted: names of the linears that vLLM takes adapters of; empty if it takes all that it knows.
+        reads_base: True if vLLM fills all of its tensors only when it reads the model's files.
     """
 
     refused: Callable[[Mapping[str, Any]], str | None] = refuse_nothing
     window: Callable[[Mapping[str, Any]], int | None] = no_window
+    adapted: tuple[str, ...] = ()
+    reads_base: bool = False
 
 
 def no_splits(hf: Mapping[str, Any]) -> dict[str, int | None]:

@@ -18,7 +18,8 @@ from megarl.checkpoint_engine.folder_source import FolderSource
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import CheckpointEngineConfig
 from megarl.sampler.drawing.fetched_logprobs import Source
-from megarl.sampler.engine.settings import buffer_rank, stop_tokens
+from megarl.sampler.engine.adapters import buffer_rank
+from megarl.sampler.engine.settings import stop_tokens
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.plain.rates import Load, count_tokens, rates
 from megarl.sampler.plain.rollout import time_plain_rollouts

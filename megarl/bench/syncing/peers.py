@@ -10,7 +10,7 @@ from typing import Any
 from megarl.bench.syncing.settings import SyncBenchSettings
 from megarl.errors import UnsupportedError, WorkerError
 from megarl.model.trained_model import TrainedModel
-from megarl.sampler.engine.settings import buffer_rank
+from megarl.sampler.engine.adapters import buffer_rank
 from megarl.sampler.environment import names_of_gpus
 from megarl.sampler.plain.engine import time_plain_engine
 from megarl.sampler.plain.moonshot import is_installed, time_moonshot

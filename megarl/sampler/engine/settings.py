@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn an EngineConfig into vLLM's settings. Pure dictionaries and numbers, no vLLM."""
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,21 +14,18 @@ from megarl.errors import ConfigError, UnsupportedError
 from megarl.families import FAMILIES
 from megarl.families.base import SamplerSupport
 from megarl.files import read_json
+from megarl.sampler.engine.adapters import check_adapter, max_lora_rank
 from megarl.sampler.engine.arguments import bitwise_arguments, check_engine_args
 from megarl.sampler.engine.device_checks import head_dim
 from megarl.sampler.engine.graph_sizes import graph_sizes
 from megarl.sampler.engine.unlisted import support_of
 
-# vLLM's MaxLoRARanks: the ranks that its kernels' buffers may have.
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Policy versions that an engine holds at once, each in a slot: the old one may still decode while the new one is added;
 # with ``in_flight: overlap`` two that decode while a third is added. One version more than slots would evict an adapter
 # in use, which kills the engine.
 LIVE_VERSIONS, OVERLAPPING_VERSIONS = 2, 3
 # Tokens of one engine step. On CPU chunked prefill is off, because it crashes with per-request seeds (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
-# Modules whose adapters vLLM holds in another layout than a linear's, or not at all.
-NOT_SAMPLED = ("model.embed_tokens", "lm_head")
 EXTENSION = "megarl.sampler.worker.extension.EngineExtension"
 
 
@@ -76,6 +72,8 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
             "max_loras": live_versions(config),
             "max_cpu_loras": 2 * live_versions(config),  # evicting an adapter in use would kill the engine
         }
+        if adapted := _adapted(config):
+            arguments["lora_target_modules"] = list(adapted)
     if device == "cpu":
         arguments |= {"enable_chunked_prefill": False, "block_size": 32}
     owned = bitwise_arguments(arguments, config.model.numerics)
@@ -84,6 +82,13 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         sizes = graph_sizes(sampler.max_num_seqs, config.most_requests)
         arguments["compilation_config"] = {"cudagraph_capture_sizes": sizes}
     return bitwise_arguments(arguments, config.model.numerics) | sampler.engine_args
+
+
+def _adapted(config: EngineConfig) -> tuple[str, ...]:
+    """Return the linears that vLLM takes adapters of; none if it takes all that it knows."""
+    if config.model.backend != TRANSFORMERS:
+        return ()
+    return support_of(str(read_model_shape(config.model.path).get("model_type"))).adapted
 
 
 def live_versions(config: EngineConfig) -> int:
@@ -156,25 +161,15 @@ def check_sampled(config: EngineConfig) -> None:
         engine_arguments(config, 0, "cuda")  # refuses arguments that megarl sets
     shape = read_model_shape(config.model.path)
     check_engine_numerics(config, shape)
-    _check_attention(shape, _support(config, shape), longest_sequence(config))
+    support = _support(config, shape)
+    _check_attention(shape, support, longest_sequence(config))
+    check_adapter(config, shape, support)
     _check_cache(config, shape)
     for token in stop_tokens(config.model.path):
         if not 0 <= token < shape.get("vocab_size", token + 1):
             raise ConfigError(
                 f"model.path: eos_token_id {token} is outside the model's vocabulary of {shape['vocab_size']}; no "
                 "completion would ever end"
-            )
-    targets = _lora(config)["target_modules"]
-    for module in NOT_SAMPLED:
-        if isinstance(targets, str):
-            targeted = targets != "all-linear" and re.fullmatch(targets, module) is not None
-        else:
-            targeted = any(f".{module}".endswith(f".{target}") for target in targets or ())
-        merged_in = config.checkpoint_engine.content == "merged" and shape.get("tie_word_embeddings") is False
-        if targeted and not merged_in:
-            raise UnsupportedError(
-                f"lora.target_modules: the sampler does not support adapters of '{module}'; supported are attention, "
-                "MLPs, experts and routers, and with checkpoint_engine.content=merged untied embeddings"
             )
 
 
@@ -224,41 +219,6 @@ def _check_cache(config: EngineConfig, shape: Mapping[str, Any]) -> None:
             f"sampler.kv_cache_gib is {sampler.kv_cache_gib:g}, but one sequence of sampler.max_prompt_tokens + "
             f"sampler.max_response_tokens = {length} tokens needs {needed:.2g} GiB on each rank of an engine"
         )
-
-
-def _lora(config: EngineConfig) -> dict[str, Any]:
-    """Return the adapter's PEFT settings: the section's, or those of ``lora.init_from``."""
-    if config.lora.init_from:
-        return read_json(
-            Path(config.lora.init_from).expanduser() / "adapter_config.json", "lora.init_from", ConfigError
-        )
-    return config.lora.model_dump()
-
-
-def max_lora_rank(config: EngineConfig) -> int:
-    """Return the smallest buffer rank that holds every module's rank.
-
-    Raises:
-        UnsupportedError: a rank exceeds vLLM's largest.
-    """
-    lora = _lora(config)
-    rank = max([lora["r"], *(lora.get("rank_pattern") or {}).values()])
-    if lora.get("target_parameters"):
-        # PEFT then also stacks experts in target_modules; their gate and up become one pair of twice the rank.
-        rank = max(rank, 2 * lora["r"])
-    return buffer_rank(rank)
-
-
-def buffer_rank(rank: int) -> int:
-    """Return vLLM's smallest buffer rank that holds a rank.
-
-    Raises:
-        UnsupportedError: it exceeds vLLM's largest.
-    """
-    fitting = [size for size in LORA_RANKS if size >= rank]
-    if not fitting:
-        raise UnsupportedError(f"the adapter has rank {rank}; vLLM supports at most {LORA_RANKS[-1]}")
-    return fitting[0]
 
 
 def stop_tokens(model_path: str) -> tuple[int, ...]:

@@ -5,21 +5,14 @@ An architecture that is not listed is left to vLLM. Before the first step the ca
 so a run does not begin if they disagree.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from megarl.families.base import SamplerSupport
-
-
-def _stacked_experts(raw: Mapping[str, Any]) -> str:
-    return "the stacked experts (num_local_experts)"
-
 
 DIFFERENCES = {
     # vLLM's sliding layers see one token more than those of transformers (vllm/model_executor/models/commandr.py).
     "cohere2": SamplerSupport(window=lambda raw: raw.get("sliding_window")),
-    # vLLM holds adapters of these experts in buffers of another layout, which the weight path does not fill.
-    "gpt_oss": SamplerSupport(refused=_stacked_experts),
+    # vLLM holds adapters of these experts in buffers of another layout, which the weight path does not fill. Its own
+    # loader writes experts and sinks past the reload's count.
+    "gpt_oss": SamplerSupport(adapted=("q_proj", "k_proj", "v_proj", "o_proj"), reads_base=True),
 }
 
 

@@ -67,6 +67,22 @@ def test_experts_equal_a_plain_loop(slots: list[int] | None) -> None:
     torch.testing.assert_close(actual.double(), plain_loop(t, slots or [-1] * TOKENS), rtol=1e-5, atol=1e-6)
 
 
+def test_experts_of_gpt_oss_equal_those_of_transformers() -> None:
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
+    theirs, t = GptOssExperts(config), layer()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=2.0)  # so that values are clamped
+    w1, w2 = (weights.transpose(1, 2) for weights in (theirs.gate_up_proj, theirs.down_proj))
+    biases = theirs.gate_up_proj_bias, theirs.down_proj_bias
+    with torch.no_grad():
+        mine = run_experts(t["hidden"], w1, w2, t["weights"], t["chosen"], None, biases, cpu_mixtures.swiglu_oai)
+        expected = theirs(t["hidden"], t["chosen"], t["weights"])
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_the_replaced_method_takes_what_vllm_gives() -> None:
     triton_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.triton_moe")
     before = triton_moe.TritonExperts.apply

@@ -50,7 +50,7 @@ def experts(tp_size: int = 1, tp_rank: int = 0, kind: str = "FusedMoEWithLoRA", 
 
 def manager(module: Any, **others: Any) -> Any:
     """Return a worker LoRA manager around it."""
-    inner = SimpleNamespace(modules={NAME: module, **others}, packed_modules={NAME: PARTS}, lora_slots=2)
+    inner = SimpleNamespace(modules={NAME: module, **others}, packed_modules={NAME: PARTS}, lora_slots=2, model=None)
     return SimpleNamespace(_adapter_manager=inner, lora_config=SimpleNamespace(max_lora_rank=4))
 
 

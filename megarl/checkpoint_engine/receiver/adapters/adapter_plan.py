@@ -136,8 +136,12 @@ def _source(name: str, matrix: torch.Tensor | None, space: torch.Tensor) -> Sour
 
 def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -> dict[str, Pair]:
     """Map each adapted module to its pair; raises as ``plan_slot``."""
-    inner, linears = manager._adapter_manager, linear_shapes(manager)
-    halves, keys, absent = _split(tensors), dict[str, str](), dict[str, tuple[int, int]]()
+    inner, halves = manager._adapter_manager, _split(tensors)
+    keys, absent = dict[str, str](), dict[str, tuple[int, int]]()
+    # vLLM may name a module otherwise than the model's files do.
+    inside = {name: module_name(inner.model, name) for name in halves}
+    in_files = {own: name for name, own in inside.items()}
+    linears = {in_files.get(own, own): shape for own, shape in linear_shapes(manager).items()}
     fused = fused_parts(inner, halves)
     shapes = fuse_shapes(linears, fused)
     if config.target_parameters:
@@ -161,7 +165,7 @@ def _pairs(manager: Any, tensors: dict[str, torch.Tensor], config: LoraConfig) -
         parts = fused.get(module, [module])
         sizes = [linears[part][1] for part in parts] if module in fused else [outputs]
         for part, rows in zip(parts, cut_rows(b, sizes), strict=True):
-            pairs[part] = Pair(a, rows, scaling)
+            pairs[inside.get(part, part)] = Pair(a, rows, scaling)
     return pairs
 
 
@@ -184,6 +188,13 @@ def rename_mapper(model: Any) -> Any:
         if hasattr(mapper, name):
             return getattr(mapper, name)()
     return mapper
+
+
+def module_name(model: Any, name: str) -> str:
+    """Return vLLM's name of a module that Hugging Face's files call ``name``."""
+    mapper = rename_mapper(model)
+    renamed = mapper._map_name(f"{name}.weight") if mapper is not None else None
+    return renamed.removesuffix(".weight") if renamed else name
 
 
 def _split(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -6,6 +6,7 @@ experts, and Triton needs a GPU. This module computes with torch from the same b
 buffers, which vLLM has loaded, checked and scaled.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,23 @@ def install() -> None:
     except ImportError:
         return
     TritonExperts.apply = _apply
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``[T, 2I] -> [T, I]``: silu of the first half times the second (Shazeer, arXiv:2002.05202)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def swiglu_oai(gate_up: torch.Tensor) -> torch.Tensor:
+    """``[T, 2I] -> [T, I]``: the activation of OpenAI's gpt-oss, whose gates and ups alternate (arXiv:2508.10925)."""
+    gate, up = gate_up[..., ::2].clamp(max=LIMIT), gate_up[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1.0) * gate * torch.sigmoid(ALPHA * gate)
+
+
+# vLLM's names of the activations. The numbers are gpt-oss' own.
+ACTIVATIONS = {"silu": silu_and_mul, "swigluoai": swiglu_oai}
+LIMIT, ALPHA = 7.0, 1.702
 
 
 @dataclass(frozen=True)
@@ -56,9 +74,10 @@ def _apply(
     expert_tokens_meta: Any,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """vLLM's ``FusedMoEExpertsModular.apply``, for unquantised SwiGLU experts that are all on this rank."""
-    if getattr(activation, "value", activation) != "silu":
-        raise UnsupportedError(f"experts on a CPU support the activation 'silu', not {activation}")
+    """vLLM's ``FusedMoEExpertsModular.apply``, for unquantised gated experts that are all on this rank."""
+    kind = getattr(activation, "value", activation)
+    if kind not in ACTIVATIONS:
+        raise UnsupportedError(f"experts on a CPU support the activations {', '.join(ACTIVATIONS)}, not {activation}")
     if expert_map is not None or apply_router_weight_on_input or a1q_scale is not None or a2_scale is not None:
         raise UnsupportedError(
             "experts on a CPU are supported unquantised, all on each rank, and weighted after their computation"
@@ -73,7 +92,8 @@ def _apply(
             context.w2_lora_a_stacked,
             context.w2_lora_b_stacked,
         )
-    output.copy_(run_experts(hidden_states, w1, w2, topk_weights, topk_ids, slots))
+    biases = self.w1_bias, self.w2_bias
+    output.copy_(run_experts(hidden_states, w1, w2, topk_weights, topk_ids, slots, biases, ACTIVATIONS[kind]))
 
 
 def run_experts(
@@ -83,6 +103,8 @@ def run_experts(
     weights: torch.Tensor,
     chosen: torch.Tensor,
     slots: _Slots | None,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    activate: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, float32 ``[T, H]``.
 
@@ -92,17 +114,19 @@ def run_experts(
         w2: ``[E, H, I]``.
         weights, chosen: routing probabilities and expert indices, ``[T, K]``.
         slots: the adapters' buffers, or None.
+        biases: of ``w1``, ``[E, 2I]``, and of ``w2``, ``[E, H]``.
+        activate: maps ``[T, 2I]`` to ``[T, I]``.
     """
+    first, second = ([None] * len(w1) if bias is None else bias for bias in biases)
     total = torch.zeros(hidden.shape, dtype=torch.float32)
     for expert in torch.unique(chosen).tolist():
         token, choice = (chosen == expert).nonzero(as_tuple=True)
         inputs = hidden[token]
-        gate_up = F.linear(inputs, w1[expert])
+        gate_up = F.linear(inputs, w1[expert], first[expert])
         if slots is not None:
             _add(gate_up, inputs, slots.gate_up_a, slots.gate_up_b, slots.of_token[token], expert)
-        gate, up = gate_up.chunk(2, dim=-1)
-        inner = F.silu(gate) * up
-        out = F.linear(inner, w2[expert])
+        inner = activate(gate_up)
+        out = F.linear(inner, w2[expert], second[expert])
         if slots is not None:
             _add(out, inner, slots.down_a, slots.down_b, slots.of_token[token], expert)
         total.index_add_(0, token, out.float() * weights[token, choice, None].float())

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import RunConfig, parse_config
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.sampler.engine import settings
+from megarl.sampler.engine import adapters, settings
 
 
 def config(folder: Path, **sections: dict) -> RunConfig:
@@ -47,12 +47,12 @@ def test_a_stop_token_that_is_no_id_is_refused(tmp_path: Path, value) -> None:
 
 @pytest.mark.parametrize(("rank", "pattern", "buffer"), [(1, {}, 1), (2, {}, 8), (16, {}, 16), (8, {"q_proj": 33}, 64)])
 def test_the_rank_buffer_is_the_smallest_that_fits(tmp_path: Path, rank: int, pattern: dict, buffer: int) -> None:
-    assert settings.max_lora_rank(config(tmp_path, lora={"r": rank, "rank_pattern": pattern})) == buffer
+    assert adapters.max_lora_rank(config(tmp_path, lora={"r": rank, "rank_pattern": pattern})) == buffer
 
 
 def test_a_rank_above_vllms_largest_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="rank 600; vLLM supports at most 512"):
-        settings.max_lora_rank(config(tmp_path, lora={"r": 600}))
+        adapters.max_lora_rank(config(tmp_path, lora={"r": 600}))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
@@ -94,7 +94,7 @@ def test_an_adapter_that_vllm_would_hold_otherwise_is_refused(tmp_path: Path, ta
 def test_the_adapter_to_start_from_decides_the_rank(tmp_path: Path) -> None:
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": 40, "rank_pattern": None}))
-    assert settings.max_lora_rank(config(tmp_path, lora={"init_from": str(tmp_path / "adapter")})) == 64
+    assert adapters.max_lora_rank(config(tmp_path, lora={"init_from": str(tmp_path / "adapter")})) == 64
 
 
 @pytest.mark.parametrize(("base", "load_format"), [("send", "dummy"), ("disk", "auto")])
@@ -180,7 +180,7 @@ def test_the_ranks_are_vllms(tmp_path: Path) -> None:
     [line] = [line for line in source.splitlines() if line.startswith("MaxLoRARanks = ")]
     namespace: dict = {}
     exec(f"from typing import Literal\n{line}", namespace)
-    assert get_args(namespace["MaxLoRARanks"]) == settings.LORA_RANKS
+    assert get_args(namespace["MaxLoRARanks"]) == adapters.LORA_RANKS
 
 
 def test_settings_need_no_vllm() -> None:

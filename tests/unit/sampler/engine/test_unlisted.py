@@ -28,7 +28,7 @@ def test_vllm_decides_on_a_family_that_is_not_listed(tmp_path: Path, model_type:
     ("shape", "message"),
     [
         ({"model_type": "cohere2", "sliding_window": 8}, "sliding_window is 8"),
-        ({"model_type": "gpt_oss"}, "does not support the stacked experts"),
+        ({"model_type": "gpt_oss"}, "must read the base from its files: use content=adapter and base_weights=disk"),
         ({"model_type": "deepseek_v3"}, "'deepseek_v3'; supported are"),
         ({"model_type": "phi3", "rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope'"),
     ],
@@ -40,3 +40,16 @@ def test_what_vllm_is_known_to_compute_differently_is_refused(tmp_path: Path, sh
 
 def test_a_window_that_no_sequence_exceeds_is_taken(tmp_path: Path) -> None:
     settings.check_sampled(run(tmp_path, "transformers", model_type="cohere2", sliding_window=100_000))
+
+
+def test_adapters_of_attention_alone_are_taken_where_vllm_holds_experts_otherwise(tmp_path: Path) -> None:
+    given = run(tmp_path, "transformers", model_type="gpt_oss", num_attention_heads=4)
+    given = given.model_copy(
+        update={"checkpoint_engine": given.checkpoint_engine.model_copy(update={"base_weights": "disk"})}
+    )
+    settings.check_sampled(given)
+    arguments = settings.engine_arguments(given, 0, "cpu")
+    assert arguments["lora_target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    with_experts = given.lora.model_copy(update={"target_parameters": ["mlp.experts.down_proj"]})
+    with pytest.raises(UnsupportedError, match="takes adapters of q_proj, k_proj, v_proj, o_proj only, so leave it"):
+        settings.check_sampled(given.model_copy(update={"lora": with_experts}))
