@@ -111,6 +111,8 @@ def init_groups(
             expert_tensor_parallel_size=config.expert_tensor,
             create_gloo_process_groups=False,
         )
+        if device.type == "cuda":
+            _make_host_groups(topology, datetime.timedelta(seconds=timeout_seconds))
         tensor_parallel.model_parallel_cuda_manual_seed(_dropout_seed(seed, topology, dist.get_rank()))
     return current_groups(device)
 
@@ -167,18 +169,31 @@ def current_groups(device: torch.device | None = None) -> Groups:
     )
 
 
-# Made by ``host_group``, by the group whose ranks they have.
-_host_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+# By their ranks: groups of this rank for Python objects.
+_host_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def _make_host_groups(topology: Topology, timeout: datetime.timedelta) -> None:
+    """Make a gloo group beside each NCCL group along data and context, and along pipeline. Collective over all ranks.
+
+    All ranks make all of them in one order: torch names a group by how many were made before.
+    """
+    inner, whole = topology.tensor * topology.context * topology.data, topology.world_size
+    along_data = [range(stage + rank, stage + inner, topology.tensor)
+                  for stage in range(0, whole, inner) for rank in range(topology.tensor)]  # fmt: skip
+    along_pipeline = [range(rank, whole, inner) for rank in range(inner)]
+    for ranks in [*along_data, *along_pipeline]:
+        if len(ranks) > 1:
+            group = dist.new_group(list(ranks), timeout=timeout, backend=register_gloo())
+            if dist.get_rank() in ranks:
+                _host_groups[tuple(ranks)] = group
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks for Python objects, which waits for no GPU. Collective at the first call."""
+    """Return a group of the same ranks for Python objects, which waits for no GPU; the same one if there is none."""
     if dist.get_backend(group) != "nccl":
         return group
-    if group not in _host_groups:
-        ranks = dist.get_process_group_ranks(group)
-        _host_groups[group] = dist.new_group(ranks, backend=register_gloo(), use_local_synchronization=True)
-    return _host_groups[group]
+    return _host_groups.get(tuple(dist.get_process_group_ranks(group)), group)
 
 
 def leave_layout() -> None:

@@ -29,26 +29,40 @@ def test_a_group_has_one_worker():
         assert workers == groups > 5
 
 
-def objects_by_hosts() -> tuple[list[list[int]], bool, int]:
-    """On each rank: what its data group exchanged, whether a group is made once, and how many are left at the end."""
+def objects_by_hosts(layouts: list[dict[str, int]]) -> list[tuple[list, list]]:
+    """On each rank, at layouts one after the other: what the groups for objects exchanged, beside data and pipeline."""
+    import datetime
+    import time
+
     import torch.distributed as dist
 
     from megarl.config import ParallelConfig
     from megarl.parallel import groups as made
     from megarl.parallel.device import pick_device
 
-    groups = made.init_groups(ParallelConfig(**LAYOUT), pick_device("cpu"))
-    assert made.host_group(groups.data) is groups.data  # gloo's already
-    backend, dist.get_backend = dist.get_backend, lambda group=None: "nccl"
-    hosts = made.host_group(groups.data)
-    once = made.host_group(groups.data) is hosts is not groups.data
-    dist.get_backend = backend
-    sent: list = [None, None]
-    dist.all_gather_object(sent, [dist.get_rank()], group=hosts)
+    found, backend = [], dist.get_backend
+    for layout in layouts:
+        groups = made.init_groups(ParallelConfig(**layout), pick_device("cpu"))
+        assert made.host_group(groups.data_context) is groups.data_context  # gloo's already
+        time.sleep(0.2 * dist.get_rank())
+        made._make_host_groups(groups.topology, datetime.timedelta(seconds=20))
+        dist.get_backend = lambda group=None: "nccl"
+        sent = []
+        # As in a step: the last stage's ranks first.
+        for group in [groups.data_context] * groups.last_stage + [groups.pipeline]:
+            hosts, answers = made.host_group(group), [None] * group.size()
+            assert (hosts is group) == (group.size() == 1)
+            dist.all_gather_object(answers, dist.get_rank(), group=hosts)
+            sent.append((answers, dist.get_process_group_ranks(group)))
+        dist.get_backend = backend
+        found += sent
+        made.leave_layout()
+        assert not made._host_groups
     made.destroy_groups()
-    return sent, once, len(made._host_groups)
+    return found
 
 
-def test_objects_travel_in_a_group_of_the_same_ranks():
-    for rank, (sent, once, left) in enumerate(run_ranks(objects_by_hosts, 4)):
-        assert sent == [[rank % 2], [rank % 2 + 2]] and once and not left
+def test_objects_travel_in_groups_of_the_same_ranks():
+    layouts = [{"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"data": 2, "context": 2}, {"data": 2, "pipeline": 2}]
+    for found in run_ranks(objects_by_hosts, 4, [*layouts, *layouts]):
+        assert len(found) > len(layouts) and all(sent == ranks for sent, ranks in found)
