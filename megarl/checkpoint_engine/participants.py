@@ -75,7 +75,7 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
     futures: dict[Future, str] = {}
     try:
         for name, call in calls.items():
-            if any(started.done() and started.exception() for started in futures):
+            if any(one.done() and not one.cancelled() and one.exception() for one in futures):
                 break  # a dead engine's call fails at once; what would wait for it need not begin
             futures[call()] = name
     except Exception as error:
@@ -83,7 +83,8 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
     done, pending = concurrent.futures.wait(
         futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
     )
-    for future in futures:
+    # The trainer knows more than "the sender is gone".
+    for future in sorted(futures, key=lambda one: futures[one] != "trainer"):
         if future in done and future.exception() is not None:
             raise WeightSyncError(f"{futures[future]}, {phase}: {future.exception()}") from future.exception()
     if pending:

@@ -100,7 +100,9 @@ def captured() -> Iterator[None]:
 
 
 def forget_exchanges() -> None:
-    """Release what exchanges hold, before the groups end. Collective."""
+    """Release what exchanges hold, before the groups end."""
+    if _exchange.cache_info().currsize:
+        torch.cuda.synchronize()  # this rank reads the others' memory no more; theirs stays until they have done so too
     _exchange.cache_clear()
 
 

@@ -166,6 +166,7 @@ def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
     for _ in range(4):
         payload[:40_000].view(dtype).copy_(torch.randn(40_000 // dtype.itemsize, generator=generator))
         held.copy_(payload)
+        filler.capture()
         assert HostWrites(writes).run(payload)() == filler.run(held)() == ([], [])
         for mine, other in zip(buffers, theirs, strict=True):
             torch.testing.assert_close(mine, other.cpu())

@@ -62,6 +62,11 @@ class RepeatedDigests:
         key = payload.data_ptr(), len(payload), places
         return as_bytes(self._replays.run(key, lambda: digests_by(payload, table)))
 
+    def capture(self) -> None:
+        """Make the next digests of the same buckets cheaper; see ``Replays.capture``."""
+        if self._replays:
+            self._replays.capture()
+
 
 def as_bytes(sums: torch.Tensor, starts: np.ndarray | None = None) -> Callable[[], bytes]:
     """Return what waits for digests that a GPU forms, and returns ``wire.DIGEST`` bytes for each tensor.

@@ -199,6 +199,7 @@ def _by_copies(
     table, starts, replays = flatten_table(places, known, device), starts_of(list(map(len, known))), Replays()
 
     def begin(payload: torch.Tensor) -> Callable[[], bytes]:
+        replays.capture()  # the trainer's other threads wait for this one
         sums = replays.run((payload.data_ptr(), len(payload)), lambda: flatten(payload, table))
         return as_bytes(sums, starts)
 

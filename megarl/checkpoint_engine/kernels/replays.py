@@ -8,19 +8,25 @@ from collections.abc import Callable, Hashable
 
 import torch
 
+# Graphs that are kept. Memory that is bound anew has other addresses, and the graphs of the old ones stay.
+KEPT = 32
+
 
 class Replays:
-    """Kernels by what they work on; launched at first, captured when they come again, then replayed.
+    """Kernels by what they work on: launched at first, captured by ``capture``, then replayed.
 
     Whoever holds one must see to it that the memory behind a key lives, and drop it with the memory.
     """
 
     def __init__(self) -> None:
-        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor] | None] = {}
-        self._captures = True
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pending: dict[Hashable, Callable[[], torch.Tensor]] = {}
+        # False once a capture failed.
+        self._captures = torch.cuda.is_available()
+        self._pool: tuple[int, int] | None = None
 
     def run(self, key: Hashable, launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run kernels on the current stream.
+        """Run kernels on the current stream. Any thread may.
 
         Args:
             key: all that the launch depends on, addresses included.
@@ -29,31 +35,35 @@ class Replays:
         Returns:
             The result. With the same key it has the same memory: read it before the next run.
         """
-        if key not in self._graphs or not self._captures:
-            self._graphs[key] = None
-            return launch()
-        known = self._graphs[key] = self._graphs[key] or self._captured(launch)
+        known = self._graphs.get(key)
         if known is None:
+            if self._captures:
+                self._pending[key] = launch
             return launch()
         graph, result = known
         graph.replay()
         return result
 
-    def _captured(self, launch: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """Return the kernels as a graph, and their result; None if they cannot be captured, and no others then."""
-        if not torch.cuda.is_available():  # Triton's interpreter
-            return None
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(stream):
-                # Other threads of the process go on with their work.
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    result = launch()
-                finally:
-                    graph.capture_end()
-        except RuntimeError:
-            self._captures = False
-            return None
-        return graph, result
+    def capture(self) -> None:
+        """Capture what was launched and not replayed. Call it where no other thread launches kernels or draws numbers.
+
+        A capture takes one of torch's streams, which another thread may be using, and the random generator's state.
+        """
+        if len(self._graphs) + len(self._pending) > KEPT:
+            self._graphs, self._pool = {}, None
+        while self._pending and self._captures:
+            key, launch = self._pending.popitem()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(stream):
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        result = launch()
+                    finally:
+                        graph.capture_end()
+                self._graphs[key] = graph, result
+            except RuntimeError:
+                self._captures = False
+        self._pending.clear()

@@ -239,6 +239,7 @@ class ReceiverExtension:
         if slots is None:
             raise WeightSyncError("adapter weights came, but the engine has no LoRA slots")
         slots.keep(kept)
+        slots.capture()  # here, because the thread that receives launches kernels beside the engine's steps
         slot = slots.idle()
         if not current_platform.is_cuda():
             return torch.inference_mode()(lambda inbox: slots.stage(inbox, slot))

@@ -11,6 +11,7 @@ import mmap
 import os
 import pickle
 import shutil
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from megarl.errors import WeightSyncError
 
 # The answer of a receiver whose streams wait for the sender's, so that the sender's host need not.
 WAITS = b"W"
+# Between two looks at the sender's event.
+POLL_SECONDS = 2e-5
 
 
 class IpcSender(LiveSender):
@@ -130,7 +133,18 @@ class IpcReceiver(LiveReceiver):
                 f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"
             ) from error
 
+    def _wait_for(self, full: torch.cuda.Event) -> None:
+        """Wait for the sender's kernels. Raises ``WeightSyncError`` if it is gone: they may then never end."""
+        deadline = time.monotonic() + self._timeout
+        while not full.query():
+            self._line.check()
+            if time.monotonic() > deadline:
+                raise WeightSyncError("the sender's GPU did not fill a bucket in time")
+            time.sleep(POLL_SECONDS)
+
     def _wait_until_read(self, ended: bool) -> None:
+        for full in self._full.values():
+            self._wait_for(full)
         if self._staging:
             self._staging.wait(ended)
         else:

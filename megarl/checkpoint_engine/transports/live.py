@@ -158,7 +158,7 @@ class LiveReceiver:
         return Frame(message[_HEAD.size + size :], self._fetch(number, nbytes, news, deadline))
 
     def settle(self) -> None:
-        """Do nothing: no work of the device waits for the sender."""
+        """Do nothing: ``take`` has waited for what the device waits for."""
 
     def answer(self, receipt: bytes) -> None:
         """Send the receipt to the sender."""

@@ -26,7 +26,9 @@ def can_overlap(base: torch.nn.Module) -> bool:
 
     Hooks of the linear would not be called, so one that has any is called whole.
     """
-    if not isinstance(base, (ColumnParallelLinear, RowParallelLinear)) or base._forward_hooks:
+    if not isinstance(base, (ColumnParallelLinear, RowParallelLinear)):
+        return False
+    if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
         return False
     alone = base.is_expert or getattr(base, "gather_output", False) or not getattr(base, "input_is_parallel", True)
     return bool(base.sequence_parallel) and not alone and not base.weight.requires_grad

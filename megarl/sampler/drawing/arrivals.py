@@ -55,7 +55,7 @@ class Arrivals:
             announced = json.loads(endpoint)
             version, kind = announced["version"], announced["kind"]
             stays = kind == "adapter" and announced.get("stays")
-            async with self._declining_on_error(endpoint, first):
+            async with self.declining_on_error(endpoint, first):
                 gate.check_usable()
                 gate.check_kind(kind)
                 if stays:
@@ -128,7 +128,7 @@ class Arrivals:
             await asyncio.sleep(0.01)
 
     @asynccontextmanager
-    async def _declining_on_error(self, endpoint: bytes, first: int) -> AsyncIterator[None]:
+    async def declining_on_error(self, endpoint: bytes, first: int) -> AsyncIterator[None]:
         """Tell the sender if the block fails. It would wait for the workers until its time is over, and be busy."""
         try:
             yield

@@ -53,6 +53,12 @@ class Slots:
             self._inner.remove_adapter(lora_id)
             del self._slot_of[lora_id]
 
+    def capture(self) -> None:
+        """Make further transfers into the same slots cheaper. Call it between two steps of the engine."""
+        self._begin_digests.capture()
+        for writes in self._writes.values():
+            writes.capture()
+
     def clear(self) -> None:
         """Forget all versions, after vLLM dropped them."""
         self._slot_of.clear()

@@ -42,9 +42,16 @@ class GpuWrites:
 
     def run(self, payload: torch.Tensor) -> Callable[[], Found]:
         """See ``jobs.Writes``. All kernels are launched when this returns."""
-        payload = payload.to(self._device)
-        result = to_host(self._replays.run((payload.data_ptr(), len(payload)), lambda: self._launch(payload)))
+        if not payload.is_cuda:  # it comes to another place each time
+            arrived = payload.to(self._device)
+            result = to_host(self._launch(arrived))
+        else:
+            result = to_host(self._replays.run((payload.data_ptr(), len(payload)), lambda: self._launch(payload)))
         return lambda: self._found(result())
+
+    def capture(self) -> None:
+        """See ``jobs.Writes``."""
+        self._replays.capture()
 
     def _launch(self, payload: torch.Tensor) -> torch.Tensor:
         """Launch the kernels; return their counts, ``[2, jobs]`` of each launch one after the other."""

@@ -81,3 +81,7 @@ class Writes(Protocol):
             A function that waits for the device, and returns what is wrong.
         """
         ...
+
+    def capture(self) -> None:
+        """Make the next runs on the same bytes cheaper. Call it where no other thread uses the device."""
+        ...
