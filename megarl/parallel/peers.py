@@ -10,19 +10,19 @@ Shapes are those of ``token_exchange``.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
 
-from megarl.cuda_memory import exported, opened
+from megarl.cuda_memory import WORD, exported, opened
 from megarl.errors import UnsupportedError
 from megarl.network import boot_id
 from megarl.parallel.token_exchange import Fill, Use
 from megarl.triton_support import has_triton
 
-# Bytes in front of a rank's memory, for the flags by which streams meet; streams that meet.
-FLAGS, MAIN, COPIES = 4096, 0, 1
+# Bytes in front of a rank's memory, for the flags by which streams meet; streams that meet, and how long they wait.
+FLAGS, MAIN, COPIES, MEET_SECONDS = 4096, 0, 1, 900.0
 
 
 class PeerMemory:
@@ -56,7 +56,7 @@ class PeerMemory:
         """Hold the current stream until every rank's has come here."""
         from megarl.parallel.meet_kernel import meet
 
-        meet(self._flags, self._rank, channel)
+        meet(self._flags, self._rank, channel, MEET_SECONDS)
 
 
 class Peers:
@@ -150,13 +150,23 @@ def can_read(group: dist.ProcessGroup) -> bool:
     dist.all_gather_object(hosts, boot_id() if has_triton() else "", group=group)
     if len(set(hosts)) > 1 or not hosts[0]:
         return False
-    works = torch.ones(1, dtype=torch.int32, device="cuda")
-    try:
-        PeerMemory(group, 1)
-    except RuntimeError:
-        works.zero_()
-    dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
-    return bool(works.item())
+    # Each rank offers a word of its own, to see whether the others read it.
+    word, memory = torch.full((1,), WORD + group.rank(), device="cuda"), None
+    with suppress(RuntimeError):
+        memory = PeerMemory(group, word.nbytes)
+        memory.views(group.rank(), [word])[0].copy_(word)
+    if not _everywhere(memory is not None, group):
+        return False
+    assert memory is not None
+    found = [memory.views(rank, [word])[0].clone() for rank in range(group.size())]
+    return _everywhere([int(each) for each in found] == [WORD + rank for rank in range(group.size())], group)
+
+
+def _everywhere(holds: bool, group: dist.ProcessGroup) -> bool:
+    """Return True if something holds on every rank, once all devices have done what was launched before."""
+    answer = torch.tensor([int(holds)], device="cuda")
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    return bool(answer.item())
 
 
 def _offered(memory: torch.Tensor) -> bytes:

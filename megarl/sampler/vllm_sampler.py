@@ -228,9 +228,7 @@ class VllmSampler:
                 older versions still serve requests and leave no slot. The sampler refuses to generate from then on.
             WorkerError: the engine died.
         """
-        async with self._arrivals.declining_on_error(endpoint, first):
-            self._sleep.check_awake()
-        return await self._arrivals.receive(endpoint, first)
+        return await self._arrivals.receive(endpoint, first, self._sleep.check_awake)
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
         """Switch to the staged weights, which every worker has verified.

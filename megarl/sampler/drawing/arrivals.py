@@ -49,13 +49,14 @@ class Arrivals:
     def _gate(self) -> VersionGate:
         return self._requests.gate
 
-    async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
-        """See ``VllmSampler.receive``."""
+    async def receive(self, endpoint: bytes, first: int, check: Callable[[], None]) -> list[bytes]:
+        """See ``VllmSampler.receive``; ``check`` raises if the engine cannot take weights now."""
         with self._refusing_on_error() as gate:
             announced = json.loads(endpoint)
             version, kind = announced["version"], announced["kind"]
             stays = kind == "adapter" and announced.get("stays")
-            async with self.declining_on_error(endpoint, first):
+            async with self._declining_on_error(endpoint, first):
+                check()
                 gate.check_usable()
                 gate.check_kind(kind)
                 if stays:
@@ -128,7 +129,7 @@ class Arrivals:
             await asyncio.sleep(0.01)
 
     @asynccontextmanager
-    async def declining_on_error(self, endpoint: bytes, first: int) -> AsyncIterator[None]:
+    async def _declining_on_error(self, endpoint: bytes, first: int) -> AsyncIterator[None]:
         """Tell the sender if the block fails. It would wait for the workers until its time is over, and be busy."""
         try:
             yield

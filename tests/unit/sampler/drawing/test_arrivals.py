@@ -38,8 +38,23 @@ def test_the_sender_of_what_an_engine_does_not_take_is_told_if_it_can_be_reached
 
     arrivals = Arrivals(Requests(), call, reset_cache=None, patience=1.0, slots=2)
     with pytest.raises(WeightSyncError, match="an earlier sync failed") as raised:
-        asyncio.run(arrivals.receive(endpoint, 4))
+        asyncio.run(arrivals.receive(endpoint, 4, lambda: None))
     assert calls == [("megarl_decline", endpoint, 4, str(raised.value))]
+
+
+def test_an_engine_that_cannot_take_weights_now_tells_the_sender():
+    async def call(*arguments):
+        calls.append(arguments)
+        return []
+
+    def asleep() -> None:
+        raise WeightSyncError("the engine is asleep")
+
+    calls, arrivals = [], Arrivals(Paused(), call, reset_cache=None, patience=1.0, slots=2)
+    endpoint = json.dumps({"version": 3, "kind": "merged"}).encode()
+    with pytest.raises(WeightSyncError, match="asleep"):
+        asyncio.run(arrivals.receive(endpoint, 0, asleep))
+    assert calls == [("megarl_decline", endpoint, 0, "the engine is asleep")]
 
 
 class Paused:
@@ -74,7 +89,7 @@ def test_the_prefix_cache_is_emptied_while_weights_arrive_and_again_only_if_it_w
     many = len(answers)
     requests = Paused()
     arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
-    asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0))
+    asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0, lambda: None))
     assert events == ["reset", "receive begins", "receive ends", *["reset"] * (many - 1)]
     asyncio.run(arrivals.flip(3, "merged", "sum"))
     assert requests.gate.resident == 3 and events.count("reset") == many
@@ -92,7 +107,7 @@ def test_a_prefix_cache_that_stays_held_is_an_error_and_the_engine_refuses(monke
     requests = Paused()
     arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
     with pytest.raises(WeightSyncError, match="could not empty its prefix cache"):
-        asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0))
+        asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0, lambda: None))
     with pytest.raises(WeightSyncError, match="refuses to generate"):
         requests.gate.check_usable()
 
@@ -111,7 +126,7 @@ def test_a_transfer_that_fails_late_leaves_an_engine_alone_that_was_readmitted_m
 
     arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
     with pytest.raises(WeightSyncError, match="damaged"):
-        asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0))
+        asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0, lambda: None))
     with pytest.raises(WeightSyncError, match="damaged"):
         first.check_usable()
     requests.gate.check_usable()
