@@ -55,7 +55,7 @@ def column_linear(
     Returns:
         ``[T, 1, O]``.
     """
-    return _Column.apply(hidden, weight, matrix_a, layout, group, *matrices)
+    return _Column.apply(layout, group, hidden, weight, matrix_a, *matrices)
 
 
 def row_linear(
@@ -79,23 +79,16 @@ def row_linear(
     Returns:
         ``[S, 1, O]``.
     """
-    return _Row.apply(hidden, weight, matrix_a, layout, group, *matrices)
+    return _Row.apply(layout, group, hidden, weight, matrix_a, *matrices)
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        matrix_a: torch.Tensor,
-        layout: Layout,
-        group: dist.ProcessGroup,
-        *matrices: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, layout: Layout, group: dist.ProcessGroup, *given: torch.Tensor) -> torch.Tensor:
         """Compute the linear and the adapter of one rank's tokens while another's arrive."""
         progress.made()
-        local, wide = _rows(hidden), assemble(matrices, len(weight), layout)
+        hidden, weight, matrix_a, *matrices = given
+        local, wide = _rows(hidden), assemble(tuple(matrices), len(weight), layout)
         out = hidden.new_empty(group.size() * len(local), len(weight))
         product_of = _Sum(weight.t(), wide.t(), factor(layout))
 
@@ -117,27 +110,20 @@ class _Column(torch.autograd.Function):
         low_sums = by_low.new_empty(len(local), by_low.shape[1])
         work = dist.reduce_scatter_tensor(low_sums, by_low, group=ctx.group, async_op=True)
         by_hidden = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[2]:
             by_hidden = _summed(slope, by_low, _Sum(weight, matrix_a, 1.0), ctx.group).view(ctx.shape)
         by_matrices = b_gradients(slope, low, ctx.layout)
         work.wait()
-        return by_hidden, None, low_sums.t() @ local, None, None, *by_matrices
+        return None, None, by_hidden, None, low_sums.t() @ local, *by_matrices
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        matrix_a: torch.Tensor,
-        layout: Layout,
-        group: dist.ProcessGroup,
-        *matrices: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, layout: Layout, group: dist.ProcessGroup, *given: torch.Tensor) -> torch.Tensor:
         """Compute the linear and the adapter of one rank's tokens while another's sums leave."""
         progress.made()
-        rows, wide = _rows(hidden), assemble(matrices, len(weight), layout)
+        hidden, weight, matrix_a, *matrices = given
+        rows, wide = _rows(hidden), assemble(tuple(matrices), len(weight), layout)
         low = rows @ matrix_a.t()
         low_sums = low.new_empty(len(low) // group.size(), low.shape[1])
         work = dist.reduce_scatter_tensor(low_sums, low, group=group, async_op=True)
@@ -152,7 +138,7 @@ class _Row(torch.autograd.Function):
         progress.made()
         rows, weight, matrix_a, wide, low = ctx.saved_tensors
         slope, by_hidden = _rows(gradients[0]), torch.empty_like(rows)
-        product_of, needed = _Sum(weight, matrix_a, 1.0), ctx.needs_input_grad[0]
+        product_of, needed = _Sum(weight, matrix_a, 1.0), ctx.needs_input_grad[2]
 
         def use(places: slice, slopes: torch.Tensor, by_low: torch.Tensor) -> None:
             if needed:
@@ -161,7 +147,8 @@ class _Row(torch.autograd.Function):
         exchange = exchange_of(ctx.group, slope, 2 * len(slope) * weight.numel())
         by_low = exchange.gather(slope, product(slope, wide, factor(ctx.layout)), use)
         by_matrices = b_gradients(slope, low, ctx.layout)
-        return by_hidden.view(ctx.shape) if needed else None, None, by_low.t() @ rows, None, None, *by_matrices
+        by_given = by_hidden.view(ctx.shape) if needed else None
+        return None, None, by_given, None, by_low.t() @ rows, *by_matrices
 
 
 class _Sum:
