@@ -125,7 +125,7 @@ class TrainRun:
         """Return the exit status. Fails if the process, or one that it started, outlives the timeout (seconds)."""
         deadline = time.monotonic() + timeout
         status = self.process.wait(timeout)
-        while remaining := [p for p in self.family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        while remaining := [process for process in self.family if _runs(process)]:
             if time.monotonic() > deadline:
                 names = [" ".join(p.cmdline())[:100] for p in remaining]
                 self.kill()
@@ -169,3 +169,11 @@ def check_end(run: TrainRun, victim: psutil.Process, message: str) -> None:
     assert time.monotonic() - began < 30
     assert message in run.output()[-2500:], run.output()[-2500:]
     assert "Traceback" not in run.output()[-600:]
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Return True if a process has not ended, which it may do at any time."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
