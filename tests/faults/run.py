@@ -20,7 +20,7 @@ from megarl.model.checkpoint.digests import verify
 from megarl.run_folder import checkpoints
 from tests.faults.cases import HANG_SECONDS, PHASES, Case
 from tests.faults.spoil import FILL, LOSS, REWARD, SMALL_SHM, mount, unmount
-from tests.helpers.processes import describe, find_engine
+from tests.helpers.processes import describe, find_engine, is_alive
 from tests.helpers.train_run import TrainRun, make_recipe, read_rollout, read_rows
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "told to end": signal.SIGTERM}
@@ -246,7 +246,7 @@ def leftovers(family: set[psutil.Process]) -> set[str]:
     """
     numbers = {str(process.pid) for process in family}
     shared = {str(path) for path in ROOT.glob("*megarl*") if numbers & set(path.name.split("-"))}
-    living = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    living = [process for process in family if is_alive(process)]
     return shared | {describe(process)[:60] for process in living}
 
 

@@ -40,3 +40,11 @@ def find_engine(sampler: psutil.Process) -> psutil.Process:
 def _is_fork_server(process: psutil.Process) -> bool:
     """Return True for a fork server, and for what is forked from it and has no title of its own."""
     return "multiprocessing.forkserver" in describe(process)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Return True if a process has not ended, which it may do at any time."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -13,7 +13,7 @@ import psutil
 
 from megarl.bench.character_tokenizer import make_tokenizer
 from tests.helpers.models import make_model
-from tests.helpers.processes import describe
+from tests.helpers.processes import describe, is_alive
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -125,7 +125,7 @@ class TrainRun:
         """Return the exit status. Fails if the process, or one that it started, outlives the timeout (seconds)."""
         deadline = time.monotonic() + timeout
         status = self.process.wait(timeout)
-        while remaining := [process for process in self.family if _runs(process)]:
+        while remaining := [process for process in self.family if is_alive(process)]:
             if time.monotonic() > deadline:
                 names = [" ".join(p.cmdline())[:100] for p in remaining]
                 self.kill()
@@ -169,11 +169,3 @@ def check_end(run: TrainRun, victim: psutil.Process, message: str) -> None:
     assert time.monotonic() - began < 30
     assert message in run.output()[-2500:], run.output()[-2500:]
     assert "Traceback" not in run.output()[-600:]
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Return True if a process has not ended, which it may do at any time."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

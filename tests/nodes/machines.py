@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.helpers.processes import describe
+from tests.helpers.processes import describe, is_alive
 
 ADDRESSES = {"node-a": "10.77.0.1", "node-b": "10.77.0.2"}
 # Its process holds the namespaces; what is mounted in them is seen by nobody else.
@@ -77,7 +77,7 @@ class Machine:
             with contextlib.suppress(OSError, psutil.NoSuchProcess):
                 if process.pid != self.holder and os.readlink(f"/proc/{process.pid}/ns/net") == here:
                     found.append(process)
-        return [process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in found if is_alive(process)]
 
     def left(self, seconds: float) -> str:
         """Return the processes and shared memory that are left after ``seconds``; empty if there are none."""
