@@ -80,9 +80,11 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
             futures[call()] = name
     except Exception as error:
         raise WeightSyncError(f"{name}, {phase}: {error}") from error
-    done, pending = concurrent.futures.wait(
-        futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
-    )
+    done, pending = set(futures), set[Future]()
+    if not all(one.done() for one in futures):
+        done, pending = concurrent.futures.wait(
+            futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
+        )
     # The trainer knows more than "the sender is gone".
     for future in sorted(futures, key=lambda one: futures[one] != "trainer"):
         if future in done and future.exception() is not None:

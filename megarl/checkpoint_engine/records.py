@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the records of a transfer: the header of a bucket, the sender's manifest, a receiver's receipt."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Self
 
@@ -143,7 +143,7 @@ class Receipt:
 
     def to_bytes(self) -> bytes:
         """Return the JSON form."""
-        return encode(asdict(self))
+        return encode(vars(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from megarl.errors import UnsupportedError
 from megarl.hf.attention import give_packs
 from megarl.loss.logprobs import token_logprobs
-from megarl.model.step.packing import MicroBatch
+from megarl.model.step.micro_batch import MicroBatch
 
 # Bytes of one chunk's float32 logits where the output layer is the model's own code.
 CHUNK_BYTES = 320 * 2**20

@@ -21,7 +21,7 @@ from megarl.hf.probe import probe
 from megarl.hf.shards import shard_layers
 from megarl.model.checkpoint.identity import identify
 from megarl.model.layers.sequence_work import BY_TOKENS, SequenceWork, sequence_work
-from megarl.model.step.packing import MicroBatch
+from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.stepper import Stepper
 from megarl.model.trained_model import TrainedModel
 from megarl.model.weights.sharded_tensor import ShardedTensor

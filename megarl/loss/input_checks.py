@@ -4,6 +4,7 @@
 import torch
 
 from megarl.errors import LossInputError
+from megarl.loss.late_checks import require
 
 
 def check_inputs(
@@ -24,9 +25,17 @@ def check_inputs(
     if not 0.0 < temperature < float("inf"):
         raise LossInputError(f"temperature is {temperature}; it must be positive and finite")
     if len(labels):
-        low, high = torch.stack(labels.aminmax()).tolist()
-        if low < 0 or high >= vocab:
-            raise LossInputError(f"labels_T holds ids from {low} to {high}; they must be 0 to {vocab - 1}")
+        _check_range(labels, vocab)
+
+
+def _check_range(labels: torch.Tensor, vocab: int) -> None:
+    ends = torch.stack(labels.aminmax())
+
+    def explain(good: list[bool]) -> None:
+        low, high = ends.tolist()
+        raise LossInputError(f"labels_T holds ids from {low} to {high}; they must be 0 to {vocab - 1}")
+
+    require((ends >= 0) & (ends < vocab), explain)
 
 
 def check_delta(inputs: torch.Tensor, factor: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor) -> None:

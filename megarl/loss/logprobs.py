@@ -16,11 +16,12 @@ their gradient.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megarl.errors import LossInputError
 from megarl.loss import chunks
@@ -154,7 +155,11 @@ class _TokenLogprobs(torch.autograd.Function):
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
             return (None,) * (2 + len(factors))
-        active = torch.stack([gradient != 0 for gradient in given]).any(0).nonzero().squeeze(1)
+        marks = torch.stack([gradient != 0 for gradient in given]).any(0)
+        # The logits of the forward pass; the loop below overwrites them, so a second backward pass must not use them.
+        chunk_logits, ctx.logits = ctx.logits, None
+        counts = None if chunk_logits is None else _counts(marks, len(chunk_logits), ctx.shard.chunk)
+        active = marks.nonzero().squeeze(1)  # waits for the device
         kept = [None if gradient is None else gradient[active] / ctx.shard.temperature for gradient in gradients]
         needed = _pairs(ctx.needs_input_grad[2:])
         sums = [
@@ -165,9 +170,7 @@ class _TokenLogprobs(torch.autograd.Function):
             for (inputs, weight), (for_inputs, for_weight) in zip(_pairs(factors), needed, strict=True)
         ]
         pairs = _real_rows(_pairs(factors), ctx.shard)
-        # The loop below overwrites them, so a second backward pass must not use them.
-        chunk_logits, ctx.logits = ctx.logits, None
-        for part, logits in _active_logits(pairs, active, ctx.shard, chunk_logits):
+        for part, logits in _active_logits(pairs, active, ctx.shard, chunk_logits, counts):
             index = active[part]
             slope = chunks.logits_gradient(
                 logits,
@@ -214,7 +217,11 @@ def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice, shard: _Shard)
 
 
 def _active_logits(
-    pairs: Sequence[_Pair], active: torch.Tensor, shard: _Shard, kept: list[torch.Tensor] | None
+    pairs: Sequence[_Pair],
+    active: torch.Tensor,
+    shard: _Shard,
+    kept: list[torch.Tensor] | None,
+    counts: torch.Tensor | None,
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield chunks of ``(slice of the active tokens, their logits)``. The caller may overwrite the logits.
 
@@ -223,21 +230,28 @@ def _active_logits(
         active: indices of the active tokens, int64, ascending.
         shard: this rank's shard.
         kept: the logits of every chunk of all tokens; emptied. None: the logits are recomputed.
+        counts: number of active tokens of each of those chunks.
     """
-    if kept is None:
+    if kept is None or counts is None:
         for start in range(0, len(active) if shard.rows else 0, shard.chunk):
             part = slice(start, min(start + shard.chunk, len(active)))
             yield part, _logits(pairs, active[part], shard)
         return
-    edges = torch.arange(len(kept) + 1, device=active.device) * shard.chunk
-    bounds = torch.searchsorted(active, edges).tolist()
     kept.reverse()
-    for chunk, (begin, end) in enumerate(pairwise(bounds)):
+    for chunk, (begin, end) in enumerate(pairwise(accumulate(counts.tolist(), initial=0))):
         logits = kept.pop()
         if end - begin < len(logits):
             logits = logits[active[begin:end] - chunk * shard.chunk]
         if end > begin:
             yield slice(begin, end), logits
+
+
+def _counts(marks: torch.Tensor, number: int, size: int) -> torch.Tensor:
+    """Return how many tokens of each chunk are marked, on the host once the device is waited for."""
+    counts = F.pad(marks, (0, number * size - len(marks))).view(number, size).sum(1)
+    if not counts.is_cuda:
+        return counts
+    return torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
 
 
 def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:

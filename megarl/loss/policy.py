@@ -12,6 +12,7 @@ from megarl.config import LossConfig
 from megarl.errors import LossInputError
 from megarl.loss.base import LossOutput, TokenBatch
 from megarl.loss.correction import correction_metrics, importance_ratios, importance_weights, largest, mismatch_metrics
+from megarl.loss.late_checks import require
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,15 @@ def k3(logprobs_T: torch.Tensor, reference_T: torch.Tensor) -> torch.Tensor:
 
 
 def _require_finite(values: dict[str, torch.Tensor]) -> None:
+    values = {name: value.detach() for name, value in values.items()}
+
+    def explain(finite: list[bool]) -> None:
+        name, value = next(item for item, good in zip(values.items(), finite, strict=True) if not good)
+        position = int((~value.isfinite()).nonzero()[0])
+        raise LossInputError(
+            f"{name} is {float(value[position])} at token {position} of {len(value)} of a micro-batch; it must be "
+            "finite (logprobs of other tokens or weights, or a model that diverged)"
+        )
+
     # One transfer from the device for all values.
-    finite = torch.stack([value.detach().isfinite().all() for value in values.values()]).tolist()
-    for (name, value), good in zip(values.items(), finite, strict=True):
-        if not good:
-            position = int((~value.isfinite()).nonzero()[0])
-            raise LossInputError(
-                f"{name} is {float(value[position])} at token {position} of {len(value)} of a micro-batch; it must be "
-                "finite (logprobs of other tokens or weights, or a model that diverged)"
-            )
+    require(torch.stack([value.isfinite().all() for value in values.values()]), explain)

@@ -141,8 +141,6 @@ def _enter(
     _end_with_parent()
     os.dup2(2, 1)  # only the caller writes to standard output: `megarl verify --json` prints nothing else there
     os.environ.update(rank_environment(rank, world_size, "127.0.0.1", port), LOCAL_RANK=str(rank))
-    # CUDA's libraries read this when they start. Without it Transformer Engine multiplies float32 in TF32.
-    os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, (os.cpu_count() or 1) // world_size)))
     gc.freeze()  # keeps objects of the imports out of later collections, which would otherwise take half a second each
     try:

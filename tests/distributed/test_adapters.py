@@ -128,7 +128,7 @@ def operations(folder: str) -> tuple[list[str], list[str], list[str]]:
 
     from megarl.config import ParallelConfig
     from megarl.lora import apply_lora
-    from megarl.model.step.packing import micro_batches
+    from megarl.model.step.micro_batch import micro_batches
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups
 

@@ -114,7 +114,7 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
     from megarl.model.layers import gpt
     from megarl.model.layers.attention import core as attention
     from megarl.model.optimizer import adapter_optimizer
-    from megarl.model.step import packing, schedule
+    from megarl.model.step import micro_batch, schedule
 
     if name == "the gradient's sum over CP":
         patch.setattr(adapter_optimizer, "finalize_gradients", lambda *args, **kwargs: None)
@@ -125,7 +125,7 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(attention.dist, "reduce_scatter_tensor", keep_own)
     if name == "the token weights of the whole step":
-        tokens_of = packing._loss_tokens
+        tokens_of = micro_batch._loss_tokens
 
         def weigh_by_own_tokens(batch: Any, indices: Any, chosen: Any, kept: Any, device: Any) -> Any:
             tokens = tokens_of(batch, indices, chosen, kept, device)
@@ -133,7 +133,7 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
             share = everyones / batch.context / max(len(kept), 1)
             return dataclasses.replace(tokens, weights_T=tokens.weights_T * share)
 
-        patch.setattr(packing, "_loss_tokens", weigh_by_own_tokens)
+        patch.setattr(micro_batch, "_loss_tokens", weigh_by_own_tokens)
     if name == "the metrics' sum over CP":
         reduce = schedule.Stepper._reduce_metrics
 
@@ -176,7 +176,7 @@ def metrics_of_ranks(folder: str, layout: dict[str, int]) -> dict:
     """Return GRPO's metrics with all three other logprobs, and the fewest response tokens of a micro-batch."""
     from megarl.config import LossConfig
     from megarl.loss import build_loss
-    from megarl.model.step.packing import micro_batches
+    from megarl.model.step.micro_batch import micro_batches
     from megarl.types import Sample
 
     model = build(Path(folder), layout)

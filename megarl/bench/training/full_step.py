@@ -19,12 +19,14 @@ from megarl.bench.training.megarl_step import marks_passes
 from megarl.bench.training.settings import BenchSettings
 from megarl.config import LossConfig, ModelConfig
 from megarl.loss import build_loss
+from megarl.model.layers.backends import BlockSpec
 from megarl.model.layers.build import build_chunks
 from megarl.model.optimizer.adapter_optimizer import AdapterOptimizer
 from megarl.model.optimizer.ddp import wrap_ddp
 from megarl.model.step.compiled import compile_layers
 from megarl.model.step.graphs import graphed
-from megarl.model.step.packing import MicroBatch, pack
+from megarl.model.step.micro_batch import MicroBatch
+from megarl.model.step.packing import pack
 from megarl.model.step.schedule import PipelineStepper, run_chunk, set_training
 from megarl.parallel.device import pick_device
 from megarl.parallel.groups import init_groups
@@ -42,7 +44,7 @@ class FullStep:
         groups = init_groups(layout, self.device, seed=settings.seed)
         hf_config = model_config(settings.model, settings.layers)
         choice = ModelConfig(path=settings.model, dtype=settings.dtype, backend=backend)  # type: ignore[arg-type]
-        self._chunks = build_chunks(hf_config, choice, layout, groups, train)
+        self._chunks = build_chunks(hf_config, choice, layout, groups, train, _layers_of(backend))
         base_filler(settings.model, settings.seed)(self._chunks, Path(settings.model), hf_config, groups)
         for chunk in self._chunks:
             chunk.requires_grad_(True)
@@ -122,6 +124,15 @@ class FullStep:
             return
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
+
+
+def _layers_of(backend: str) -> BlockSpec | None:
+    """Return mcore's own choice of layers for a back end; None for megarl's."""
+    if backend != "te":
+        return None
+    from megarl.model.layers.te import whole_te_block_spec
+
+    return whole_te_block_spec
 
 
 def _fits(trained: int, device: torch.device) -> bool:

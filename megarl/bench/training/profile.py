@@ -19,8 +19,10 @@ KINDS = {
     "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
 }
 OTHER = "other"
-# The longest pauses that the file lists.
-PAUSES = 20
+# The longest pauses that the file lists, and the host's calls listed for each.
+PAUSES, CALLS = 20, 4
+# Start, end and name of a kernel or of a call on the host, in microseconds.
+Span = tuple[float, float, str]
 
 
 def write_profile(step: Callable[[], None], device: torch.device, file: Path) -> dict[str, float]:
@@ -45,28 +47,42 @@ def write_profile(step: Callable[[], None], device: torch.device, file: Path) ->
     if not on_cuda:
         return by_kind((row.key, row.self_cpu_time_total / 1e3) for row in averages)
     # Rows of host operations repeat the time of the kernels that they launched, so only kernels are counted.
-    work = [event for event in record.events() if event.device_type == DeviceType.CUDA]
-    found = pauses((event.time_range.start, event.time_range.end, event.name) for event in work)
-    with file.open("a") as table:
-        table.write(
-            f"\nThe device waited {sum(length for length, *_ in found) / 1e3:.1f} ms between kernels. Longest, ms:\n"
-        )
-        for length, before, after in sorted(found, reverse=True)[:PAUSES]:
-            table.write(f"{length / 1e3:8.3f}  {before[:80]}  ->  {after[:80]}\n")
+    kernels_and_calls: tuple[list[Span], list[Span]] = [], []
+    for event in record.events():
+        span = (event.time_range.start, event.time_range.end, event.name)
+        kernels_and_calls[event.device_type != DeviceType.CUDA].append(span)
+    _append_pauses(*kernels_and_calls, file)
     kernels = (row for row in averages if row.device_type == DeviceType.CUDA)
     return by_kind((row.key, row.self_device_time_total / 1e3) for row in kernels)
 
 
-def pauses(kernels: Iterable[tuple[float, float, str]]) -> list[tuple[float, str, str]]:
-    """Return when no kernel ran: ``(length, name of the kernel before, after)``.
+def _append_pauses(kernels: list[Span], calls: list[Span], file: Path) -> None:
+    """Append a list of the device's longest pauses, with what the host did meanwhile."""
+    found, begin = pauses(kernels), min((start for start, *_ in kernels), default=0.0)
+    lines = [f"\nThe device waited {sum(length for _, length, *_ in found) / 1e3:.1f} ms between kernels. Longest:"]
+    for start, length, before, after in sorted(found, key=lambda pause: -pause[1])[:PAUSES]:
+        lines.append(f"{length / 1e3:8.3f} ms at {(start - begin) / 1e3:.3f}: {before[:80]}  ->  {after[:80]}")
+        lines += [f"{'':12}{shared / 1e3:.3f} ms: {name[:80]}" for shared, name in _meanwhile(calls, start, length)]
+    with file.open("a") as table:
+        table.write("\n".join(lines) + "\n")
+
+
+def _meanwhile(calls: Iterable[Span], start: float, length: float) -> list[tuple[float, str]]:
+    """Return the host's calls that fill most of a pause: the time that each shares with it, and its name."""
+    shared = [(min(end, start + length) - max(begin, start), name) for begin, end, name in calls]
+    return sorted((call for call in shared if call[0] > 0), reverse=True)[:CALLS]
+
+
+def pauses(kernels: Iterable[Span]) -> list[tuple[float, float, str, str]]:
+    """Return when no kernel ran: ``(start, length, name of the kernel before, after)``.
 
     Args:
-        kernels: ``(start, end, name)``, in any order; those of several streams may overlap.
+        kernels: in any order; those of several streams may overlap.
     """
     found, last, before = [], float("inf"), ""
     for start, end, name in sorted(kernels):
         if start > last:
-            found.append((start - last, before, name))
+            found.append((last, start - last, before, name))
         if not before or end > last:
             last, before = end, name
     return found

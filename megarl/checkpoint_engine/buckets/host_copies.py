@@ -6,7 +6,7 @@ A copy of its own for each would make the host wait, or allocate pinned memory, 
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +17,16 @@ class _Result:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.arrived = tensor, not tensor.is_cuda
+        # Of the copy that was begun before anybody asked.
+        self.copied: torch.cuda.Event | None = None
         # Of one thread, since each has streams and transfers of its own.
         self.origin: Any = (threading.get_ident(), torch.cuda.current_stream(tensor.device)) if tensor.is_cuda else None
 
     def value(self) -> torch.Tensor:
         """Wait for the device, and return the tensor on the host."""
+        if self.copied is not None:
+            self.copied.synchronize()
+            self.arrived, self.copied = True, None
         if not self.arrived:
             _fetch(self)
         return self.tensor
@@ -41,12 +46,41 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return result.value
 
 
+def bring_early() -> None:
+    """Begin to copy what this thread has outstanding on its current stream; whoever asks waits for the copy alone.
+
+    A copy that is begun when somebody asks comes a launch and a wake-up later.
+    """
+    origin = threading.get_ident(), torch.cuda.current_stream()
+    for dtype in {one.tensor.dtype for one in list(_outstanding) if one.origin == origin}:
+        found = _take(origin, dtype)
+        whole = torch.cat([one.tensor.reshape(-1) for one in found])
+        host = torch.empty(whole.shape, dtype=dtype, pin_memory=True).copy_(whole, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        for one, part in _parts(found, host):
+            one.tensor, one.copied = part, copied
+
+
 def _fetch(asked: _Result) -> None:
     """Bring a result to the host, and with it all others of the same thread, stream and dtype."""
-    with _lock:
-        found = [one for one in _outstanding if one.origin == asked.origin and one.tensor.dtype == asked.tensor.dtype]
-        _outstanding.difference_update(found)
+    found = _take(asked.origin, asked.tensor.dtype)
     with torch.cuda.stream(asked.origin[1]):
         whole = torch.cat([one.tensor.reshape(-1) for one in found]).cpu()
-    for one, part in zip(found, whole.split([one.tensor.numel() for one in found]), strict=True):
-        one.tensor, one.arrived = part.view(one.tensor.shape), True
+    for one, part in _parts(found, whole):
+        one.tensor, one.arrived = part, True
+
+
+def _take(origin: Any, dtype: torch.dtype) -> list[_Result]:
+    """Return the outstanding results of a thread and stream; they are no longer outstanding."""
+    with _lock:
+        found = [one for one in _outstanding if one.origin == origin and one.tensor.dtype == dtype]
+        _outstanding.difference_update(found)
+    return found
+
+
+def _parts(results: list[_Result], whole: torch.Tensor) -> Iterator[tuple[_Result, torch.Tensor]]:
+    """Yield each result with its part of all values."""
+    sizes = [one.tensor.numel() for one in results]
+    for one, part in zip(results, whole.split(sizes), strict=True):
+        yield one, part.view(one.tensor.shape)

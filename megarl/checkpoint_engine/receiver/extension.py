@@ -21,6 +21,7 @@ from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.choice import Memory, Sender, own_receiver
 from megarl.checkpoint_engine.receiver import cpu_kernels
 from megarl.checkpoint_engine.receiver.adapters.slots import Slots
+from megarl.checkpoint_engine.receiver.adapters.stage import Stage
 from megarl.checkpoint_engine.receiver.experts import cpu_mixtures, plain_mixtures, routers
 from megarl.checkpoint_engine.receiver.experts.mixtures import check_engine
 from megarl.checkpoint_engine.receiver.weights.base_weights import load_weights
@@ -157,7 +158,9 @@ class ReceiverExtension:
             if announced["kind"] != "adapter":
                 whole = announced["kind"] == "base"
                 return connection.run(lambda inbox: self._megarl_load(inbox, whole), announced)
-            return connection.run(self._megarl_stage(kept), announced)
+            stage = self._megarl_stage(kept)
+            with stage.ready():
+                return connection.run(stage, announced)
         finally:
             if not connection.receiver.stays:
                 connection.receiver.close()
@@ -175,13 +178,11 @@ class ReceiverExtension:
             WeightSyncError: the sender cannot be reached, or the engine has no LoRA slots.
         """
         connection = self._megarl_connect(json.loads(endpoint), first + self.rank)
-        take = self._megarl_stage(kept)
+        stage = self._megarl_stage(kept)
 
         def run() -> None:
-            if current_platform.is_cuda():
-                # A thread gets ready for CUDA at its first use: now, not when the adapter has come.
-                torch.zeros(1, device=self.device).cpu()
-            connection.wait_and_run(take)
+            with stage.ready():
+                connection.wait_and_run(stage)
 
         self._megarl_thread = threading.Thread(target=run, daemon=True)
         self._megarl_thread.start()
@@ -233,30 +234,11 @@ class ReceiverExtension:
             self._megarl_connections = {key: connection} if connection.receiver.stays else {}
         return connection
 
-    def _megarl_stage(self, kept: list[int]) -> Take:
-        """Free slots, choose one, and return what fills it; that may run in another thread, on a stream of its own."""
-        slots = self._megarl_slots
-        if slots is None:
+    def _megarl_stage(self, kept: list[int]) -> Stage:
+        """Return what takes the next adapter; see ``Stage``."""
+        if self._megarl_slots is None:
             raise WeightSyncError("adapter weights came, but the engine has no LoRA slots")
-        slots.keep(kept)
-        slots.capture()  # here, because the thread that receives launches kernels beside the engine's steps
-        slot = slots.idle()
-        if not current_platform.is_cuda():
-            return torch.inference_mode()(lambda inbox: slots.stage(inbox, slot))
-        # A step that was launched before may still read the slot.
-        before = torch.cuda.Event()
-        before.record()
-        stream = torch.cuda.Stream(self.device)
-
-        @torch.inference_mode()
-        def stage(inbox: Inbox) -> Receipt:
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
-                stream.wait_event(before)
-                receipt = slots.stage(inbox, slot)
-                stream.synchronize()
-                return receipt
-
-        return stage
+        return Stage(self._megarl_slots, kept, torch.device(self.device))
 
     def _megarl_load(self, inbox: Inbox, whole: bool) -> Receipt:
         """Load weights as they arrive: those of the whole model, or of the blocks that came.

@@ -19,7 +19,7 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of weights and activations in trainer and sampler. The optimizer has fp32 copies of adapter weights."""
     backend: Literal["local", "te", "transformers"] = "local"
-    """``local``: mcore's own linears with megarl's packed attention; ``te``: Transformer Engine's layers (GPU);
+    """``local``: mcore's own linears with megarl's packed attention; ``te``: with Transformer Engine's attention (GPU);
     ``transformers``: Hugging Face transformers with PEFT, for every causal language model, data parallel only."""
     numerics: Literal["fast", "bitwise"] = "fast"
     """``bitwise``: trainer and sampler compute with the same kernels, in one order for every batch, so that the

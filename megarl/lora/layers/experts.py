@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from megarl.lora.layers.grouped_experts import GroupedAdapters
-from megarl.lora.layers.matrices import AdapterMatrices, PartPlan
-from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs, mark_parameter
+from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, mark_parameter
+from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs
 from megarl.model.layers.experts.grouped import Adapt, NotTogether
 from megarl.model.layers.regions import (
     copy_to_tensor_model_parallel_region,

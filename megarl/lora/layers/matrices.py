@@ -146,3 +146,21 @@ def generator_of(name: str, seed: int) -> torch.Generator:
     """Return a random generator for each module and seed, the same on every rank and at every layout."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def mark_parameter(parameter: torch.nn.Parameter, split_dim: int | None, sequence_parallel: bool) -> None:
+    """Set the attributes by which mcore reduces, clips and counts a parameter.
+
+    Args:
+        parameter: an adapter matrix.
+        split_dim: the dimension that is split over TP; None for a replicated matrix.
+        sequence_parallel: True if the TP ranks apply the matrix to different tokens.
+    """
+    if split_dim is None:
+        # Not marked tensor_model_parallel, which would count it once per TP rank in the gradient norm.
+        parameter.sequence_parallel = sequence_parallel
+        return
+    parameter.tensor_model_parallel = True
+    parameter.partition_dim = split_dim
+    parameter.partition_stride = 1
+    parameter.sequence_parallel = False

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megarl import progress
-from megarl.lora.layers.products import Layout, assemble, b_gradients, factor, product
+from megarl.lora.layers.products import Layout, assemble, b_gradients, factor
+from megarl.model.layers.updates import product
 from megarl.parallel.token_exchange import exchange_of
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.families.base import Fusion
-from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
+from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
-from megarl.lora.layers.products import Layout, add_wide, project_through, wide_matrix
+from megarl.lora.layers.products import Layout, add_wide, project_through, update_of, wide_matrix
 from megarl.lora.layers.state import WithBaseNames
 from megarl.lora.layers.traced_dropout import dropout as traced_dropout
 from megarl.lora.layers.traced_linear import adapted_linear
@@ -29,11 +29,14 @@ from megarl.model.layers.regions import (
     reduce_scatter_to_sequence_parallel_region,
     traced,
 )
+from megarl.model.layers.updates import Outcome
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 
 # Linears that ``traced_linear`` computes together with their adapters: frozen ones whose weight is one matrix.
 TRACED = (ColumnParallelLinear, RowParallelLinear)
+# Rank that a kernel's tile may hold. A product of its own is faster above.
+MOST_RANKS = 128
 
 
 class ParallelLoraLinear(WithBaseNames):
@@ -152,6 +155,39 @@ class _LinearLora(ParallelLoraLinear):
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.widen(adapter, out, self._whole(low)), bias
 
+    def apart(self, hidden: torch.Tensor, low: torch.Tensor | None = None) -> Outcome:
+        """Return the base's output and the update to be added; whole outputs where an update cannot be left.
+
+        See ``megarl.model.layers.updates``.
+        """
+        if not self._leaves():
+            return self(hidden)
+        adapter = self.current()
+        if low is None:
+            dropped = drop_inputs(self, adapter.dropout, hidden)
+            if dropped is hidden and hidden.requires_grad:
+                hidden, low = project_through(hidden, adapter.matrix_a())
+            else:
+                low = adapter.lower(dropped)
+        out, bias = self.base_layer(hidden)
+        if bias is not None:
+            return self.widen(adapter, out, low), bias
+        return out, update_of(low, self.matrices_b(adapter), self.layout(adapter))
+
+    def projection(self) -> torch.Tensor | None:
+        """Return every A, ``[R, I]``, if ``apart`` takes the product of its input with them; else None."""
+        if not self._leaves():
+            return None
+        adapter = self.current()
+        return None if self.training and adapter.dropout > 0.0 else adapter.matrix_a()
+
+    def _leaves(self) -> bool:
+        """Return True if a kernel can add the update: on one rank, to whole parts, of ranks that a tile can hold."""
+        base = self.base_layer
+        if not self.active or self.group.size() > 1 or not isinstance(base, TRACED) or traced():
+            return False
+        return self.fusion in ("single", "gated") and max(self.adapters[self.active].ranks) <= MOST_RANKS
+
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
         weight = self.base_layer.weight
@@ -256,21 +292,3 @@ def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor)
         return traced_dropout(hidden, dropout, True, layer.place)[0]
     with get_cuda_rng_tracker().fork():
         return F.dropout(hidden, dropout)
-
-
-def mark_parameter(parameter: torch.nn.Parameter, split_dim: int | None, sequence_parallel: bool) -> None:
-    """Set the attributes by which mcore reduces, clips and counts a parameter.
-
-    Args:
-        parameter: an adapter matrix.
-        split_dim: the dimension that is split over TP; None for a replicated matrix.
-        sequence_parallel: True if the TP ranks apply the matrix to different tokens.
-    """
-    if split_dim is None:
-        # Not marked tensor_model_parallel, which would count it once per TP rank in the gradient norm.
-        parameter.sequence_parallel = sequence_parallel
-        return
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim = split_dim
-    parameter.partition_stride = 1
-    parameter.sequence_parallel = False

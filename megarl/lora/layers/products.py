@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from megarl import progress
 from megarl.families.base import Fusion
 from megarl.model.layers.regions import traced
+from megarl.model.layers.updates import Part, Update, product
 from megarl.model.weights.fusion import HeadLayout, part_views
 
 
@@ -107,6 +108,14 @@ def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tor
     return torch.cat(pieces, dim=1 if layout.fusion == "qkv" else 0).view(-1, columns)
 
 
+def update_of(low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> Update:
+    """Return what ``add_wide`` would add, for a kernel that adds it later; the parts lie one after the other."""
+    parts: list[Part | None] = [None] * (2 if layout.fusion == "gated" else 1)
+    for place, matrix, start, scaling in zip(layout.places, matrices, layout.starts, layout.scalings, strict=True):
+        parts[place] = Part(matrix, start, scaling)
+    return Update(low, tuple(parts))
+
+
 def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(hidden, hidden @ matrix.T)``; pass the first to the base layer and nowhere else.
 
@@ -188,11 +197,6 @@ def _slots(wide: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1, tensor.shape[-1])
-
-
-def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return ``scale * left @ right``, scaled inside the product, before rounding."""
-    return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
 
 
 def _differ(layout: Layout) -> bool:

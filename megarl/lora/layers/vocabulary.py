@@ -21,8 +21,8 @@ from megatron.core.tensor_parallel import (
 from peft import LoraConfig
 
 from megarl.errors import AdapterError, UnsupportedError
-from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of
-from megarl.lora.layers.parallel_linear import ColumnParallelLora, ParallelLoraLinear, mark_parameter
+from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
+from megarl.lora.layers.parallel_linear import ColumnParallelLora, ParallelLoraLinear
 from megarl.lora.targets.resolve import EMBED_MODULE, OUTPUT_MODULE
 from megarl.model.weights.base_tensors import unwrap
 from megarl.model.weights.fusion import head_layout

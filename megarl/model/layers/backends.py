@@ -34,7 +34,7 @@ def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     if model.numerics == "bitwise" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnsupportedError(f"model.numerics is 'bitwise' on a {device.type}; it needs CUDA; use 'fast'")
     if model.backend == "te":
-        return _te_settings(dtype, device, experts)
+        return _te_settings(device, experts)
     on_cuda = device.type == "cuda"
     if on_cuda and rope_utils.fused_apply_rotary_pos_emb is None:
         # mcore calls this name for Transformer Engine's kernel; megarl's takes its place where TE is not installed.
@@ -43,20 +43,13 @@ def backend_settings(model: ModelConfig, dtype: torch.dtype, device: torch.devic
     return {"apply_rope_fusion": on_cuda, "use_te_activation_func": not experts}
 
 
-def _te_settings(dtype: torch.dtype, device: torch.device, experts: bool) -> dict[str, Any]:
+def _te_settings(device: torch.device, experts: bool) -> dict[str, Any]:
     if device.type != "cuda":
         raise UnsupportedError("model.backend is 'te', which needs a GPU; use 'local' on a CPU")
     if importlib.util.find_spec("transformer_engine") is None:
         raise UnsupportedError(
             "model.backend is 'te', but Transformer Engine is not installed; install requirements/gpu-te.txt or use "
             "'local'"
-        )
-    # TE's GEMMs ask for CUBLAS_COMPUTE_32F_FAST_TF32 (transformer_engine/common/gemm/cublaslt_gemm.cu), whatever
-    # torch's own switches say. Only this variable overrules it, and CUDA's libraries read it when they start.
-    if dtype is torch.float32 and os.environ.get("NVIDIA_TF32_OVERRIDE") != "0":
-        raise UnsupportedError(
-            "model.dtype is 'float32' with model.backend 'te': Transformer Engine multiplies float32 matrices in TF32, "
-            "10 bits of mantissa; set NVIDIA_TF32_OVERRIDE=0 in the environment, or use 'bfloat16' or backend 'local'"
         )
     # TE's RoPE kernel in its "sbhd" form takes one angle for each of the T packed tokens, as PackedGPTModel gives them.
     return {"apply_rope_fusion": True, "use_te_activation_func": not experts}

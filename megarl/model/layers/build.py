@@ -122,11 +122,16 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 
 
 def build_chunks(
-    hf: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, groups: Groups, train: TrainConfig
+    hf: Mapping[str, Any],
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    groups: Groups,
+    train: TrainConfig,
+    spec: BlockSpec | None = None,
 ) -> list[PackedGPTModel]:
     """Build this rank's model chunks with uninitialised, frozen weights.
 
-    ``train`` says which activations are recomputed.
+    ``train`` says which activations are recomputed; ``spec`` describes other layers than the back end's.
 
     Returns:
         One chunk per virtual pipeline stage.
@@ -141,7 +146,7 @@ def build_chunks(
     back_ends.check_te(model, hf)
     config = transformer_config(hf, family_of(hf), model, parallel, groups.device, recompute_settings(train))
     stages = range(parallel.virtual_pipeline)
-    spec = block_spec(model)
+    spec = spec or block_spec(model)
     rope = bitwise_rope(hf) if model.numerics == "bitwise" else rope_of(hf)
     return [_build_chunk(hf, config, spec, rope, groups, stage if len(stages) > 1 else None) for stage in stages]
 

@@ -34,6 +34,17 @@ class RMSNorm(torch.nn.Module):
 
         return norm.rms_norm(hidden, self.weight, self.eps)
 
+    def beside(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of ``hidden``, and ``hidden`` for the residual stream.
+
+        One kernel computes the norm's gradient and adds the residual stream's.
+        """
+        if self.weight.requires_grad or not wants_kernels(hidden):
+            return self(hidden), hidden
+        from megarl.model.layers.kernels import norm
+
+        return norm.rms_norm_beside(hidden, self.weight, self.eps)
+
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the spec of a block made of mcore's linears, megarl's norm and megarl's packed attention."""

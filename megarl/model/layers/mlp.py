@@ -10,10 +10,17 @@ from megatron.core.transformer.mlp import MLP
 from megarl.model.layers import pointwise
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.regions import traced
+from megarl.model.layers.updates import Outcome, Update, apart, projection
 
 
 class PackedMLP(MLP):
-    """mcore's MLP. On CUDA, in 16 bits and without biases, its activation is one Triton kernel."""
+    """mcore's MLP. On CUDA, in 16 bits and without biases, its activation is one Triton kernel.
+
+    Attributes:
+        leaves_updates: True if the layer adds the update of ``linear_fc2``; set by the layer.
+    """
+
+    leaves_updates = False
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         self.biased = isinstance(config, PackedConfig) and config.mlp_bias
@@ -21,16 +28,28 @@ class PackedMLP(MLP):
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias that is still to be added, if any."""
+    ) -> Outcome:
+        """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias or update that is still to be added."""
         if traced() and per_token_scale is None:
             fused, bias = self.linear_fc1(hidden_states)
             fused = fused if bias is None else fused + bias
             return self.linear_fc2(self._activate(fused))
         if self.biased or per_token_scale is not None or not pointwise.wants_kernels(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
+        if self.leaves_updates:
+            return self._adapted(hidden_states)
         fused, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(self._activate(fused))
+
+    def _adapted(self, hidden: torch.Tensor) -> Outcome:
+        """Return what ``forward`` does, with all that adapters add to the wide activations left to SwiGLU's kernel."""
+        (fused, update), matrix = apart(self.linear_fc1, hidden), projection(self.linear_fc2)
+        if update is None and matrix is None:
+            return apart(self.linear_fc2, self._activate(fused))
+        from megarl.model.layers.kernels.adapted_swiglu import adapted_swiglu
+
+        assert update is None or isinstance(update, Update)  # without biases
+        return apart(self.linear_fc2, *adapted_swiglu(fused, update, matrix))
 
     def _activate(self, fused: torch.Tensor) -> torch.Tensor:
         """Return ``silu(gate) * up``, by megarl's kernel where there is one."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ``te`` back end: Transformer Engine's linears with fused norms, its activation and packed attention.
+"""The ``te`` back end: megarl's layers with Transformer Engine's packed attention and RoPE.
 
-Norms that stand alone (in front of experts, of heads, behind the last layer) are megarl's: TE's take the host longer
-than the GPU. So are all norms and linears under tensor parallelism, whose collectives run beside the products of other
-tokens (``megarl.lora.layers.overlapped``); those of TE's linears do not.
+TE's norms and linears stay out. Its norms take the host longer than the GPU. Its linears cannot leave an adapter's
+update to the next kernel (``updates``), nor run their collectives beside products (``megarl.lora.layers.overlapped``).
 
 Import this module only where Transformer Engine is installed (``backends`` checks that). Elsewhere mcore's classes for
 it do not exist.
@@ -26,21 +25,27 @@ from megarl.model.layers.attention.core import PackedAttention, PackedSequences
 from megarl.model.layers.block import Parts, block_of
 from megarl.model.layers.gpt import RMSNorm
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
+from megarl.model.layers.pointwise import SwiGLU
 
 
 def te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the spec of a block whose linears, on one rank, include the norms of attention and of dense MLPs."""
-    alone = config.tensor_model_parallel_size == 1
-    parts = Parts(
-        RMSNorm,
-        TELayerNormColumnParallelLinear if alone else ColumnParallelLinear,
-        TERowParallelLinear if alone else RowParallelLinear,
-        # PackedAttention splits sequences over CP ranks in the way that the model's RoPE and loss expect.
-        PackedTEAttention if config.context_parallel_size == 1 else PackedAttention,
-        TEActivationOp,
-        fused_norm=alone,
-    )
+    """Return the spec of a block with TE's attention."""
+    parts = Parts(RMSNorm, ColumnParallelLinear, RowParallelLinear, _attention(config), SwiGLU)
     return block_of(parts, config, vp_stage)
+
+
+def whole_te_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the spec of a block whose linears are TE's too and include the norms of attention and of dense MLPs.
+
+    Training of all weights is measured with it (`megarl bench train`), as mcore's users run it.
+    """
+    linears = TELayerNormColumnParallelLinear, TERowParallelLinear
+    return block_of(Parts(RMSNorm, *linears, _attention(config), TEActivationOp, fused_norm=True), config, vp_stage)
+
+
+def _attention(config: TransformerConfig) -> type:
+    # PackedAttention splits sequences over CP ranks in the way that the model's RoPE and loss expect.
+    return PackedTEAttention if config.context_parallel_size == 1 else PackedAttention
 
 
 class PackedTEAttention(TEDotProductAttention):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer layer for packed tokens: mcore's, and a forward pass that torch.compile can trace."""
+"""A transformer layer for packed tokens: mcore's modules, and a forward pass of megarl's own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +11,7 @@ from torch._dynamo import maybe_mark_dynamic
 from megarl import progress
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.linears import wait_for_adapters
+from megarl.model.layers.updates import Outcome, Update
 
 
 class PackedLayer(TransformerLayer):
@@ -23,6 +24,13 @@ class PackedLayer(TransformerLayer):
 
     compiles = False
     adapted: Sequence[Any] = ()
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # Attention recomputes its core itself; whatever else is recomputed is mcore's affair.
+        self._own = set(config.recompute_modules or ()) <= {"core_attn"} or config.recompute_granularity != "selective"
+        for module in (self.self_attention, self.mlp):
+            module.leaves_updates = self._own
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Call mcore's layer; or prepare what a trace may not contain, and run the compiled layer."""
@@ -49,26 +57,34 @@ class PackedLayer(TransformerLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map ``[T, 1, H]`` (T/TP tokens under SP) to the same shape; returns (output, context), as mcore does.
 
-        Without biases and dropout of the hidden states (megarl's config has none), mcore's layer is these two sums.
+        Without dropout of the hidden states (megarl's config has none), mcore's layer is these two sums.
         """
-        if not self.compiles:
+        if not (self._own or self.compiles):
             return super().forward(hidden_states, *args, **kwargs)
         hidden, normed = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
         return add(hidden, self.mlp(normed)), None
 
     def attended(self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states behind attention, and the MLP's input."""
-        attention = self.self_attention(
-            self.input_layernorm(hidden), None, rotary_pos_emb=angles, packed_seq_params=packed
-        )
-        hidden = add(hidden, attention)
-        return hidden, self.pre_mlp_layernorm(hidden)
+        normed, hidden = beside(self.input_layernorm, hidden)
+        attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed)
+        normed, hidden = beside(self.pre_mlp_layernorm, add(hidden, attention))
+        return hidden, normed
 
 
-def add(residual: torch.Tensor, output: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    """Return the residual plus a module's output and its bias, as mcore's modules return them."""
-    states, bias = output
-    return residual + (states if bias is None else states + bias)
+def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of hidden states, and hidden states for the residual stream."""
+    return norm.beside(hidden) if hasattr(norm, "beside") else (norm(hidden), hidden)
+
+
+def add(residual: torch.Tensor, output: Outcome) -> torch.Tensor:
+    """Return the residual plus a module's output and its bias or update."""
+    states, rest = output
+    if not isinstance(rest, Update):
+        return residual + (states if rest is None else states + rest)
+    from megarl.model.layers.kernels.residual import add_adapted
+
+    return add_adapted(residual, states, rest)
 
 
 def _made(gradient: torch.Tensor) -> None:

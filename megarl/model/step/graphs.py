@@ -25,7 +25,7 @@ from torch.func import functional_call
 from megarl.errors import UnsupportedError
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
-from megarl.model.step.packing import MicroBatch
+from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.schedule import RunChunk
 from megarl.parallel import token_exchange
 

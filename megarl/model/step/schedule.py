@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl import progress
 from megarl.loss.logprobs import token_logprobs
 from megarl.model.layers.gpt import PackedGPTModel, inner_model
-from megarl.model.step.packing import MicroBatch
+from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.stepper import Stepper
 from megarl.parallel.groups import Groups
 

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from megarl.errors import DataError
 from megarl.loss.base import Loss
-from megarl.model.step.packing import MicroBatch, PackedBatch, micro_batches, split_by_sample
+from megarl.loss.late_checks import late_checks
+from megarl.model.step.micro_batch import MicroBatch, micro_batches
+from megarl.model.step.packing import PackedBatch, split_by_sample
 from megarl.model.step.pass_clock import PassClock
 from megarl.parallel.groups import Groups, host_group
 
@@ -116,7 +118,8 @@ class Stepper(ABC):
     def _run(self, batch: PackedBatch, loss_function: Callable, *, forward_only: bool) -> list[dict]:
         self._check_layout(batch)
         items = micro_batches(batch, self.groups.data_rank, self.groups.device, context_rank=self.groups.context_rank)
-        return self._run_items(items, loss_function, forward_only=forward_only)
+        with late_checks():
+            return self._run_items(items, loss_function, forward_only=forward_only)
 
     def _check_layout(self, batch: PackedBatch) -> None:
         here, data = self.groups.topology, len(batch.plan)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megarl.errors import DataError
 from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
-from megarl.model.step.packing import flat_offsets, micro_batches, pack, split_by_sample
+from megarl.model.step.micro_batch import micro_batches
+from megarl.model.step.packing import flat_offsets, pack, split_by_sample
 from megarl.types import Sample
 
 CPU = torch.device("cpu")

@@ -14,3 +14,7 @@ def test_outputs_and_gradients_equal_torch() -> None:
 
 def test_compiled_layers_call_the_kernels() -> None:
     run_interpreted("-m", "tests.helpers.traced_kernels")
+
+
+def test_updates_left_to_kernels_are_added() -> None:
+    run_interpreted("-m", "tests.helpers.update_kernels")

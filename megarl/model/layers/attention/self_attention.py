@@ -8,8 +8,9 @@ from megatron.core.transformer.attention import SelfAttention
 
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
-from megarl.model.layers.pointwise import apply_rope, has_kernels
+from megarl.model.layers.pointwise import apply_rope, has_kernels, wants_kernels
 from megarl.model.layers.regions import traced
+from megarl.model.layers.updates import Outcome, apart
 from megarl.model.weights.fusion import head_layout, split_heads
 
 
@@ -18,7 +19,12 @@ class PackedSelfAttention(SelfAttention):
 
     On CUDA in 16 bits, one Triton kernel does everything between the projection and attention, unless the norms of
     queries and keys are trained.
+
+    Attributes:
+        leaves_updates: True if the layer adds the update of ``linear_proj``; set by the layer.
     """
+
+    leaves_updates = False
 
     def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config.with_bias(True) if config.attention_bias else config, *args, **kwargs)
@@ -32,7 +38,7 @@ class PackedSelfAttention(SelfAttention):
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSequences,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Outcome:
         """Attend, as ``LatentAttention.forward`` does. ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
         fused, _ = self.linear_qkv(hidden_states)
         split = self._split_by_kernel if self._has_kernel(fused) else self._split
@@ -41,7 +47,8 @@ class PackedSelfAttention(SelfAttention):
         recomputed = self.checkpoint_core_attention and self.training and not traced()
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
-        return self.linear_proj(out)
+        leaves = self.leaves_updates and wants_kernels(out)
+        return apart(self.linear_proj, out) if leaves else self.linear_proj(out)
 
     def _norms(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of the query and key norms, if the model has them."""

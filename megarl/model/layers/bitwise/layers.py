@@ -29,6 +29,10 @@ class BitwiseNorm(RMSNorm):
         """Normalise the last dimension."""
         return ops.rms_norm(hidden.view(-1, hidden.shape[-1]), self.weight, self.eps).view(hidden.shape)
 
+    def beside(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of ``hidden``, and ``hidden``."""
+        return self(hidden), hidden
+
 
 class _Linear:
     """Forward pass of a linear that holds all of its weight."""

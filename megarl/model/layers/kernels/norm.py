@@ -29,38 +29,69 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Te
     return _RMSNorm.apply(hidden, weight, eps)
 
 
+def rms_norm_beside(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``rms_norm``'s result and ``hidden``, whose gradients the backward kernel adds up in float32.
+
+    Args:
+        hidden, weight, eps: see ``rms_norm``.
+    """
+    return _RMSNormBeside.apply(hidden, weight, eps)
+
+
 def gradient_of(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the gradient of ``hidden [T, H]``, from that of the result; the root is computed anew."""
-    rows, normed = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    inverse = rows.new_empty(len(rows), dtype=torch.float32)
-    _launch(_norm_forward, rows, weight, inverse, normed, eps)
-    _launch(_norm_backward, rows, weight, inverse, as_rows(gradient), normed)  # overwrites the norm by the gradient
-    return normed
+    _, inverse = _result(hidden, weight, eps)
+    return _by_hidden(gradient, hidden, weight, inverse)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows, out = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        inverse = rows.new_empty(len(rows), dtype=torch.float32)
+        out, inverse = _result(hidden, weight, eps)
         ctx.save_for_backward(hidden, weight, inverse)
-        _launch(_norm_forward, rows, weight, inverse, as_rows(out), eps)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, inverse = ctx.saved_tensors
-        by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        _launch(_norm_backward, as_rows(hidden), weight, inverse, as_rows(gradient), by_hidden)
-        return by_hidden, None, None
+        return _by_hidden(gradient, hidden, weight, inverse), None, None
 
 
-def _launch(
-    kernel: Any, rows: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor, normed: torch.Tensor, last: Any
-) -> None:
-    tokens, width = rows.shape
-    strides = rows.stride(0), normed.stride(0)
-    kernel[(tokens,)](rows, weight, inverse, normed, last, *strides, **row_settings(width, FEATURES_OF_A_WARP))
+class _RMSNormBeside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return _RMSNorm.forward(ctx, hidden, weight, eps), hidden.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor, beside: torch.Tensor) -> Any:
+        hidden, weight, inverse = ctx.saved_tensors
+        return _by_hidden(gradient, hidden, weight, inverse, beside), None, None
+
+
+def _by_hidden(
+    gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor,
+    beside: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of ``hidden``, plus ``beside``."""
+    by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    rows, along = as_rows(hidden), as_rows(gradient)
+    added = along if beside is None else as_rows(beside)
+    _norm_backward[(len(rows),)](
+        rows, weight, inverse, along, by_hidden, added, rows.stride(0), along.stride(0), added.stride(0),
+        BESIDE=beside is not None, **row_settings(rows.shape[1], FEATURES_OF_A_WARP),
+    )  # fmt: skip
+    return by_hidden
+
+
+def _result(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm, and one over the root of each row, float32."""
+    rows, out = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    inverse = rows.new_empty(len(rows), dtype=torch.float32)
+    (tokens, width), normed = rows.shape, as_rows(out)
+    _norm_forward[(tokens,)](
+        rows, weight, inverse, normed, eps, rows.stride(0), width, **row_settings(width, FEATURES_OF_A_WARP)
+    )
+    return out, inverse
 
 
 @triton.jit
@@ -77,7 +108,8 @@ def _norm_forward(hidden, weight, inverse, out, eps, stride, out_stride, WIDTH: 
 
 @triton.jit
 def _norm_backward(
-    hidden, weight, inverse, by_out, by_hidden, stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    hidden, weight, inverse, by_out, by_hidden, beside, stride, out_stride, beside_stride, BESIDE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -88,4 +120,6 @@ def _norm_backward(
     slope = tl.load(by_out + token * out_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
     along = tl.sum(slope * normed, 0) / WIDTH
     by_value = root * (slope - normed * along)
+    if BESIDE:
+        by_value += tl.load(beside + token * beside_stride + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(by_hidden + token * WIDTH + column, by_value.to(by_hidden.dtype.element_ty), mask=inside)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add a low-rank product to a tile that another kernel has in its registers.
+
+Shape letters: T tokens, R rank, O features.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+# Least size of a dimension of a dot product.
+LEAST = 16
+
+
+class Factors(NamedTuple):
+    """The arguments of a product ``scale * low @ matrix``, in a kernel's order.
+
+    Attributes:
+        low: ``[T, R]``; its rows are contiguous.
+        matrix: ``[R, O]`` or, transposed, ``[O, R]``.
+        scale: factor of the product.
+        stride: of the rows of ``low``.
+    """
+
+    low: torch.Tensor
+    matrix: torch.Tensor
+    scale: float
+    stride: int
+
+
+def factors_of(low: Any, matrix: Any, place: Any, instead: torch.Tensor, along: int = 1) -> tuple[Factors, int]:
+    """Return the factors of one part of an update (``updates.flattened``), and its rank; rank 0 for no product.
+
+    ``instead`` is a tensor that a kernel gets in their place then, and does not read. ``along`` is the dimension of
+    ``matrix`` that has the rank's size.
+    """
+    if matrix is None:
+        return Factors(instead, instead, 0.0, 0), 0
+    start, scale = place
+    rows = low.reshape(-1, low.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return Factors(rows[:, start:], matrix.contiguous(), scale, rows.stride(0)), matrix.shape[along]
+
+
+def rank_block(rank: int) -> int:
+    """Return the size of the tile that holds all columns of ``low``; 0 for no product."""
+    return max(LEAST, triton.next_power_of_2(rank)) if rank else 0
+
+
+@triton.jit
+def low_rank_tile(
+    low, matrix, scale, stride, row, column, tokens, width, rank_stride, column_stride, RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the tile ``scale * low[row] @ matrix[:, column]`` in float32.
+
+    Args:
+        low, matrix, scale, stride: ``Factors``. Element (k, column) of the matrix is ``k * rank_stride + column *
+            column_stride`` behind its first.
+        row, column: int64 rows and columns of the tile; those beyond ``tokens`` and ``width`` give zeros.
+    """
+    k = tl.arange(0, BLOCK)
+    held = k < RANK
+    left = tl.load(low + row[:, None] * stride + k[None, :], mask=(row < tokens)[:, None] & held[None, :], other=0.0)
+    right = tl.load(
+        matrix + k[:, None] * rank_stride + column[None, :] * column_stride,
+        mask=held[:, None] & (column < width)[None, :],
+        other=0.0,
+    )
+    return scale * tl.dot(left, right, input_precision="ieee")

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leave an adapter's product with B to the kernel that reads the linear's output next.
+
+The update of a wide output by a low-rank product moves that output through memory twice more, which takes longer than
+the product itself. SwiGLU and the sum with the residual read the output anyway, so their kernels add the update in
+float32 before they round. Linears that can leave it have two methods, ``apart`` and ``projection``
+(``megarl.lora.layers.parallel_linear``); all others are called as always.
+
+Shapes: T tokens, I input and O output features, R sum of the ranks of the linear's parts, r rank of one part.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Part(NamedTuple):
+    """B of one part of a linear.
+
+    Attributes:
+        matrix: B, ``[O of the part, r]``.
+        start: first of the part's columns of ``Update.low``. Parts may share columns.
+        scale: factor of the product.
+    """
+
+    matrix: torch.Tensor
+    start: int
+    scale: float
+
+
+class Update(NamedTuple):
+    """The product that is still to be added to a linear's output.
+
+    Attributes:
+        low: ``[..., R]``.
+        parts: of each part of the output, in order, what is added to it: ``scale * low[:, start:][:, :r] @ matrix.T``;
+            None for nothing. The parts are equally wide.
+    """
+
+    low: torch.Tensor
+    parts: tuple[Part | None, ...]
+
+
+# A linear's output, and a bias or an update that is not yet added.
+Outcome = tuple[torch.Tensor, torch.Tensor | Update | None]
+
+
+def apart(linear: Any, hidden: torch.Tensor, low: torch.Tensor | None = None) -> Outcome:
+    """Call a linear; leave its adapter's update to the caller if the linear can.
+
+    Args:
+        linear: any of mcore's linears, with or without adapters.
+        hidden: ``[..., I]``.
+        low: the product of ``hidden`` and ``projection(linear)``, where that is not None.
+    """
+    return linear.apart(hidden, low) if hasattr(linear, "apart") else linear(hidden)
+
+
+def projection(linear: Any) -> torch.Tensor | None:
+    """Return every A of a linear's adapters, ``[R, I]``, if ``apart`` takes the product with them; else None."""
+    return linear.projection() if hasattr(linear, "projection") else None
+
+
+def flattened(update: Update | None, count: int) -> tuple[Any, ...]:
+    """Return an update as an autograd function takes it: low, the places of its parts, their matrices.
+
+    A place is a part's ``(start, scale)``, or None; ``count`` is the number of parts.
+    """
+    low, parts = update or (None, (None,) * count)
+    assert len(parts) == count
+    places = tuple(part and (part.start, part.scale) for part in parts)
+    return low, places, *(part and part.matrix for part in parts)
+
+
+def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return ``scale * left @ right``, scaled inside the product, before rounding."""
+    return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
+
+
+def update_gradients(
+    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output.
+
+    Args:
+        by_out: ``[..., O]``.
+        low, places, matrices: as ``flattened`` returns them.
+    """
+    if low is None:
+        return (None, *(None for _ in matrices))
+    rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
+    by_low, seen = torch.empty_like(below), set[int]()
+    by_matrices: list[torch.Tensor | None] = []
+    for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True):
+        if matrix is None:
+            by_matrices.append(None)
+            continue
+        start, scale = place
+        columns = slice(start, start + matrix.shape[1])
+        torch.addmm(by_low[:, columns], piece, matrix, beta=start in seen, alpha=scale, out=by_low[:, columns])
+        seen.add(start)
+        by_matrices.append(product(piece.t(), below[:, columns], scale))
+    return (by_low.view(low.shape), *by_matrices)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the tensors of one rank's share of a packed batch.
+
+Shape letters: T packed input tokens of a micro-batch on this rank, S sequences, R response tokens on this rank.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+
+from megarl.errors import DataError
+from megarl.loss.base import TokenBatch
+from megarl.loss.sequences import Sequences
+from megarl.model.layers.attention.core import PackedSequences
+from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
+from megarl.model.step.packing import PackedBatch, flat_offsets
+from megarl.types import Sample
+
+# Fields that all samples of a micro-batch have, or none.
+FIELDS = ("group", "sampler_logprobs", "old_logprobs", "reference_logprobs")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The use of a micro-batch's outputs, on the device; see ``MicroBatch``."""
+
+    response_R: torch.Tensor
+    labels_R: torch.Tensor
+    places_R: torch.Tensor
+    loss_tokens: TokenBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's part of one packed micro-batch, on the device.
+
+    Attributes:
+        tokens_T: int64 inputs. Padding lies at the end of each sequence (CP), and at the end of the pack as a sequence
+            of its own. No other token attends to it.
+        positions_T: int64, position of each token within its sequence.
+        packed: the sequences' bounds, for attention.
+        samples: index in the batch of each sequence of the whole pack; the pack's padding comes after them.
+        make_outputs: makes the four below. They are made when the first is asked for: the device has the layers to
+            compute meanwhile.
+        response_R: packed positions whose next token the policy chose, int64.
+        labels_R: those next tokens, int64.
+        places_R: positions of those tokens in the vector over all response tokens of the batch, int64 (see
+            ``flat_offsets``).
+        loss_tokens: per-token inputs of the loss.
+    """
+
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    packed: PackedSequences
+    samples: tuple[int, ...]
+    make_outputs: Callable[[], Outputs]
+
+    @cached_property
+    def _outputs(self) -> Outputs:
+        return self.make_outputs()
+
+    @property
+    def response_R(self) -> torch.Tensor:
+        return self._outputs.response_R
+
+    @property
+    def labels_R(self) -> torch.Tensor:
+        return self._outputs.labels_R
+
+    @property
+    def places_R(self) -> torch.Tensor:
+        return self._outputs.places_R
+
+    @property
+    def loss_tokens(self) -> TokenBatch:
+        return self._outputs.loss_tokens
+
+
+def micro_batches(
+    batch: PackedBatch, data_rank: int, device: torch.device, *, context_rank: int = 0
+) -> list[MicroBatch]:
+    """Return the tensors of one rank's part of its micro-batches, in order."""
+    return [_assemble(batch, indices, context_rank, device) for indices in batch.plan[data_rank]]
+
+
+def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, device: torch.device) -> MicroBatch:
+    chosen = [batch.samples[index] for index in indices]
+    lengths = _padded_lengths(batch, chosen)
+    starts = np.cumsum([0, *lengths])
+    tokens = np.zeros(starts[-1], dtype=np.int64)
+    for start, sample in zip(starts, chosen, strict=False):
+        tokens[start : start + len(sample.tokens) - 1] = sample.tokens[:-1]
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    held = rank_tokens(lengths, batch.context, context_rank)
+    for name in FIELDS:
+        _given([getattr(sample, name) for sample in chosen], name)  # every rank finds the error before any runs
+    return MicroBatch(
+        tokens_T=_tensor(tokens[held], np.int64, device),
+        positions_T=_tensor(positions[held], np.int64, device),
+        packed=PackedSequences.from_lengths(lengths, device, context=batch.context, context_rank=context_rank),
+        samples=indices,
+        make_outputs=partial(_outputs, batch, indices, chosen, starts, held, device),
+    )
+
+
+def _outputs(
+    batch: PackedBatch,
+    indices: tuple[int, ...],
+    chosen: list[Sample],
+    starts: np.ndarray,
+    held: np.ndarray,
+    device: torch.device,
+) -> Outputs:
+    """Return what ``MicroBatch.make_outputs`` makes.
+
+    Args:
+        batch: the whole batch.
+        indices, chosen: the micro-batch's samples.
+        starts: first position of each sequence in the whole pack, int64, and the pack's length.
+        held: positions of this rank's tokens.
+        device: where the tensors go.
+    """
+    here = np.full(starts[-1], -1)
+    here[held] = np.arange(len(held))
+    # For all response tokens of the micro-batch, in sample order: their position on this rank (-1: elsewhere), and the
+    # indices of those that are here.
+    response = here[_joined([s + np.flatnonzero(c.response_mask[1:]) for s, c in zip(starts, chosen, strict=False)])]
+    kept = np.flatnonzero(response >= 0)
+    offsets, counts = flat_offsets(batch), batch.response_tokens
+    places = _joined([np.arange(offsets[index], offsets[index] + counts[index]) for index in indices])
+    labels = _joined([sample.tokens[sample.response_mask] for sample in chosen])
+    return Outputs(
+        response_R=_tensor(response[kept], np.int64, device),
+        labels_R=_tensor(labels[kept], np.int64, device),
+        places_R=_tensor(places[kept], np.int64, device),
+        loss_tokens=_loss_tokens(batch, indices, chosen, kept, device),
+    )
+
+
+def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]:
+    """Return the sequence lengths of the whole pack; a padding sequence comes last if T must grow or would be 0."""
+    lengths = [padded_length(len(sample.tokens) - 1, batch.context) for sample in chosen]
+    unit = batch.context * math.lcm(batch.multiple, 2 if batch.context > 1 else 1)
+    # An empty micro-batch runs too, so that every rank takes part in every collective.
+    padding = -sum(lengths) % unit if lengths else unit
+    return (*lengths, padding) if padding else tuple(lengths)
+
+
+def _loss_tokens(
+    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray, device: torch.device
+) -> TokenBatch:
+    counts = [int(sample.response_mask.sum()) for sample in chosen]
+    held = np.repeat(np.arange(len(chosen)), counts)[kept]
+    groups = _given([sample.group for sample in chosen], "group")
+
+    def tensor(values: np.ndarray) -> torch.Tensor:
+        return _tensor(values[kept], np.float32, device)
+
+    def gather(name: str) -> torch.Tensor | None:
+        values = _given([getattr(sample, name) for sample in chosen], name)
+        return None if values is None else tensor(_joined(values))
+
+    return TokenBatch(
+        weights_T=tensor(np.repeat(batch.weights_S[list(indices)], counts)),
+        advantages_T=tensor(
+            _joined([np.broadcast_to(s.advantage, count) for s, count in zip(chosen, counts, strict=True)])
+        ),
+        token_fraction=batch.token_fraction,
+        sampler_logprobs_T=gather("sampler_logprobs"),
+        old_logprobs_T=gather("old_logprobs"),
+        reference_logprobs_T=gather("reference_logprobs"),
+        sequences=Sequences(
+            counts_S=np.bincount(held, minlength=len(chosen)),
+            lengths_S=np.array(counts, dtype=np.int64),
+            groups_S=None if groups is None else np.array(groups, dtype=np.int64),
+            device=device,
+        ),
+    )
+
+
+def _given(values: list, name: str) -> list | None:
+    """Return a field's values, or None if no sample has it."""
+    missing = [value is None for value in values]
+    if any(missing) and not all(missing):
+        raise DataError(f"some samples of a batch have {name} and some have not; give it for all or for none")
+    return None if any(missing) else values
+
+
+def _joined(parts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
+def _tensor(array: np.ndarray, dtype: type, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare the kernels that add an adapter's update with torch's own operations, and models with and without them.
+
+Run as a program (`python -m tests.helpers.update_kernels`), it uses float32 on the CPU and Triton's interpreter.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tests.helpers.row_kernels import EPS, Errors
+
+TOKENS, SCALE = 75, 1.7
+# Width of the result; ranks of the adapters of the first and of the second linear, 0 for none.
+SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (1024, 48, 64)]
+Tensors = list[torch.Tensor]
+
+
+def swiglu_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return each result's relative error against float64: the kernel's, and that of torch in the same dtype."""
+    from megarl.model.layers.kernels.adapted_swiglu import adapted_swiglu
+    from megarl.model.layers.updates import Part, Update
+
+    wide = (width, first)
+    given = _draw(dtype, device, (TOKENS, 1, 2 * width), (TOKENS, 1, 2 * first), wide, wide, (second, width))
+
+    def ours(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        of_gate, of_up, matrix = matrices
+        update = Update(low, (Part(of_gate, 0, SCALE), Part(of_up, first, -0.5))) if first else None
+        out, projected = adapted_swiglu(fused, update, matrix if second else None)
+        return [out] if projected is None else [out, projected]
+
+    def theirs(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        (gate, up), (of_gate, of_up, matrix) = fused.chunk(2, dim=-1), matrices
+        gate = gate + SCALE * (low[..., :first] @ of_gate.t())
+        out = F.silu(gate) * (up - 0.5 * (low[..., first:] @ of_up.t()))
+        return [out, F.linear(out, matrix)] if second else [out]
+
+    return _errors(given, ours, theirs)
+
+
+def residual_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of the sum with the residual stream, of rank ``first``."""
+    from megarl.model.layers.kernels.residual import add_adapted
+    from megarl.model.layers.updates import Part, Update
+
+    rank = first or second
+    given = _draw(dtype, device, (TOKENS, 1, width), (TOKENS, 1, width), (TOKENS, 1, rank), (width, rank))
+
+    def ours(residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, wide: torch.Tensor) -> Tensors:
+        return [add_adapted(residual, out, Update(low, (Part(wide, 0, SCALE),)))]
+
+    def theirs(residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, wide: torch.Tensor) -> Tensors:
+        return [residual + (out + SCALE * (low @ wide.t()))]
+
+    return _errors(given, ours, theirs)
+
+
+def beside_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of RMSNorm beside the residual stream."""
+    from megarl.model.layers.kernels.norm import rms_norm_beside
+
+    weight = torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
+
+    def ours(hidden: torch.Tensor) -> Tensors:
+        return list(rms_norm_beside(hidden, weight, EPS))
+
+    def theirs(hidden: torch.Tensor) -> Tensors:
+        return [F.rms_norm(hidden, (width,), weight.to(hidden.dtype), EPS), hidden]
+
+    return _errors(_draw(dtype, device, (TOKENS, 1, width)), ours, theirs)
+
+
+def _draw(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> Tensors:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in shapes]
+
+
+def _errors(given: Tensors, ours: Callable[..., Tensors], theirs: Callable[..., Tensors]) -> Errors:
+    dtype = given[0].dtype
+
+    def run(compute: Callable[..., Tensors], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
+        outs = compute(*leaves)
+        slopes = _draw(given[0].dtype, str(given[0].device), *(out.shape for out in outs))
+        gradients = torch.autograd.grad(outs, leaves, [slope.to(dtype) for slope in slopes], allow_unused=True)
+        named = {f"output {place}": out for place, out in enumerate(outs)}
+        named |= {f"gradient {place}": g for place, g in enumerate(gradients) if g is not None and g.numel()}
+        return {name: tensor.detach().double() for name, tensor in named.items()}
+
+    mine, other, exact = run(ours, dtype), run(theirs, dtype), run(theirs, torch.float64)
+    return {name: (_error(mine[name], exact[name]), _error(other[name], exact[name])) for name in exact}
+
+
+def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
+
+
+MEASURES = (swiglu_errors, residual_errors, beside_errors)
+
+
+def count_updates() -> dict[str, int]:
+    """Count the calls of the functions that add updates from here on."""
+    from megarl.model.layers.kernels import adapted_swiglu, norm, residual
+
+    counts: dict[str, int] = {}
+    for module, name in ((adapted_swiglu, "adapted_swiglu"), (residual, "add_adapted"), (norm, "rms_norm_beside")):
+        counts[name] = 0
+        setattr(module, name, _counted(counts, name, getattr(module, name)))
+    return counts
+
+
+def _counted(counts: dict[str, int], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        counts[name] += 1
+        return function(*given)
+
+    return call
+
+
+def compare_models() -> None:
+    """Compare logprobs and gradients of small models with those without kernels."""
+    from megarl.model.layers import gpt, mlp, pointwise
+    from megarl.model.layers.attention import self_attention
+    from megarl.verify.inputs.tiny_model import write_random
+    from tests.helpers.bitwise_layers import CONFIGS, results
+
+    counts = count_updates()
+
+    def with_kernels(on: bool) -> None:
+        for module in (pointwise, gpt, mlp.pointwise, self_attention):
+            for name in {"has_kernels", "wants_kernels"} & set(vars(module)):
+                setattr(module, name, lambda tensor: on)
+
+    for config in CONFIGS:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = write_random(config, Path(scratch) / "model")
+            with_kernels(False)
+            plain, plain_gradients, _ = results(folder, "fast")
+            assert not any(counts.values()), counts
+            with_kernels(True)
+            ours, gradients, _ = results(folder, "fast")
+            assert all(counts.values()), counts
+            counts.update(dict.fromkeys(counts, 0))
+        for one, other in zip(ours, plain, strict=True):
+            np.testing.assert_allclose(one, other, atol=2e-5)
+        for name, gradient in gradients.items():
+            error = (gradient - plain_gradients[name]).norm() / plain_gradients[name].norm()
+            assert error < 1e-3, (name, float(error))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for shape in SHAPES[:3]:
+        for measure in MEASURES:
+            measured = measure(*shape, torch.float32, "cpu")
+            assert all(error <= 1e-6 for error, _ in measured.values()), (measure.__name__, shape, measured)
+    compare_models()
