@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let another process of this host open memory of this process's GPU, by CUDA IPC."""
+"""Let other processes of this host open memory of this process's GPU, by CUDA IPC; bring host tensors to it."""
 
 import pickle
 from functools import cache
@@ -59,3 +59,11 @@ def reads(handle: bytes) -> bool:
         return bool(opened(handle).clone().item() == WORD)
     except RuntimeError:
         return False
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a host tensor on a device. A GPU gets it from pinned memory, so that the host does not wait for it.
+
+    From other memory CUDA copies larger tensors only once it has done all that was launched before.
+    """
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

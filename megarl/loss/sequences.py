@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.cuda_memory import upload
 from megarl.errors import LossInputError
 
 
@@ -74,7 +75,7 @@ class Sequences:
         return values_S
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self.device, non_blocking=True)
+        return upload(torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)), self.device)
 
 
 class SequenceSum(torch.autograd.Function):

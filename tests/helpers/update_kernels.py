@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tests.helpers import heads as heads_reference
 from tests.helpers.row_kernels import EPS, Errors
 
 TOKENS, SCALE = 75, 1.7
@@ -42,6 +43,38 @@ def swiglu_errors(width: int, first: int, second: int, dtype: torch.dtype, devic
         return [out, F.linear(out, matrix)] if second else [out]
 
     return _errors(given, ours, theirs)
+
+
+def heads_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of what lies between the qkv projection and attention; ranks ``first`` and ``second``."""
+    from megarl.model.layers.kernels.adapted_heads import prepare_adapted_heads
+    from megarl.model.layers.updates import Part, Update
+
+    heads = heads_reference.LAYOUTS[width % len(heads_reference.LAYOUTS)]
+    heads = heads if heads.head_dim >= 32 else heads_reference.LAYOUTS[0]
+    kv = heads.groups * heads.head_dim
+    ranks, rows = (first, second, max(first, second)), (kv * heads.queries, kv, kv)
+    shapes = [(rows[i], ranks[i]) for i in range(3)]
+    fused, low, *others = _draw(dtype, device, (TOKENS, 1, sum(rows)), (TOKENS, 1, sum(ranks)), *shapes)
+    weights = tuple(1 + 0.3 * weight for weight in _draw(dtype, device, *[(heads.head_dim,)] * 2)) if first else None
+    angles = 53.0 * torch.rand(TOKENS, 1, 1, heads.head_dim // 2, device=device).repeat(1, 1, 1, 2)
+    starts, scales = (0, first, first + second), (SCALE, SCALE, -0.5 if second else SCALE)
+
+    def ours(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        places = zip(matrices, starts, scales, ranks, strict=True)
+        parts = tuple(Part(matrix, start, scale) if rank else None for matrix, start, scale, rank in places)
+        return list(prepare_adapted_heads(fused, angles, weights, EPS, heads, Update(low, parts)))
+
+    def theirs(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        grouped = []
+        for matrix, start, scale, rank in zip(matrices, starts, scales, ranks, strict=True):
+            added = scale * (low[..., start : start + rank] @ matrix.t())
+            grouped.append(added.view(TOKENS, 1, heads.groups, -1))
+        return heads_reference.reference(
+            fused + torch.cat(grouped, dim=-1).flatten(-2), angles, weights, heads, fused.dtype
+        )
+
+    return _errors([fused, low, *others], ours, theirs)
 
 
 def residual_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
@@ -101,15 +134,16 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, residual_errors, beside_errors)
+MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors)
 
 
 def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
-    from megarl.model.layers.kernels import adapted_swiglu, norm, residual
+    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual
 
     counts: dict[str, int] = {}
-    for module, name in ((adapted_swiglu, "adapted_swiglu"), (residual, "add_adapted"), (norm, "rms_norm_beside")):
+    places = {adapted_heads: "prepare_adapted_heads", adapted_swiglu: "adapted_swiglu", residual: "add_adapted"}
+    for module, name in (places | {norm: "rms_norm_beside"}).items():
         counts[name] = 0
         setattr(module, name, _counted(counts, name, getattr(module, name)))
     return counts

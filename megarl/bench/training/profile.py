@@ -20,7 +20,7 @@ KINDS = {
 }
 OTHER = "other"
 # The longest pauses that the file lists, and the host's calls listed for each.
-PAUSES, CALLS = 20, 4
+PAUSES, CALLS = 20, 6
 # Start, end and name of a kernel or of a call on the host, in microseconds.
 Span = tuple[float, float, str]
 

@@ -182,11 +182,11 @@ class _LinearLora(ParallelLoraLinear):
         return None if self.training and adapter.dropout > 0.0 else adapter.matrix_a()
 
     def _leaves(self) -> bool:
-        """Return True if a kernel can add the update: on one rank, to whole parts, of ranks that a tile can hold."""
+        """Return True if a kernel can add the update: on one rank, of ranks that a tile can hold."""
         base = self.base_layer
         if not self.active or self.group.size() > 1 or not isinstance(base, TRACED) or traced():
             return False
-        return self.fusion in ("single", "gated") and max(self.adapters[self.active].ranks) <= MOST_RANKS
+        return max(self.adapters[self.active].ranks) <= MOST_RANKS
 
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""

@@ -109,8 +109,8 @@ def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tor
 
 
 def update_of(low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> Update:
-    """Return what ``add_wide`` would add, for a kernel that adds it later; the parts lie one after the other."""
-    parts: list[Part | None] = [None] * (2 if layout.fusion == "gated" else 1)
+    """Return what ``add_wide`` would add, for a kernel that adds it later."""
+    parts: list[Part | None] = [None] * {"single": 1, "gated": 2, "qkv": 3}[layout.fusion]
     for place, matrix, start, scaling in zip(layout.places, matrices, layout.starts, layout.scalings, strict=True):
         parts[place] = Part(matrix, start, scaling)
     return Update(low, tuple(parts))

@@ -2,9 +2,9 @@
 """Leave an adapter's product with B to the kernel that reads the linear's output next.
 
 The update of a wide output by a low-rank product moves that output through memory twice more, which takes longer than
-the product itself. SwiGLU and the sum with the residual read the output anyway, so their kernels add the update in
-float32 before they round. Linears that can leave it have two methods, ``apart`` and ``projection``
-(``megarl.lora.layers.parallel_linear``); all others are called as always.
+the product itself. SwiGLU, the sum with the residual, and what lies between the projection of q, k and v and attention
+read the output anyway, so their kernels add the update in float32 before they round. Linears that can leave it have two
+methods, ``apart`` and ``projection`` (``megarl.lora.layers.parallel_linear``); all others are called as always.
 
 Shapes: T tokens, I input and O output features, R sum of the ranks of the linear's parts, r rank of one part.
 """
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from megarl.model.weights.fusion import HeadLayout, part_views
 
 
 class Part(NamedTuple):
@@ -35,7 +37,7 @@ class Update(NamedTuple):
     Attributes:
         low: ``[..., R]``.
         parts: of each part of the output, in order, what is added to it: ``scale * low[:, start:][:, :r] @ matrix.T``;
-            None for nothing. The parts are equally wide.
+            None for nothing.
     """
 
     low: torch.Tensor
@@ -79,17 +81,25 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tens
 
 
 def update_gradients(
-    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None]
+    by_out: torch.Tensor,
+    low: torch.Tensor | None,
+    places: Sequence[Any],
+    matrices: Sequence[torch.Tensor | None],
+    heads: HeadLayout | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output.
 
     Args:
         by_out: ``[..., O]``.
         low, places, matrices: as ``flattened`` returns them.
+        heads: set if the parts are queries, keys and values, which lie head by head. Otherwise the parts lie one after
+            the other, and are equally wide.
     """
     if low is None:
         return (None, *(None for _ in matrices))
     rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
+    if heads is not None:
+        return _gradients_by_heads(rows, low, below, places, matrices, heads)
     by_low, seen = torch.empty_like(below), set[int]()
     by_matrices: list[torch.Tensor | None] = []
     for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True):
@@ -102,3 +112,28 @@ def update_gradients(
         seen.add(start)
         by_matrices.append(product(piece.t(), below[:, columns], scale))
     return (by_low.view(low.shape), *by_matrices)
+
+
+def _gradients_by_heads(
+    rows: torch.Tensor, low: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout
+) -> tuple[torch.Tensor | None, ...]:
+    """Do what ``update_gradients`` does by two products with one matrix ``[O, R]`` that holds every part's B."""
+    scales = {place[1] for place in places if place}
+    common = scales.pop() if len(scales) == 1 else 1.0
+    wide, by_wide = rows.new_zeros(rows.shape[1], below.shape[1]), product(rows.t(), below, common)
+    by_matrices: list[torch.Tensor | None] = []
+    views = zip(part_views(wide, "qkv", heads), part_views(by_wide, "qkv", heads), strict=True)
+    for (view, by_view), place, matrix in zip(views, places, matrices, strict=True):
+        if matrix is None:
+            by_matrices.append(None)
+            continue
+        start, scale = place
+        columns, factor = slice(start, start + matrix.shape[1]), scale / common
+        slot, by_slot = view[..., columns], by_view[..., columns]
+        slot.copy_(matrix.view(slot.shape))
+        by_matrix = by_slot.reshape(matrix.shape)
+        if factor != 1.0:
+            slot.mul_(factor)
+            by_matrix = by_matrix * factor
+        by_matrices.append(by_matrix)
+    return (product(rows, wide, common).view(low.shape), *by_matrices)

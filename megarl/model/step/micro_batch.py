@@ -12,6 +12,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
+from megarl.cuda_memory import upload
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
 from megarl.loss.sequences import Sequences
@@ -195,4 +196,4 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray, dtype: type, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
+    return upload(torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)), device)

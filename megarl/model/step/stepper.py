@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megarl.cuda_memory import upload
 from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.loss.late_checks import late_checks
@@ -156,7 +157,7 @@ class Stepper(ABC):
         names = self._metric_names(outputs)
         if not names:
             return Metrics([], torch.zeros(0))
-        highest = torch.tensor([name.endswith("_max") for name in names]).to(self.groups.device, non_blocking=True)
+        highest = upload(torch.tensor([name.endswith("_max") for name in names]), self.groups.device)
         neutral = torch.where(highest, -torch.inf, torch.zeros(len(names), dtype=torch.float64, device=highest.device))
         per_batch = [neutral]
         for output in outputs:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.cuda_memory import upload
 from megarl.model.layers.attention.traced_attention import TracedPack
 from megarl.model.layers.attention.varlen import HAS_WINDOWS, attend_varlen
 from megarl.model.layers.attention.zigzag import key_rows, rank_runs
@@ -74,7 +75,7 @@ class PackedSequences(PackedSeqParams):
             longest_key=max(keys),
             key_rows=None
             if context == 1
-            else torch.from_numpy(key_rows(lengths, context, context_rank)).to(device, non_blocking=True),
+            else upload(torch.from_numpy(key_rows(lengths, context, context_rank)), device),
         )
 
     @cached_property
@@ -108,7 +109,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 class PackedAttention(torch.nn.Module):

@@ -10,8 +10,11 @@ from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.pointwise import apply_rope, has_kernels, wants_kernels
 from megarl.model.layers.regions import traced
-from megarl.model.layers.updates import Outcome, apart
+from megarl.model.layers.updates import Outcome, Update, apart
 from megarl.model.weights.fusion import head_layout, split_heads
+
+# Least head_dim of which the kernel that adds an update has tiles: a product needs 16 columns of a half.
+LEAST_WIDTH = 32
 
 
 class PackedSelfAttention(SelfAttention):
@@ -40,15 +43,24 @@ class PackedSelfAttention(SelfAttention):
         **kwargs: Any,
     ) -> Outcome:
         """Attend, as ``LatentAttention.forward`` does. ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
-        fused, _ = self.linear_qkv(hidden_states)
-        split = self._split_by_kernel if self._has_kernel(fused) else self._split
-        query, key, value = split(fused, rotary_pos_emb)
+        query, key, value = self._heads_of(hidden_states, rotary_pos_emb)
         # A traced attention keeps no weights that could be recomputed.
         recomputed = self.checkpoint_core_attention and self.training and not traced()
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
         leaves = self.leaves_updates and wants_kernels(out)
         return apart(self.linear_proj, out) if leaves else self.linear_proj(out)
+
+    def _heads_of(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""
+        leaves = wants_kernels(hidden) and self._has_kernel(hidden) and self._heads.head_dim >= LEAST_WIDTH
+        fused, update = apart(self.linear_qkv, hidden) if leaves else self.linear_qkv(hidden)
+        if isinstance(update, Update):
+            from megarl.model.layers.kernels.adapted_heads import prepare_adapted_heads
+
+            norms, eps = self._norms(), self.config.layernorm_epsilon
+            return prepare_adapted_heads(fused, angles, norms, eps, self._heads, update)
+        return self._split_by_kernel(fused, angles) if self._has_kernel(fused) else self._split(fused, angles)
 
     def _norms(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of the query and key norms, if the model has them."""

@@ -21,7 +21,7 @@ from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, update_gradients
 
 # Tile of one program.
-ROWS, COLUMNS, WARPS = 64, 128, 4
+ROWS, COLUMNS, WARPS = 16, 128, 4
 
 
 def adapted_swiglu(
