@@ -118,7 +118,7 @@ def _errors(given: Tensors, ours: Callable[..., Tensors], theirs: Callable[..., 
     dtype = given[0].dtype
 
     def run(compute: Callable[..., Tensors], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
+        leaves = [tensor.detach().clone().to(dtype).requires_grad_() for tensor in given]
         outs = compute(*leaves)
         slopes = _draw(given[0].dtype, str(given[0].device), *(out.shape for out in outs))
         gradients = torch.autograd.grad(outs, leaves, [slope.to(dtype) for slope in slopes], allow_unused=True)

@@ -100,18 +100,32 @@ def update_gradients(
     rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
     if heads is not None:
         return _gradients_by_heads(rows, low, below, places, matrices, heads)
-    by_low, seen = torch.empty_like(below), set[int]()
-    by_matrices: list[torch.Tensor | None] = []
+    by_matrices = [
+        None if matrix is None else product(piece.t(), below[:, place[0] :][:, : matrix.shape[1]], place[1])
+        for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True)
+    ]
+    return (low_gradient(by_out, low, places, matrices), *by_matrices)
+
+
+def low_gradient(
+    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None]
+) -> torch.Tensor | None:
+    """Return the gradient of an update's ``low``; its parts lie one after the other, and are equally wide.
+
+    Args:
+        by_out, low, places, matrices: see ``update_gradients``.
+    """
+    if low is None:
+        return None
+    rows, seen = by_out.reshape(-1, by_out.shape[-1]), set[int]()
+    by_low = low.new_empty(len(rows), low.shape[-1])
     for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True):
-        if matrix is None:
-            by_matrices.append(None)
-            continue
-        start, scale = place
-        columns = slice(start, start + matrix.shape[1])
-        torch.addmm(by_low[:, columns], piece, matrix, beta=start in seen, alpha=scale, out=by_low[:, columns])
-        seen.add(start)
-        by_matrices.append(product(piece.t(), below[:, columns], scale))
-    return (by_low.view(low.shape), *by_matrices)
+        if matrix is not None:
+            start, scale = place
+            columns = by_low[:, start : start + matrix.shape[1]]
+            torch.addmm(columns, piece, matrix, beta=start in seen, alpha=scale, out=columns)
+            seen.add(start)
+    return by_low.view(low.shape)
 
 
 def _gradients_by_heads(

@@ -2,7 +2,9 @@
 """SwiGLU between two adapted linears: it adds the first one's update and projects for the second one's adapter.
 
 The update of gate and up (``updates``) is added as they are read, forward and backward. The backward kernel also adds
-the gradient that comes through the second linear's A. So neither product moves a wide activation through memory again.
+the gradient that comes through the second linear's A, and forms the gradients of the first one's B and of that A while
+it has the tiles. So none of these products moves a wide activation through memory again, and the result of SwiGLU need
+not be kept.
 
 Shape letters: T tokens, I features of the gate on this rank, S rank of the second adapter.
 """
@@ -15,13 +17,17 @@ import triton
 import triton.language as tl
 
 from megarl import progress
-from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank_block
+from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
-from megarl.model.layers.updates import Update, flattened, update_gradients
+from megarl.model.layers.updates import Update, flattened, low_gradient
 
-# Tile of one program.
+# Tile of a forward program, and of a step of a backward program; the latter has fewer columns for high ranks.
 ROWS, COLUMNS, WARPS = 16, 128, 4
+# Sum of ranks that a backward program has sums for in its registers, with ``COLUMNS``.
+RANKS = 64
+# Backward programs to launch: enough for every multiprocessor of a GPU to have several.
+PROGRAMS = 800
 
 
 def adapted_swiglu(
@@ -46,39 +52,60 @@ class _AdaptedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor, matrix: Any, low: Any, places: Any, *matrices: Any) -> Any:
         progress.made()
-        out = empty_result(fused)
-        _launch(_forward, fused, _products(fused, low, places, matrices), out)
-        ctx.save_for_backward(fused, matrix, None if matrix is None else out, low, *matrices)
+        out, rows = empty_result(fused), as_rows(fused)
+        products, narrow = _products(fused, low, places, matrices), as_rows(out)
+        tokens, width = narrow.shape
+        _forward[(triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))](
+            rows, narrow, tokens, rows.stride(0), narrow.stride(0), *(tuple(one) for one, _ in products),
+            **_sizes(products), WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+        ctx.save_for_backward(fused, matrix, low, *matrices)
         ctx.places = places
         return out, out.new_empty(0) if matrix is None else F.linear(out, matrix)
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, by_projected: torch.Tensor) -> Any:
         progress.made()
-        fused, matrix, out, low, *matrices = ctx.saved_tensors
-        by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+        fused, matrix, low, *matrices = ctx.saved_tensors
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)
-        _launch(_backward, fused, [*_products(fused, low, ctx.places, matrices), behind], by_out, by_fused)
-        by_matrix = None
-        if matrix is not None and ctx.needs_input_grad[1]:
-            by_matrix = as_rows(by_projected).t() @ as_rows(out)
-        by_low, *by_matrices = update_gradients(by_fused, low, ctx.places, matrices)
-        return by_fused, by_matrix, by_low, None, *by_matrices
+        products = [*_products(fused, low, ctx.places, matrices), behind]
+        by_fused, sums = _run_backward(fused, by_out, products)
+        scales = [*(place and place[1] for place in ctx.places), 1.0]
+        by_matrices = [None if part is None else part.mul_(scale) for part, scale in zip(sums, scales, strict=True)]
+        *by_b, by_a = [None if part is None else part.to(fused.dtype) for part in by_matrices]
+        by_low = low_gradient(by_fused, low, ctx.places, matrices)
+        return by_fused, by_a, by_low, None, *(None if part is None else part.t() for part in by_b)
 
 
 def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list[Any]:
     return [factors_of(low, matrix, place, fused) for place, matrix in zip(places, matrices, strict=True)]
 
 
-def _launch(kernel: Any, fused: torch.Tensor, products: Any, narrow: torch.Tensor, *others: torch.Tensor) -> None:
-    rows, narrow = as_rows(fused), as_rows(narrow)
-    (tokens, width), ranks = narrow.shape, [rank for _, rank in products]
-    sizes = {"RANKS": tuple(ranks), "BLOCKS": tuple(map(rank_block, ranks)), "WIDTH": width}
-    tile = {"ROWS": ROWS, "COLUMNS": COLUMNS, "num_warps": WARPS}
-    kernel[(triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))](
-        rows, narrow, *others, tokens, rows.stride(0), narrow.stride(0), *(tuple(one) for one, _ in products),
-        **sizes, **tile,
+def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
+    ranks = tuple(rank for _, rank in products)
+    return {"RANKS": ranks, "BLOCKS": tuple(map(rank_block, ranks))}
+
+
+def _run_backward(
+    fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the gradient of ``fused``, and of each product's matrix, transposed and unscaled: float32 ``[r, I]``."""
+    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+    rows, by_rows = as_rows(fused), as_rows(by_out)
+    (tokens, width), sizes = by_rows.shape, _sizes(products)
+    columns = COLUMNS
+    while columns > LEAST and sum(sizes["BLOCKS"]) * columns > RANKS * COLUMNS:
+        columns //= 2
+    across = triton.cdiv(width, columns)
+    # Tokens of one program, in whole tiles.
+    own = triton.cdiv(triton.cdiv(tokens, max(1, PROGRAMS // across)), ROWS) * ROWS
+    chunks = triton.cdiv(tokens, own)
+    sums = [rows.new_empty(chunks, rank, width, dtype=torch.float32) for rank in sizes["RANKS"]]
+    _backward[(chunks, across)](
+        rows, by_rows, by_fused, *sums, tokens, own, rows.stride(0), by_rows.stride(0),
+        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
+    return by_fused, [part.sum(0) if part.numel() else None for part in sums]
 
 
 @triton.jit
@@ -86,7 +113,9 @@ def _forward(
     fused, out, tokens, fused_stride, stride, of_gate, of_up, RANKS: tl.constexpr, BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside = _locate(tokens, WIDTH, ROWS, COLUMNS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
     place = fused + row[:, None] * fused_stride + column[None, :]
     gate = _updated(place, of_gate, row, column, inside, tokens, WIDTH, RANKS[0], BLOCKS[0])
     up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
@@ -96,30 +125,38 @@ def _forward(
 
 @triton.jit
 def _backward(
-    fused, by_out, by_fused, tokens, fused_stride, stride, of_gate, of_up, behind, RANKS: tl.constexpr,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    fused, by_out, by_fused, sums_of_gate, sums_of_up, sums_behind, tokens, own, fused_stride, stride, of_gate, of_up,
+    behind, RANKS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    row, column, inside = _locate(tokens, WIDTH, ROWS, COLUMNS)
-    place = fused + row[:, None] * fused_stride + column[None, :]
-    slope = tl.load(by_out + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    if RANKS[2] > 0:
-        slope += low_rank_tile(
-            behind[0], behind[1], behind[2], behind[3], row, column, tokens, WIDTH, WIDTH, 1, RANKS[2], BLOCKS[2]
-        )
-    gate = _updated(place, of_gate, row, column, inside, tokens, WIDTH, RANKS[0], BLOCKS[0])
-    up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
-    by_gate, by_up = slopes(slope, gate, up)
-    target = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
-    tl.store(target, by_gate.to(by_fused.dtype.element_ty), mask=inside)
-    tl.store(target + WIDTH, by_up.to(by_fused.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _locate(tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return this program's rows and columns, and which of them exist."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Compute some columns of ``own`` tokens, tile by tile."""
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    return row, column, (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    first = tl.program_id(0).to(tl.int64) * own
+    by_gates, by_ups = _zeros(BLOCKS[0], COLUMNS), _zeros(BLOCKS[1], COLUMNS)
+    by_behind = _zeros(BLOCKS[2], COLUMNS)
+    for start in range(0, own, ROWS):
+        row = first + start + tl.arange(0, ROWS)
+        inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+        slope = tl.load(by_out + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        if RANKS[2] > 0:
+            slope += low_rank_tile(
+                behind[0], behind[1], behind[2], behind[3], row, column, tokens, WIDTH, WIDTH, 1, RANKS[2], BLOCKS[2]
+            )
+        place = fused + row[:, None] * fused_stride + column[None, :]
+        gate = _updated(place, of_gate, row, column, inside, tokens, WIDTH, RANKS[0], BLOCKS[0])
+        up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
+        by_gate, by_up = slopes(slope, gate, up)
+        by_gate, by_up = by_gate.to(by_fused.dtype.element_ty), by_up.to(by_fused.dtype.element_ty)
+        target = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
+        tl.store(target, by_gate, mask=inside)
+        tl.store(target + WIDTH, by_up, mask=inside)
+        by_gates = _summed(by_gates, of_gate, by_gate, row, tokens, RANKS[0], BLOCKS[0])
+        by_ups = _summed(by_ups, of_up, by_up, row, tokens, RANKS[1], BLOCKS[1])
+        if RANKS[2] > 0:
+            active = (gate * tl.sigmoid(gate) * up).to(by_fused.dtype.element_ty)
+            by_behind = _summed(by_behind, behind, active, row, tokens, RANKS[2], BLOCKS[2])
+    _store(sums_of_gate, by_gates, column, WIDTH, RANKS[0], BLOCKS[0])
+    _store(sums_of_up, by_ups, column, WIDTH, RANKS[1], BLOCKS[1])
+    _store(sums_behind, by_behind, column, WIDTH, RANKS[2], BLOCKS[2])
 
 
 @triton.jit
@@ -133,3 +170,28 @@ def _updated(
             factors[0], factors[1], factors[2], factors[3], row, column, tokens, WIDTH, 1, RANK, RANK, BLOCK
         )
     return values
+
+
+@triton.jit
+def _zeros(BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    return tl.zeros((BLOCK if BLOCK > 0 else 1, COLUMNS), tl.float32)
+
+
+@triton.jit
+def _summed(sums, factors, tile, row, tokens, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Return ``sums [BLOCK, columns]`` plus ``low[row].T @ tile``."""
+    if RANK > 0:
+        k = tl.arange(0, BLOCK)
+        inside = (k < RANK)[:, None] & (row < tokens)[None, :]
+        low = tl.load(factors[0] + row[None, :] * factors[3] + k[:, None], mask=inside, other=0.0)
+        sums = tl.dot(low, tile, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit
+def _store(out, sums, column, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Store this program's sums: those of its tokens, ``[chunks, RANK, WIDTH]``."""
+    if RANK > 0:
+        k = tl.arange(0, BLOCK)
+        place = out + (tl.program_id(0).to(tl.int64) * RANK + k[:, None]) * WIDTH + column[None, :]
+        tl.store(place, sums, mask=(k < RANK)[:, None] & (column < WIDTH)[None, :])
