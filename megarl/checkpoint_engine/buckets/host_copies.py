@@ -52,14 +52,16 @@ def bring_early() -> None:
     A copy that is begun when somebody asks comes a launch and a wake-up later.
     """
     origin = threading.get_ident(), torch.cuda.current_stream()
-    for dtype in {one.tensor.dtype for one in list(_outstanding) if one.origin == origin}:
+    with _lock:
+        dtypes = {one.tensor.dtype for one in _outstanding if one.origin == origin}
+    for dtype in dtypes:
         found = _take(origin, dtype)
-        whole = torch.cat([one.tensor.reshape(-1) for one in found])
-        host = torch.empty(whole.shape, dtype=dtype, pin_memory=True).copy_(whole, non_blocking=True)
+        host = torch.empty(sum(one.tensor.numel() for one in found), dtype=dtype, pin_memory=True)
         copied = torch.cuda.Event()
-        copied.record()
         for one, part in _parts(found, host):
-            one.tensor, one.copied = part, copied
+            # Each by itself: to launch the kernel that joins two takes longer than to copy both.
+            one.tensor, one.copied = part.copy_(one.tensor, non_blocking=True), copied
+        copied.record()
 
 
 def _fetch(asked: _Result) -> None:

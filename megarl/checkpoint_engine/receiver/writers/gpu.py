@@ -71,9 +71,9 @@ class GpuWrites:
     def _found(self, outcome: torch.Tensor) -> Found:
         """Return the names of the matrices whose counts are not zero."""
         found = Found([], [])
+        if not outcome.numpy().any():
+            return found
         for launch, counted in zip(self._launches, self._parts(outcome), strict=True):
-            if not counted.any():
-                continue
             unlike, wrong = counted
             found.not_finite.extend(launch.names[i] for i in wrong.nonzero()[:, 0].tolist())
             found.different.extend(launch.names[i] for i in unlike.nonzero()[:, 0].tolist())

@@ -20,7 +20,7 @@ from megarl.model.layers.updates import Update, flattened, update_gradients
 from megarl.model.weights.fusion import HeadLayout
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
-ROWS, WARPS = 16, 4
+ROWS, WARPS = 16, 2
 # Programs to launch at least, if the heads allow: enough for every multiprocessor of a GPU to have several.
 PROGRAMS = 1024
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -22,12 +22,13 @@ from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient
 
-# Tile of a forward program, and of a step of a backward program; the latter has fewer columns for high ranks.
+# Tile of a forward program; tile of a step of a backward program, which has fewer columns for high ranks.
 ROWS, COLUMNS, WARPS = 16, 128, 4
-# Sum of ranks that a backward program has sums for in its registers, with ``COLUMNS``.
-RANKS = 64
+STEP_ROWS, STEP_COLUMNS = 32, 64
+# Sums that a backward program has in its registers at most.
+SUMS = 8192
 # Backward programs to launch: enough for every multiprocessor of a GPU to have several.
-PROGRAMS = 800
+PROGRAMS = 400
 
 
 def adapted_swiglu(
@@ -93,17 +94,17 @@ def _run_backward(
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
     rows, by_rows = as_rows(fused), as_rows(by_out)
     (tokens, width), sizes = by_rows.shape, _sizes(products)
-    columns = COLUMNS
-    while columns > LEAST and sum(sizes["BLOCKS"]) * columns > RANKS * COLUMNS:
+    columns = STEP_COLUMNS
+    while columns > LEAST and sum(sizes["BLOCKS"]) * columns > SUMS:
         columns //= 2
     across = triton.cdiv(width, columns)
     # Tokens of one program, in whole tiles.
-    own = triton.cdiv(triton.cdiv(tokens, max(1, PROGRAMS // across)), ROWS) * ROWS
+    own = triton.cdiv(triton.cdiv(tokens, max(1, PROGRAMS // across)), STEP_ROWS) * STEP_ROWS
     chunks = triton.cdiv(tokens, own)
     sums = [rows.new_empty(chunks, rank, width, dtype=torch.float32) for rank in sizes["RANKS"]]
     _backward[(chunks, across)](
         rows, by_rows, by_fused, *sums, tokens, own, rows.stride(0), by_rows.stride(0),
-        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
+        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
     return by_fused, [part.sum(0) if part.numel() else None for part in sums]
 
