@@ -128,7 +128,7 @@ class CheckpointEngineMixin:
             return None
         try:
             plan = self._plan(streams) if kind == "adapter" else None
-            manifest = self._outbox.send(streams[-1], version, kind, plan)
+            sent = self._outbox.send(streams[-1], version, kind, plan).receipt
         except BaseException:
             # Keep the first error, which has the cause; the export may fail as well.
             with contextlib.suppress(Exception):
@@ -139,7 +139,7 @@ class CheckpointEngineMixin:
         stages.end("wire")
         receipts = sender.receipts() if sender.stays else []
         stages.end("receipts")
-        return Sent(replace(manifest.receipt, seconds=stages.seconds).to_bytes(), receipts)
+        return Sent(replace(sent, seconds=stages.seconds).to_bytes(), receipts)
 
     def finish_sync(self) -> None:
         """Close the transport. Safe at any time, and may be called twice."""

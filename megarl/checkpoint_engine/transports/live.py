@@ -128,7 +128,7 @@ class LiveReceiver:
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         self._timeout, self._index = endpoint["timeout"], index
-        self._unread = False
+        self._unread = self._on_gpu = False
         # What it says when it is done with a bucket.
         self._done = b""
         self._line = open_line(endpoint, index)
@@ -145,11 +145,17 @@ class LiveReceiver:
             raise WeightSyncError(f"the sender sent a message {tag!r} out of turn")
         frame = Frame(message, None) if tag == END else self._frame(message, deadline)
         # The sender announced this bucket without an answer to the one before, which may take until now to be read.
-        if self._unread:
-            self._wait_until_read(ended=tag == END)
-            self._line.send(ACK, self._done, deadline)
-        self._unread = self.acknowledges and frame.payload is not None
+        if self._unread and not (tag == END and self._on_gpu):  # at the end ``settle`` waits for a GPU
+            self._say_read(tag == END, deadline)
+        if frame.payload is not None:
+            self._unread, self._on_gpu = self.acknowledges, frame.payload.is_cuda
         return frame
+
+    def _say_read(self, ended: bool, deadline: float) -> None:
+        """Tell the sender that a bucket was read, once it has been; see ``_wait_until_read``."""
+        self._wait_until_read(ended)
+        self._line.send(ACK, self._done, deadline)
+        self._unread = False
 
     def _frame(self, message: bytes, deadline: float) -> Frame:
         """Return the bucket of a message."""
@@ -158,7 +164,9 @@ class LiveReceiver:
         return Frame(message[_HEAD.size + size :], self._fetch(number, nbytes, news, deadline))
 
     def settle(self) -> None:
-        """Do nothing: ``take`` has waited for what the device waits for."""
+        """Wait until the last bucket has been read in the sender's memory; ``take`` waited for those before it."""
+        if self._unread:
+            self._say_read(True, time.monotonic() + self._timeout)
 
     def answer(self, receipt: bytes) -> None:
         """Send the receipt to the sender."""
