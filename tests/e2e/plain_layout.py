@@ -18,10 +18,15 @@ def keep_plain_if_asked() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from megarl.checkpoint_engine.receiver import extension
+    from megarl.checkpoint_engine.receiver.weights.direct import takes_direct_writes
 
     def leave(self: Any, layer: torch.nn.Module) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("the weights went through vLLM's reload")
+
     UnquantizedLinearMethod.process_weights_after_loading = leave
     UnquantizedEmbeddingMethod.process_weights_after_loading = leave
-    extension.takes_direct_writes = lambda model: True
+    extension.takes_direct_writes = lambda model: takes_direct_writes(model, "cpu")
+    extension.load_weights = refuse

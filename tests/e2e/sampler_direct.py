@@ -11,6 +11,7 @@ from megarl.config import CheckpointEngineConfig
 from tests.e2e.plain_layout import PLAIN
 from tests.e2e.sampler_merged import LORA as PARTIAL
 from tests.e2e.sampler_merged import MergingTrainer, change
+from tests.e2e.sampler_moe import BASE_FAULTS, FileTrainer, new_base, refused
 from tests.e2e.sampler_rig import LORA, Rig, make_model, prompts, raised, run_config
 
 # MiB of a bucket: a tenth of the embedding, so that it and the larger linears travel in parts.
@@ -18,10 +19,26 @@ BUCKET = 1 / 64
 
 
 def direct(folder: Path) -> dict[str, Any]:
-    """Run an engine for merged weights and one for adapters, of tied Qwen3."""
+    """Run an engine for merged weights and one for adapters, of tied Qwen3, and one of a mixture of experts."""
     os.environ[PLAIN] = "1"
     make_model("qwen3", folder)
-    return {content: versions(folder, content) for content in ("merged", "adapter")}
+    results = {content: versions(folder, content) for content in ("merged", "adapter")}
+    return results | {"mixture": mixture(folder / "mixture")}
+
+
+def mixture(folder: Path) -> dict[str, Any]:
+    """Sync two bases and adapters on them, and damaged bases in between."""
+    section = {"transport": "ipc", "timeout_seconds": 60.0}
+    rig = Rig(run_config(folder, lora={"r": 4}, checkpoint_engine=section), FileTrainer("qwen3_moe", folder))
+    try:
+        rig.manager.sync(0, "base")
+        rig.trainer.randomise(1)
+        rig.manager.sync(1, "adapter")
+        results: dict[str, Any] = {"error": rig.error(rig.generate(prompts(4), 1))}
+        results["faults"] = {name: refused(rig, edit, "base") for name, edit in BASE_FAULTS.items()}
+        return results | new_base(rig, 2)
+    finally:
+        rig.call(rig.sampler.close())
 
 
 def versions(folder: Path, content: str) -> dict[str, Any]:

@@ -32,3 +32,15 @@ def test_weights_written_straight_into_parameters_give_pefts_logprobs(scenarios:
     }.items():
         sync, refused = direct["faults"][name]
         assert cause in sync and refused.startswith("WeightSyncError: the sampler refuses to generate")
+
+
+def test_experts_are_written_straight_into_parameters(scenarios: Scenarios) -> None:
+    mixture = scenarios["direct"]["mixture"]
+    assert mixture["error"] < 1e-4 and mixture["error_of_new_base"] < 1e-4
+    assert mixture["error_of_old_base"] > 1e-1
+    for name, cause in {
+        "base_missing_expert": "parameters that no tensor reached: 'model.layers.1.mlp.experts.3.up_proj.weight'",
+        "base_extra_expert": "'model.layers.1.mlp.experts.4.up_proj.weight' came twice or is no parameter",
+        "base_wrong_shape": "the model needs",
+    }.items():
+        assert cause in mixture["faults"][name]

@@ -162,6 +162,13 @@ def holds_base(layer: Any) -> bool:
     return all(hasattr(layer, weight) for weight in BASE_WEIGHTS)
 
 
+def keeps_layout(layer: Any) -> bool:
+    """Return True if a layer holds experts' weights as the checkpoint has them, and no biases."""
+    names = {name for name, _ in layer.named_parameters(recurse=False)}
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    return names == set(BASE_WEIGHTS) and kernel is not None and type(kernel.fused_experts).__name__ in PLAIN_KERNELS
+
+
 @contextmanager
 def loading_base(inner: Any) -> Iterator[None]:
     """Make the experts accept plain names while base weights are loaded.

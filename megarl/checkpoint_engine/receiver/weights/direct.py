@@ -15,12 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from megarl.checkpoint_engine.buckets.filling import DTYPES, shape_of, tensor_bytes
 from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SPACE
-from megarl.checkpoint_engine.receiver.experts.mixtures import holds_base
+from megarl.checkpoint_engine.receiver.experts.mixtures import keeps_layout
 from megarl.checkpoint_engine.receiver.weights.base_weights import drop_adapters
 from megarl.checkpoint_engine.receiver.weights.bucket_writes import BucketWrites, write_transfer
 from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, layout_of
@@ -46,13 +47,17 @@ class Region(NamedTuple):
     strides: tuple[int, int]
 
 
-def takes_direct_writes(model: torch.nn.Module) -> bool:
-    """Return True if the parameters of vLLM's model are on a GPU and in the checkpoint's layout."""
+def takes_direct_writes(model: torch.nn.Module, device: str = "cuda") -> bool:
+    """Return True if the parameters of vLLM's model are in the checkpoint's layout, on a type of device."""
     for layer in model.modules():
+        # The methods of experts are modules too, without parameters.
+        if isinstance(layer, QuantizeMethodBase):
+            continue
         parameters = list(layer.parameters(recurse=False))
+        if not all(parameter.device.type == device for parameter in parameters):
+            return False
         method = getattr(layer, "quant_method", None)
-        plain = method is None or type(method) in PLAIN_METHODS or holds_base(layer)
-        if parameters and not (plain and all(parameter.is_cuda for parameter in parameters)):
+        if parameters and not (method is None or type(method) in PLAIN_METHODS or keeps_layout(layer)):
             return False
         # Whatever else works weights out after loading may keep copies of them.
         if hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention:
