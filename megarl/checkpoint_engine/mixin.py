@@ -12,6 +12,7 @@ import torch
 from megarl.checkpoint_engine.base import Link, open_sender
 from megarl.checkpoint_engine.buckets.filling import Named
 from megarl.checkpoint_engine.buckets.stream import Outbox, plan_of
+from megarl.checkpoint_engine.loan import lend
 from megarl.checkpoint_engine.records import check_sync
 from megarl.checkpoint_engine.wire import Kind, Plan
 from megarl.config import CheckpointEngineConfig
@@ -146,6 +147,16 @@ class CheckpointEngineMixin:
         outbox, self._outbox, self._config = self._outbox, None, None
         if outbox is not None:
             outbox.sender.close()
+
+    def lend_base(self) -> bytes:
+        """Return where this rank holds its base weights, for an engine on the same GPU (``sampler.share_base``).
+
+        The rank must hold the whole model, and keep it as long as the engine lives.
+
+        Raises:
+            WeightSyncError: the weights are not on a GPU, or none lies in one piece.
+        """
+        return lend(self.weights_to_send("base")).to_bytes()
 
     def _streams(self, kind: Kind) -> "list[Iterable[Named]]":
         """Return the exports of a transfer: the weights, and before them once more those that a new plan reads."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check one section against another, without reading files. ``megarl.config.checks`` compares with the model."""
 
+from megarl.config.sections.checkpoint_engine import CheckpointEngineConfig
 from megarl.config.sections.loss import LossConfig
 from megarl.config.sections.parallel import ParallelConfig
 from megarl.config.sections.sampler import SamplerConfig
@@ -115,6 +116,27 @@ def check_sleep(train: TrainConfig, sampler: SamplerConfig) -> None:
         )
     if sampler.share_gpus is False:
         raise ConfigError("sampler.sleep is true, but sampler.share_gpus is false: nobody would use the memory")
+
+
+def check_share_base(
+    parallel: ParallelConfig, sampler: SamplerConfig, train: TrainConfig, sync: CheckpointEngineConfig
+) -> None:
+    """Refuse ``sampler.share_base`` where no rank holds what an engine needs, or something would write into it."""
+    if not sampler.share_base:
+        return
+    refused = {
+        f"sampler.share_gpus {str(sampler.share_gpus).lower()} (set it to true)": not sampler.share_gpus,
+        f"checkpoint_engine.content {sync.content} (every sync would write into the base)": sync.content != "adapter",
+        f"checkpoint_engine.base_weights {sync.base_weights} (nothing would compare it)": sync.base_weights != "send",
+        f"train.device {train.device} (it needs GPUs)": train.device == "cpu",
+        "train.shard_base true (no rank holds the whole base)": train.shard_base,
+    }
+    for axis in ("tensor", "pipeline", "expert", "expert_tensor"):
+        size = getattr(parallel, axis)
+        refused[f"parallel.{axis} {size} (no rank holds the whole base)"] = size > 1
+    for setting, is_set in refused.items():
+        if is_set:
+            raise ConfigError(f"sampler.share_base is true with {setting}; change one of them")
 
 
 def check_reproducible(train: TrainConfig, sampler: SamplerConfig) -> None:

@@ -13,7 +13,7 @@ FREE = (
     "parallel.*", "checkpoint_engine.*", "model.backend", "model.numerics",
     "task.reward_threads", "task.reward_dry_run", "task.reward_retries", "task.reward_processes",
     "sampler.engines", "sampler.parallel",
-    "sampler.enforce_eager", "sampler.share_gpus", "sampler.sleep", "sampler.gpu_memory_utilization",
+    "sampler.enforce_eager", "sampler.share_gpus", "sampler.share_base", "sampler.sleep", "sampler.gpu_memory_utilization",
     "sampler.max_num_seqs", "sampler.logprobs", "sampler.reproducible",
     "train.steps", "train.micro_batch_tokens", "train.recompute", "train.recompute_layers", "train.cuda_graphs",
     "train.compile",

@@ -10,6 +10,7 @@ from megarl.config.cross_sections import (
     check_overlong,
     check_reproducible,
     check_sections,
+    check_share_base,
     check_sleep,
     check_staleness,
 )
@@ -83,6 +84,7 @@ class RunConfig(Section):
         check_overlong(self.loss, self.sampler)
         check_staleness(self.train, self.loss)
         check_sleep(self.train, self.sampler)
+        check_share_base(self.parallel, self.sampler, self.train, self.checkpoint_engine)
         check_reproducible(self.train, self.sampler)
         check_eval(self.evaluations, self.task, self.sampler, self.train.eval_every)
         return self

@@ -19,6 +19,7 @@ from megarl.controller.actors.calls import dead
 from megarl.controller.actors.engine_handle import EngineHandle
 from megarl.controller.ending import end_if_asked
 from megarl.controller.going_back import go_back
+from megarl.controller.losses import names_in, used_up
 from megarl.errors import LostError, MegarlError, WeightSyncError, WorkerError
 from megarl.futures import in_thread
 
@@ -46,6 +47,11 @@ class Staff(Protocol):
         """End an engine and start it again; return its new actor."""
         ...
 
+    @property
+    def loans(self) -> Any:
+        """The memory of the ranks that engines read; see ``megarl.launch.loans.Loans``."""
+        ...
+
     def restart_trainers(self) -> None:
         """End all trainer ranks and start them again."""
         ...
@@ -66,6 +72,7 @@ class Recovery:
         self._shown = dict.fromkeys(self.restarts, 0)
         self._lock = threading.Lock()
         self._ready: list[tuple[EngineHandle, str]] = []
+        self._ended = set[str]()  # engines that were ended with the trainer
 
     def begin(self) -> None:
         """Hear of lost engines from now on."""
@@ -81,6 +88,10 @@ class Recovery:
     def engine_lost(self, engine: EngineHandle, error: WorkerError) -> None:
         """Start an engine again in a thread; if that is not allowed any more, every request fails."""
         most = self._state.config.sampler.max_restarts
+        if engine.name in self._ended:
+            self._ended.discard(engine.name)
+            in_thread(partial(self._start_engine, engine, str(error)))
+            return
         with self._lock:
             if self.restarts["engine"] >= most:
                 self._state.samplers.dispatcher.fail(used_up(error, "sampler.max_restarts", most))
@@ -149,6 +160,7 @@ class Recovery:
             f"train.max_restarts): {error}"
         )
         state.recorder.phase("restarting the trainer")
+        self._end_borrowers(lost)
         try:
             self._staff.restart_trainers()
             go_back(state)
@@ -158,6 +170,17 @@ class Recovery:
         self._leave_out()
         # What the engines hold may be of a version that was never saved, and whose number comes again.
         state.manager.refuse(f"the trainer went back to version {state.updates}")
+
+    def _end_borrowers(self, lost: Sequence[str]) -> None:
+        """Start the engines again that read the base in the ranks' memory; they wait for the new ranks."""
+        if not self._staff.loans.wanted:
+            return
+        self._staff.loans.withdraw()
+        for engine in self._state.samplers.engines:
+            if engine.lost is None:
+                self._ended.add(engine.name)
+                reason = f"{engine.name} shared the base of {', '.join(lost)} (sampler.share_base)"
+                self._state.samplers.dispatcher.lose(engine, LostError.of([engine.name], reason))
 
     def _start_engine(self, engine: EngineHandle, reason: str) -> None:
         try:
@@ -228,7 +251,7 @@ class Recovery:
         state = self._state
         if lost := self._lost_ranks(error):
             raise LostError.of(lost, str(error)) from error
-        named, found = _named(error), False
+        named, found = names_in(error), False
         living = [engine for engine in state.samplers.engines if engine.lost is None]
         silent = self._silent([engine.name for engine in living])
         problems = silent | dead({engine.name: engine.actor for engine in living}, PING_SECONDS, state.trainers.watch)
@@ -243,7 +266,7 @@ class Recovery:
     def _lost_ranks(self, error: BaseException) -> list[str]:
         """Return the trainer ranks that an error names as lost, or that are dead or silent."""
         trainers = self._state.trainers
-        names = _named(error)
+        names = names_in(error)
         if not isinstance(error, WorkerError | WeightSyncError):
             return []
         if found := [name for name in trainers.names if name in names]:
@@ -268,18 +291,3 @@ class Recovery:
 
     def _say(self, text: str) -> None:
         self._state.recorder.screen.say(text, style="bold yellow")
-
-
-def _named(error: BaseException | None) -> set[str]:
-    """Return the participants that an error, or what it was raised from, names as lost."""
-    names: set[str] = set()
-    while error is not None:
-        names |= set(error.names) if isinstance(error, LostError) else set()
-        error = error.__cause__
-    return names
-
-
-def used_up(error: MegarlError, setting: str, most: int) -> WorkerError:
-    """Return the error of a loss after which nothing is started again."""
-    used = LostError.of(_named(error), f"{error}\nit is not started again: {setting} ({most}) is used up")
-    return used if most else LostError.of(_named(error), str(error))

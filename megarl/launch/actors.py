@@ -61,6 +61,8 @@ def actors(
         for name, seconds in staff.build(partial(check_shared, needed, staff.trainers, places.plan)).items():
             if screen.start:
                 screen.start.parts(name, seconds)
+        if shared := staff.borrowed():
+            screen.say(shared)
         staff.choose_transport()
         yield staff
         stop_engines(staff.samplers, screen)

@@ -12,14 +12,16 @@ import ray
 
 from megarl.config import CheckpointEngineConfig, RunConfig
 from megarl.controller.actors.calls import Limit, wait_all
+from megarl.controller.actors.engine_handle import EngineHandle
 from megarl.controller.actors.pulse import Watch
 from megarl.controller.actors.sampler_actor import SamplerEngine
 from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer import TrainerRank
 from megarl.controller.actors.trainer_group import TrainerGroup
+from megarl.controller.losses import used_up
 from megarl.controller.recording.screen import Screen
-from megarl.controller.recovery import used_up
 from megarl.errors import LostError
+from megarl.launch.loans import Loans
 from megarl.launch.placement.places import SAY_SECONDS, Places
 from megarl.launch.transport import ON_ONE_HOST, resolve_transport
 from megarl.run_folder import LOGS
@@ -35,6 +37,7 @@ class Staff:
     Attributes:
         places: the bundles.
         trainers, samplers: the ranks and the engines.
+        loans: what engines read in the ranks' memory.
         restarts: number of restarts of this session: ``engine`` and ``trainer``.
     """
 
@@ -51,6 +54,7 @@ class Staff:
         self.places, self._train, self._screen = places, config.train, screen
         self._section, self._most = config.checkpoint_engine, config.sampler.max_restarts
         self._config, self._actors = ray.put(config), dict[str, Any]()
+        self.loans = Loans(plan, wanted=config.sampler.share_base, seconds=config.train.build_seconds)
         self.restarts = {"engine": 0, "trainer": 0}
         ranks = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engines = [f"sampler {index}" for index in range(len(plan.engine))]
@@ -69,11 +73,11 @@ class Staff:
         return chosen.model_copy(update={"transport": "gloo"}) if apart else chosen
 
     def begin(self) -> None:
-        """Begin to start all engines, which takes longest."""
-        self._starting = {engine.name: engine.actor.start.remote() for engine in self.samplers.engines}
+        """Begin to start all engines, which takes longest; those that share the trainer's base come after it."""
+        self._starting = {} if self.loans.wanted else self._start_engines()
 
     def build(self, check: Callable[[], None]) -> dict[str, dict[str, float]]:
-        """Build the model in all ranks, side by side with the engines; return once those have started too.
+        """Build the model in all ranks, side by side with the engines if they can; return once those have started too.
 
         What is lost meanwhile starts again.
 
@@ -93,17 +97,35 @@ class Staff:
                 if not begun:
                     check()
                     calls, begun = calls | self._begin_build(), True
-                return dict(zip(calls, self._wait(calls), strict=True))
+                parts = dict(zip(calls, self._wait(calls), strict=True))
+                if len(calls) == len(self._bundles):
+                    return parts
+                self._lend()
+                calls |= self._start_engines()
             except LostError as error:
                 if time.monotonic() - began >= self._train.build_seconds:
                     raise
                 calls |= self._start_again(error)
                 begun = begun and not set(error.names) & set(self.trainers.names)
+                if not begun and self.loans.wanted:
+                    calls = {}
 
     def choose_transport(self) -> None:
         """Replace the transport ``auto``, and tell which one brings the weights."""
         self._auto = self._section.transport == "auto"
         self._section = resolve_transport(self._section, self.trainers, self.samplers, self._screen)
+
+    def borrowed(self) -> str:
+        """Return a line about what engines read in the trainer's memory; empty if they share nothing."""
+        if not self.loans.wanted:
+            return ""
+        calls = {engine.name: engine.actor.borrowed.remote() for engine in self.samplers.engines}
+        [(borrowed, total, own)] = self._wait(calls)[0]
+        rest = f"; vLLM has copies of its own of {', '.join(own)}" if own else ""
+        return (
+            f"engines read {borrowed / 2**30:.1f} of the {total / 2**30:.1f} GiB of the base in the trainer's memory "
+            f"(sampler.share_base){rest}"
+        )
 
     def restart_trainers(self) -> None:
         """End all ranks and start them again, as they were at the beginning of the run.
@@ -114,6 +136,7 @@ class Staff:
         """
         self._new_ranks()
         self._wait(self._begin_build(), told=True)
+        self._lend()
 
     def restart_engine(self, index: int) -> Any:
         """End an engine and start it again; return its new actor. It holds no weights that may be sampled from.
@@ -123,7 +146,7 @@ class Staff:
             NodeLostError: its node is lost, and no other came.
         """
         actor = self._new_engine(index)
-        self._wait({f"sampler {index}": actor.start.remote()}, told=True)
+        self._wait({f"sampler {index}": actor.start.remote(*self.loans.of(index))}, told=True)
         return actor
 
     def end(self) -> None:
@@ -153,11 +176,26 @@ class Staff:
         self._screen.say(f"{', '.join(error.names)} is lost while building, and starts again: {error}", "bold yellow")
         if ranks:
             self._new_ranks()
+            if self.loans.wanted:  # what they share is gone; they begin when the new ranks are there
+                for engine in self.samplers.engines:
+                    engine.actor = self._new_engine(engine.index)
+                return {}
         for engine in engines:
             engine.actor = self._new_engine(engine.index)
-        return {engine.name: engine.actor.start.remote() for engine in engines}
+        return self._start_engines(engines)
+
+    def _start_engines(self, engines: Sequence[EngineHandle] | None = None) -> dict[str, Any]:
+        """Begin to start engines, by default all; return the calls."""
+        chosen = self.samplers.engines if engines is None else engines
+        return {engine.name: engine.actor.start.remote(*self.loans.of(engine.index)) for engine in chosen}
+
+    def _lend(self) -> None:
+        """Ask the ranks for what engines read in their memory, if they do."""
+        if self.loans.wanted:
+            self.loans.put(self._wait(self.trainers.start("lend_base")))
 
     def _new_ranks(self) -> None:
+        self.loans.withdraw()
         self._end(*self.trainers.names)
         self._await_nodes(self.trainers.names)
         self.trainers.ranks = [self._rank(index) for index in range(len(self.trainers.ranks))]

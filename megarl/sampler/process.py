@@ -57,6 +57,7 @@ class SamplerProcess:
         log: file that takes what the child prints; default: this process's standard error.
         index: number of this engine among several; shifts its seeds.
         longest_response: most tokens of any completion; default: ``sampler.max_response_tokens``.
+        loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
 
     Attributes:
         start_seconds: what the engine took to start; 0 until it has.
@@ -78,6 +79,7 @@ class SamplerProcess:
         log: str | Path | None = None,
         index: int = 0,
         longest_response: int | None = None,
+        loan: bytes = b"",
     ) -> None:
         self.config = EngineConfig(
             model=local_section(model),
@@ -108,7 +110,7 @@ class SamplerProcess:
         self._log = log
         self._ended = threading.Event()
         threading.Thread(target=self._read, daemon=True).start()
-        self._start(self.config, threads, index)
+        self._start(self.config, threads, index, loan)
 
     def wait(self) -> Self:
         """Wait until the engine has started; every other call does so by itself.

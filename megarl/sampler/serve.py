@@ -100,13 +100,13 @@ class _Server:
             raise _portable("start", self._failure)
         return await getattr(self._sampler, method)(*arguments)
 
-    async def _start(self, config: EngineConfig, threads: int | None, index: int) -> None:
+    async def _start(self, config: EngineConfig, threads: int | None, index: int, loan: bytes = b"") -> None:
         try:
             prepare_environment(threads)
             from megarl.sampler.vllm_sampler import VllmSampler
 
             self._sampler = VllmSampler(config, engine_index=index)
-            await self._sampler.start()
+            await self._sampler.start(loan)
         except BaseException as error:
             self._failure = error
             raise

@@ -94,8 +94,11 @@ class VllmSampler:
         """Import what ``start`` needs, which takes seconds."""
         import_vllm(self._config.model.numerics, self._device)
 
-    async def start(self) -> None:
+    async def start(self, loan: bytes = b"") -> None:
         """Start the engine.
+
+        Args:
+            loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
 
         Raises:
             ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
@@ -103,7 +106,7 @@ class VllmSampler:
             WorkerError: vLLM did not start.
         """
         try:
-            engine = self._link.use(build_engine(self._config, self._index, self._device))
+            engine = self._link.use(build_engine(self._config, self._index, self._device, loan))
             self._vocabulary = engine.model_config.get_vocab_size()
             await self._link.rpc("megarl_start", self._config.checkpoint_engine.content == "merged")
             if self._config.sampler.logprobs == "worker":
@@ -156,12 +159,8 @@ class VllmSampler:
             prompts: as for ``generate``.
             seeds: seed of each prompt, 31 bits; its sample j is drawn with ``seed + j``.
 
-        Returns:
-            ``sampler.samples_per_prompt`` completions for each prompt.
-
         Raises:
-            StaleVersionError: no version has arrived yet.
-            WeightSyncError, DataError, WorkerError: as ``generate``.
+            StaleVersionError: no version has arrived yet. Others as ``generate``, whose result this returns.
         """
         return await self._complete(prompts, seeds, None)
 
@@ -214,11 +213,7 @@ class VllmSampler:
         return [as_receiver(one) for one in await self._link.rpc("megarl_place", *sender.memory, sender.offer)]
 
     async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
-        """Receive one transfer in every worker and stage it.
-
-        Args:
-            endpoint: the sender's endpoint as JSON.
-            first: receiver index of this engine's first worker.
+        """Receive one transfer in every worker and stage it; see ``checkpoint_engine.participants.Sink``.
 
         Returns:
             Each worker's receipt; none if the transport stays connected and the trainer gets them.
@@ -288,6 +283,10 @@ class VllmSampler:
     def is_dead(self) -> bool:
         """Return True if the engine's process has died."""
         return self._link.engine().errored
+
+    async def borrowed(self) -> list[tuple[int, int, list[str]]]:
+        """Return, for each worker, what it borrows of the trainer; see ``receiver.weights.borrowed.Summary``."""
+        return await self._link.rpc("megarl_borrowed")
 
     async def resident(self) -> list[tuple[list[int], list[int]]]:
         """Return, for each worker, the LoRA ids that are staged and those that vLLM holds."""

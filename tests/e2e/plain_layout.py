@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let vLLM keep parameters on a CPU as the checkpoint has them, and megarl write into them, as on GPUs."""
+"""Let vLLM keep parameters on a CPU as the checkpoint has them, and megarl write into them or borrow, as on GPUs."""
 
 import os
+import pickle
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ def keep_plain_if_asked() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     from megarl.checkpoint_engine.receiver import extension
+    from megarl.checkpoint_engine.receiver.weights import borrowed
     from megarl.checkpoint_engine.receiver.weights.direct import takes_direct_writes
 
     def leave(self: Any, layer: torch.nn.Module) -> None:
@@ -30,3 +32,4 @@ def keep_plain_if_asked() -> None:
     UnquantizedEmbeddingMethod.process_weights_after_loading = leave
     extension.takes_direct_writes = lambda model: takes_direct_writes(model, "cpu")
     extension.load_weights = refuse
+    borrowed.opened = pickle.loads  # of what ``lent_by_host`` made

@@ -150,13 +150,13 @@ class Rig:
     name = "sampler 0"
     receivers = 1
 
-    def __init__(self, config: RunConfig, trainer: PeftTrainer) -> None:
+    def __init__(self, config: RunConfig, trainer: PeftTrainer, loan: bytes = b"") -> None:
         self.config, self.trainer = config, trainer
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.sampler = VllmSampler(config.engine, engine_index=0)
         self.renew()
-        self.call(self.sampler.start())
+        self.call(self.sampler.start(loan))
 
     def renew(self, base_ready: bool | None = None) -> None:
         """Make a manager and gate without a past failure; a failed adapter leaves nothing in the engine itself."""

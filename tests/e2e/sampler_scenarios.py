@@ -20,14 +20,15 @@ from tests.e2e.sampler_qwen import qwen2, qwen3  # noqa: E402
 
 def main(scenario: str, folder: str, out: str) -> None:
     scenarios = {"llama": llama, "qwen3": qwen3, "qwen2": qwen2}
-    if scenario in ("moe", "merged", "merged_moe", "direct"):
+    if scenario in ("moe", "merged", "merged_moe", "direct", "shared"):
         # Imported late: engine processes import this module too, and need no Megatron.
         from tests.e2e import sampler_merged
         from tests.e2e.sampler_direct import direct
         from tests.e2e.sampler_moe import moe
+        from tests.e2e.sampler_shared import shared
 
         scenarios |= {"moe": moe, "merged": sampler_merged.dense, "merged_moe": sampler_merged.experts}
-        scenarios["direct"] = direct
+        scenarios |= {"direct": direct, "shared": shared}
     results = scenarios[scenario](Path(folder))
     Path(out).write_text(json.dumps(results, default=float, indent=1))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Base and merged weights written straight into a real engine's parameters, as on GPUs (``sampler_direct``)."""
+"""Weights written straight into an engine's parameters (``sampler_direct``), or shared with it (``sampler_shared``)."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
 
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenarios]:
-    started = Scenarios(tmp_path_factory.mktemp("direct"), ("direct",))
+    started = Scenarios(tmp_path_factory.mktemp("direct"), ("direct", "shared"))
     yield started
     started.close()
 
@@ -44,3 +44,18 @@ def test_experts_are_written_straight_into_parameters(scenarios: Scenarios) -> N
         "base_wrong_shape": "the model needs",
     }.items():
         assert cause in mixture["faults"][name]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_an_engine_that_reads_the_trainers_base_gives_pefts_logprobs_and_writes_none_of_it(
+    scenarios: Scenarios, family: str
+) -> None:
+    shared = scenarios["shared"][family]
+    borrowed, total, own = shared["borrowed"]
+    assert own == ["qkv_proj"] and 0.7 * total < borrowed < total
+    assert max(shared["errors"]) < 1e-4
+    assert "do not hold the set of base weights exactly in 'model.layers." in shared["faults"]["other"]
+    assert "holds a value that is not finite in 'model.layers." in shared["faults"]["nan"]
+    assert shared["unchanged"]
+    # The trainer's memory was changed without a sync.
+    assert shared["error_of_new_base"] < 1e-4 and shared["error_of_old_base"] > 1e-1

@@ -79,13 +79,17 @@ def table_of(ranges: Sequence[Range], device: torch.device) -> Table:
 
 
 def read_back_table(ranges: Sequence[Range], table: Table) -> Table:
-    """Return the table that reads the targets of ranges; those that have none are left out."""
+    """Return the table that reads the targets of ranges; those that have none are left out.
+
+    Args:
+        ranges: the ranges, with all targets to read.
+        table: their table; it may write to fewer.
+    """
     sizes = [one.nbytes if one.target else 0 for one in ranges]
-    programs = (
-        torch.from_numpy(column).to(table.sizes.device) for column in program_table(sizes, BLOCK * LOOPS * WORD)
-    )
-    chosen, blocks = programs
-    return table._replace(sources=table.targets, ranges=chosen, blocks=blocks)
+    targets = np.asarray([one.target for one in ranges], dtype=np.uint64).view(np.int64)
+    columns = targets, *program_table(sizes, BLOCK * LOOPS * WORD)
+    sources, chosen, blocks = (torch.from_numpy(column).to(table.sizes.device) for column in columns)
+    return table._replace(sources=sources, ranges=chosen, blocks=blocks)
 
 
 def range_digests(payload: torch.Tensor, places: Places) -> torch.Tensor:

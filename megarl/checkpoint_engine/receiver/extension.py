@@ -24,11 +24,12 @@ from megarl.checkpoint_engine.receiver.adapters.slots import Slots
 from megarl.checkpoint_engine.receiver.adapters.stage import Stage
 from megarl.checkpoint_engine.receiver.experts import cpu_mixtures, plain_mixtures, routers
 from megarl.checkpoint_engine.receiver.experts.mixtures import check_engine
+from megarl.checkpoint_engine.receiver.weights import borrowed
 from megarl.checkpoint_engine.receiver.weights.base_weights import load_weights
 from megarl.checkpoint_engine.receiver.weights.direct import DirectLoader, takes_direct_writes
 from megarl.checkpoint_engine.records import Receipt, check_sync
 from megarl.checkpoint_engine.wire import Book, listed
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import MegarlError, UnsupportedError, WeightSyncError
 
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
 # graphs.
@@ -116,12 +117,18 @@ class ReceiverExtension:
 
         Raises:
             WeightSyncError: the engine was started without LoRA, or, for merged weights, with it.
-            UnsupportedError: the engine holds experts in a layout that is not tested.
+            UnsupportedError: the engine holds experts in a layout that is not tested, or borrows weights that a reload
+                would write over.
         """
         self._megarl_slots, self._megarl_changed = None, set()
         self._megarl_connections, self._megarl_thread = {}, None
         direct = takes_direct_writes(self.model_runner.get_model())
         self._megarl_direct = DirectLoader(self.model_runner, self.vllm_config) if direct else None
+        if borrowed.summary().borrowed and not direct:
+            raise UnsupportedError(
+                "sampler.share_base is true, but vLLM changes the layout of this model's weights after it has loaded "
+                "them; set it to false"
+            )
         manager = getattr(self.model_runner, "lora_manager", None)
         if merged != (manager is None):
             raise WeightSyncError(f"the engine was started with{'' if merged else 'out'} enable_lora")
@@ -131,6 +138,10 @@ class ReceiverExtension:
         check_engine(manager._adapter_manager)
         self._megarl_slots = Slots(manager)
         return self.rank
+
+    def megarl_borrowed(self) -> list[Any]:
+        """Return what this worker borrows of the trainer; see ``borrowed.Summary``."""
+        return list(borrowed.summary())
 
     def megarl_place(self, host: str, gpu: str, offer: bytes) -> list[Any]:
         """Return the memory that this worker computes in, and whether it reads a sender's; see ``choice.Sender``."""

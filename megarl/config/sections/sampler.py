@@ -34,6 +34,11 @@ class SamplerConfig(Section):
     """Let engines that share the trainer's GPUs give their memory back while the trainer trains ("colocated"): the
     weights wait in host memory, and the KV cache is dropped. What comes back is compared bit by bit. Needs
     ``share_gpus`` and ``train.max_staleness: 0``."""
+    share_base: bool = False
+    """Let engines read the frozen base in the memory of the trainer rank on their GPU, instead of holding it again.
+    What vLLM keeps in another layout (fused q, k and v) it still holds itself; the run says how much. Engines then
+    start after the trainer, and again if a trainer rank is lost. Needs ``share_gpus: true``, adapters as content, and
+    ranks that hold the whole model (data and context parallelism only)."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

@@ -36,8 +36,11 @@ class SamplerEngine:
 
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
 
-    async def start(self) -> dict[str, float]:
+    async def start(self, loan: bytes = b"") -> dict[str, float]:
         """Build the engine. Nothing can be sampled before the first sync.
+
+        Args:
+            loan: as for ``VllmSampler.start``.
 
         Returns:
             Seconds of ``imports``, of ``vLLM``'s start, and of those of its parts that its log tells.
@@ -46,13 +49,17 @@ class SamplerEngine:
         self.sampler.import_vllm()
         imported = time.perf_counter()
         with self._with_cause():
-            await self.sampler.start()
+            await self.sampler.start(loan)
         seconds = {"imports": imported - began, "vLLM": time.perf_counter() - imported}
         return seconds | parts_of_start(self._log, self._log_begins)
 
     async def places(self, sender: Any) -> Any:
         """See ``VllmSampler.places``."""
         return await self.sampler.places(sender)
+
+    async def borrowed(self) -> Any:
+        """See ``VllmSampler.borrowed``."""
+        return await self.sampler.borrowed()
 
     async def ping(self) -> None:
         """Raise ``WorkerError`` if vLLM's own process is dead."""

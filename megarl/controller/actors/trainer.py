@@ -95,6 +95,10 @@ class TrainerRank:
         built = time.perf_counter()
         return {"imports": self._import_seconds, "groups": ready - began, "model": built - ready}
 
+    def lend_base(self) -> bytes:
+        """See ``CheckpointEngineMixin``."""
+        return self.model.lend_base()
+
     def forward(self, samples: list[Sample], adapter: bool | str = True) -> list[np.ndarray]:
         """See ``RankTrainer``."""
         return self.trainer.forward(samples, adapter)

@@ -3,6 +3,7 @@
 
 import dataclasses
 import re
+import tempfile
 from importlib import import_module
 from typing import Any
 
@@ -29,13 +30,14 @@ def import_vllm(numerics: str, device: str) -> None:
     import_module("vllm.v1.engine.async_llm")
 
 
-def build_engine(config: EngineConfig, engine_index: int, device: str) -> Any:
+def build_engine(config: EngineConfig, engine_index: int, device: str, loan: bytes = b"") -> Any:
     """Return a running ``AsyncLLM``.
 
     Args:
         config: the engine's config.
         engine_index: index of the engine, 0 .. sampler.engines - 1.
         device: ``"cpu"`` or ``"cuda"``.
+        loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
 
     Raises:
         ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
@@ -45,12 +47,15 @@ def build_engine(config: EngineConfig, engine_index: int, device: str) -> Any:
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    given = engine_arguments(config, engine_index, device)
-    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
-    for name in given.keys() - known:
-        raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
-    with fork_server.forked():
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+    with tempfile.NamedTemporaryFile(prefix="megarl-loan-") as file:
+        file.write(loan)
+        file.flush()
+        given = engine_arguments(config, engine_index, device, file.name if loan else "")
+        known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+        for name in given.keys() - known:
+            raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
+        with fork_server.forked():
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
 
 
 def start_error(engine_index: int, error: Exception) -> WorkerError:

@@ -21,8 +21,8 @@ def check_device(config: EngineConfig, device: str) -> None:
         device: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        UnsupportedError: the model's head size is not supported on a CPU, or a sleep is wanted there; or adapters in
-            float32 on a GPU.
+        UnsupportedError: the model's head size is not supported on a CPU, or a sleep or a shared base is wanted there;
+            or adapters in float32 on a GPU.
     """
     if device == "cuda" and config.model.dtype == "float32" and config.checkpoint_engine.content == "adapter":
         raise UnsupportedError(
@@ -31,6 +31,8 @@ def check_device(config: EngineConfig, device: str) -> None:
         )
     if device == "cpu" and config.sampler.sleep:
         raise UnsupportedError("sampler.sleep is true, which needs GPUs; on CPUs trainer and engines share the memory")
+    if device == "cpu" and config.sampler.share_base:
+        raise UnsupportedError("sampler.share_base is true, which needs GPUs: on CPUs vLLM packs weights anew")
     shape = read_model_shape(config.model.path)
     size = head_dim(shape)
     if device == "cpu" and size and size not in CPU_HEAD_SIZES:

@@ -27,15 +27,18 @@ LIVE_VERSIONS, OVERLAPPING_VERSIONS = 2, 3
 # Tokens of one engine step. On CPU chunked prefill is off, because it crashes with per-request seeds (vLLM 0.32).
 BATCHED_TOKENS = {"cpu": 4096, "cuda": 8192}
 EXTENSION = "megarl.sampler.worker.extension.EngineExtension"
+# ``checkpoint_engine.receiver.weights.borrowed.LOAD_FORMAT``, which only a process with vLLM can import.
+BORROWED = "megarl_borrowed"
 
 
-def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> dict[str, Any]:
+def engine_arguments(config: EngineConfig, engine_index: int, device: str, loan: str = "") -> dict[str, Any]:
     """Return keyword arguments of vLLM's ``AsyncEngineArgs``.
 
     Args:
         config: the engine's config.
         engine_index: index of the engine, 0 .. sampler.engines - 1; shifts the seed.
         device: ``"cpu"`` or ``"cuda"``.
+        loan: file that holds the ``Loan`` of the trainer whose base the engine reads.
     """
     sampler = config.sampler
     length = longest_sequence(config)
@@ -63,6 +66,8 @@ def engine_arguments(config: EngineConfig, engine_index: int, device: str) -> di
         "worker_extension_cls": EXTENSION,
         "disable_log_stats": True,
     }
+    if loan:
+        arguments |= {"load_format": BORROWED, "model_loader_extra_config": {"loan": loan}}
     if sampler.parallel.tensor > 1:
         # In an actor vLLM would make further actors, in bundles that `megarl train` does not reserve for it.
         arguments["distributed_executor_backend"] = "mp"

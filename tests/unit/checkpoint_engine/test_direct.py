@@ -9,7 +9,7 @@ import torch
 
 from megarl.checkpoint_engine.buckets.digests import begin_digests
 from megarl.checkpoint_engine.buckets.filling import as_they_come, view_of
-from megarl.checkpoint_engine.receiver.weights import direct
+from megarl.checkpoint_engine.receiver.weights import direct, regions
 from megarl.checkpoint_engine.wire import Places
 from megarl.errors import WeightSyncError
 
@@ -56,8 +56,9 @@ def make_loader(monkeypatch: pytest.MonkeyPatch, device: str) -> direct.DirectLo
     layout = SimpleNamespace(loading=torch.no_grad)
     expected = SimpleNamespace(take=lambda name, shape: name, check_all=lambda whole: None)
     monkeypatch.setattr(direct, "layout_of", lambda model, manager: layout)
-    monkeypatch.setattr(direct, "Expected", lambda model, layout: expected)
-    monkeypatch.setattr(direct, "set_current_vllm_config", lambda config: torch.no_grad())
+    for module in (direct, regions):
+        monkeypatch.setattr(module, "Expected", lambda model, layout: expected)
+    monkeypatch.setattr(regions, "set_current_vllm_config", lambda config: torch.no_grad())
     model = Model().to(device)
     return direct.DirectLoader(SimpleNamespace(get_model=lambda: model, device=device), None)
 

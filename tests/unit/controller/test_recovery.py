@@ -87,6 +87,7 @@ class Run:
         self.updates, self.ending = 0, ""
         self.restarted: list[str] = []
         self.restarts, self.transport = {"engine": 0, "trainer": 0}, config()
+        self.loans = SimpleNamespace(wanted=False, withdraw=lambda: self.restarted.append("withdrawn"))
         self.recovery = Recovery(self, self)  # type: ignore[arg-type]
         self.recovery.begin()
 
@@ -202,6 +203,18 @@ def test_trainers_go_back_and_every_engine_gets_their_version_anew(run: Run, err
     assert run.residents() == [2, 2, 2] and [engine.readmissions for engine in run.engines] == [1, 1, 1]
     assert run.samplers.scored == [(2, [engine.name for engine in run.engines])] and run.checked == [2]
     assert run.recovery.metrics()["trainer_restarts"] == 1
+
+
+def test_engines_that_share_the_trainers_base_start_again_with_it_and_are_not_counted(run: Run) -> None:
+    run.loans.wanted = True
+    run.dead_ranks = ["trainer rank 0"]
+    run.recovery.restart_trainers(LostError("late"))
+    assert run.restarted[0] == "withdrawn"
+    assert "shared the base of trainer rank 0 (sampler.share_base)" in (run.engines[0].lost or "")
+    run.recovery.first_sync()
+    run.look_until(opened=3)
+    assert sorted(run.restarted[1:]) == ["sampler 0", "sampler 1", "sampler 2", "trainers"]
+    assert run.residents() == [2, 2, 2] and run.recovery.metrics()["engine_restarts"] == 0
 
 
 def test_an_error_that_no_loss_explains_is_raised(run: Run) -> None:

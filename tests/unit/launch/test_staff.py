@@ -2,6 +2,7 @@
 """Test what starts again while a run is built, and the transport for where the actors are. No actors; arithmetic."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,34 +10,39 @@ import pytest
 
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import ConfigError, LostError, WorkerError
+from megarl.launch.loans import Loans
 from megarl.launch.placement.plan import Plan, plan_placement
 from megarl.launch.staff import Staff
 from megarl.launch.transport import check_transport
 from megarl.sampler.engine.build import start_error
 from tests.unit.launch.placement.test_plan import nodes, run
 
+PLAN: Any = SimpleNamespace(trainer=[0, 1], engine=[1, 0])
 NAMES = ["trainer rank 0", "trainer rank 1", "sampler 0", "sampler 1"]
 
 
 class Building(Staff):
     """Two ranks and two engines whose building goes as it is told: what each wait raises, then it succeeds."""
 
-    def __init__(self, *outcomes: Exception, restarts: int = 3) -> None:
+    def __init__(self, *outcomes: Exception, restarts: int = 3, shares: bool = False) -> None:
         config = run(train__max_restarts=restarts, sampler__max_restarts=restarts)
         self.outcomes, self.begun, self.said = list(outcomes), list[str](), list[str]()
         self._train, self._most, self.restarts = config.train, restarts, {"engine": 0, "trainer": 0}
-        self.trainers: Any = SimpleNamespace(names=NAMES[:2], ranks=[0, 0])
-        engines = [SimpleNamespace(name=name, index=index, actor=None) for index, name in enumerate(NAMES[2:])]
+        self.trainers: Any = SimpleNamespace(names=NAMES[:2], ranks=[0, 0], start=partial(dict.fromkeys, NAMES[:2]))
+        engines = [SimpleNamespace(name=name, index=index, actor=actor("")) for index, name in enumerate(NAMES[2:])]
         self.samplers: Any = SimpleNamespace(engines=engines)
-        self._starting = {name: f"{name}'s start" for name in NAMES[2:]}
+        self._bundles = dict.fromkeys(NAMES, 0)
+        self.loans = Loans(PLAN, wanted=shares, seconds=config.train.build_seconds)
+        self.begin()
         self._screen: Any = SimpleNamespace(say=lambda text, style: self.said.append(text))
 
     def _new_ranks(self) -> None:
         self.begun.append("ranks")
+        self.loans.withdraw()
 
     def _new_engine(self, index: int) -> Any:
         self.begun.append(NAMES[2 + index])
-        return SimpleNamespace(start=SimpleNamespace(remote=lambda: f"sampler {index}'s second start"))
+        return actor(f"sampler {index}'s second")
 
     def _begin_build(self) -> dict[str, Any]:
         self.begun.append("build")
@@ -46,6 +52,11 @@ class Building(Staff):
         if self.outcomes:
             raise self.outcomes.pop(0)
         return [{call: 1.0} for call in calls.values()]
+
+
+def actor(name: str) -> Any:
+    """Return an engine's actor, whose start gives what it was called with."""
+    return SimpleNamespace(start=SimpleNamespace(remote=lambda *given: " ".join([name, "start", *map(str, given)])))
 
 
 def lost(*names: str) -> LostError:
@@ -58,8 +69,31 @@ def test_what_is_lost_while_building_starts_again_beside_the_rest() -> None:
     assert staff.begun == ["build", "sampler 1", "ranks", "sampler 0", "build"] and len(checks) == 2
     assert staff.restarts == {"engine": 2, "trainer": 1}
     assert sorted(seconds) == sorted(NAMES) and seconds["sampler 1"] == {"sampler 1's second start": 1.0}
-    assert staff.samplers.engines[0].actor is not None
+    assert seconds["sampler 0"] == {"sampler 0's second start": 1.0}
     assert staff.said[0] == "sampler 1 is lost while building, and starts again: sampler 1 died"
+
+
+def test_engines_that_share_the_base_start_after_the_ranks_and_again_after_new_ones() -> None:
+    staff = Building(shares=True)
+    assert staff._starting == {}
+    seconds = staff.build(lambda: None)
+    assert list(seconds) == NAMES and seconds["sampler 1"] == {" start {'lend_base': 1.0}": 1.0}
+    assert staff.loans.of(0) == [{"lend_base": 1.0}] and staff.begun == ["build"]
+
+    class LostLater(Building):
+        """Loses a rank while the engines start."""
+
+        def _wait(self, calls: dict[str, Any], *, told: bool = False) -> list[Any]:
+            if "sampler 0" in calls and "ranks" not in self.begun:
+                raise lost("trainer rank 1")
+            return super()._wait(calls, told=told)
+
+    later = LostLater(shares=True)
+    assert sorted(later.build(lambda: None)) == sorted(NAMES)
+    assert later.begun == ["build", "ranks", "sampler 0", "sampler 1", "build"]
+    waiting = Loans(PLAN, wanted=True, seconds=0.0)
+    with pytest.raises(WorkerError, match=r"sampler 1 waited for the trainer, whose base it shares, longer than train"):
+        waiting.of(1)
 
 
 @pytest.mark.parametrize(

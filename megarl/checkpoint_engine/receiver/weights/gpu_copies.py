@@ -12,6 +12,7 @@ from megarl.checkpoint_engine.buckets.host_copies import to_host
 from megarl.checkpoint_engine.kernels.ranges import WORD, Range, copy_out, read_back_table, table_of
 from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write
 from megarl.checkpoint_engine.wire import Place, Places
+from megarl.errors import WeightSyncError
 
 
 class Copies:
@@ -27,6 +28,7 @@ class Copies:
 
     def __init__(self, places: Places, writes: Sequence[Sequence[Write]]) -> None:
         self.others: list[Write] = []
+        self._held: set[int] = set()
         ranges, self._names, counts = list[Range](), list[str](), list[int]()
         for place, group in zip(places, writes, strict=True):
             copied = sorted(self._copied(place, group))
@@ -38,7 +40,8 @@ class Copies:
             self._names.extend([place.name] * counts[-1])
         device = next(write.target.device for group in writes for write in group)
         self._starts = starts_of(counts)
-        self._table = table_of(ranges, device)
+        # What is held already is read and compared, and not written.
+        self._table = table_of([one._replace(target=0) if one.target in self._held else one for one in ranges], device)
         self._back = read_back_table(ranges, self._table)
         self._copied_at = np.asarray([bool(one.target) for one in ranges])
         self._all_copied = bool(self._copied_at.all())
@@ -65,9 +68,15 @@ class Copies:
         for write in writes:
             run = _run_of(place, write)
             if run is None or any(run[0] < end and begin < run[1] for begin, end in taken):
+                if write.held:
+                    raise WeightSyncError(
+                        f"tensor '{place.name}' does not lie in the trainer's memory as vLLM reads it"
+                    )
                 self.others.append(write)
                 continue
             taken.append(run)
+            if write.held:
+                self._held.add(write.target.data_ptr())
             yield *run, write.target.data_ptr()
 
 

@@ -27,10 +27,11 @@ class HostWrites:
                 continue
             matrix = matrix_of(payload, write.source)
             block = matrix.to(target.dtype) if write.scaling == 1 else (matrix.float() * write.scaling).to(target.dtype)
-            rows, columns = block.shape
-            target[:rows, :columns] = block
-            target[rows:] = 0
-            target[:rows, columns:] = 0
+            if not write.held:
+                rows, columns = block.shape
+                target[:rows, :columns] = block
+                target[rows:] = 0
+                target[:rows, columns:] = 0
             if not is_finite(block):
                 found.not_finite.append(write.name)
             elif not _holds(target, block):

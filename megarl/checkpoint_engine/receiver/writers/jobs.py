@@ -34,12 +34,14 @@ class Write(NamedTuple):
         target: the buffer, ``[R, C]``; its rows are contiguous.
         source: the matrix, ``[r, c]``, r <= R, c <= C; zeros surround it. None fills the buffer with zeros.
         scaling: what the matrix is multiplied by, in float32, before it is rounded once.
+        held: True if the buffer must hold the matrix already: nothing is written, both are compared.
     """
 
     name: str
     target: torch.Tensor
     source: Source | None
     scaling: float
+    held: bool = False
 
 
 class Found(NamedTuple):

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold what trainer ranks lend to the engines on their GPUs (``sampler.share_base``)."""
+
+import threading
+from collections.abc import Sequence
+
+from megarl.errors import WorkerError
+from megarl.launch.placement.plan import Plan
+
+
+class Loans:
+    """The loans of the present trainer ranks. Any thread may ask for one.
+
+    Args:
+        plan: the placement: an engine gets the loan of the rank in its bundle.
+        wanted: ``sampler.share_base``; without it an engine gets none.
+        seconds: ``train.build_seconds``, the limit on waiting for ranks.
+    """
+
+    def __init__(self, plan: Plan, *, wanted: bool, seconds: float) -> None:
+        self.wanted, self._seconds = wanted, seconds
+        self._ranks = [plan.trainer.index(bundle) for bundle in plan.engine] if wanted else []
+        self._there, self._loans = threading.Event(), list[bytes]()
+
+    def put(self, loans: Sequence[bytes]) -> None:
+        """Take the loan of every rank."""
+        self._loans = list(loans)
+        self._there.set()
+
+    def withdraw(self) -> None:
+        """Let engines wait for the loans of the next ranks."""
+        self._there.clear()
+
+    def of(self, engine: int) -> list[bytes]:
+        """Return the arguments of an engine's ``start``; wait for the ranks if they are being started.
+
+        Raises:
+            WorkerError: they did not come within ``train.build_seconds``.
+        """
+        if not self.wanted:
+            return []
+        if not self._there.wait(self._seconds):
+            raise WorkerError(
+                f"sampler {engine} waited for the trainer, whose base it shares, longer than train.build_seconds "
+                f"({self._seconds:g} s)"
+            )
+        return [self._loans[self._ranks[engine]]]
