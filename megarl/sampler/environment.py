@@ -65,3 +65,17 @@ def resolve_device(device: str) -> str:
     import torch
 
     return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+
+
+def child_variables(gpus: Sequence[int] | None) -> dict[str, str]:
+    """This process's variables without what torchrun set for it, and with the engine's GPUs."""
+    # vLLM would take its ranks and its port from them.
+    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
+    }
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = names_of_gpus(gpus)
+    return variables

@@ -33,7 +33,7 @@ from megarl.hub import local_section
 from megarl.sampler.drawing.fetched_logprobs import Source
 from megarl.sampler.engine.device_checks import check_device
 from megarl.sampler.engine.settings import check_sampled
-from megarl.sampler.environment import names_of_gpus, resolve_device
+from megarl.sampler.environment import child_variables, resolve_device
 from megarl.sampler.serve import STOP
 from megarl.types import Completion
 
@@ -103,7 +103,7 @@ class SamplerProcess:
                 stdout=output,  # what the parent prints on its standard output is its own
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                env=_environment(gpus),
+                env=child_variables(gpus),
                 start_new_session=True,  # vLLM's processes stay in the child's group, which can be ended as one
             )
         theirs.close()
@@ -158,6 +158,10 @@ class SamplerProcess:
     def take_logprobs_from(self, source: Source) -> None:
         """Change the logprobs' source; see ``VllmSampler.take_logprobs_from``."""
         self._call("take_logprobs_from", source).result()
+
+    def borrowed(self) -> list[tuple[int, int, list[str]]]:
+        """Return what the engine reads in the trainer's memory; see ``VllmSampler.borrowed``."""
+        return self._call("borrowed").result()
 
     def places(self, sender: Sender) -> Future[list[Receiver]]:
         """See ``VllmSampler.places``."""
@@ -281,17 +285,3 @@ class SamplerProcess:
 def _fail(future: Future, error: BaseException) -> None:
     with suppress(InvalidStateError):  # it was cancelled, or has failed already
         future.set_exception(error)
-
-
-def _environment(gpus: Sequence[int] | None) -> dict[str, str]:
-    """This process's variables without what torchrun set for it, and with the engine's GPUs."""
-    # vLLM would take its ranks and its port from them.
-    ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ours and not name.startswith(("TORCHELASTIC_", "GROUP_", "ROLE_"))
-    }
-    if gpus is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = names_of_gpus(gpus)
-    return variables

@@ -21,6 +21,7 @@ release. Stages:
     overlap[:SHAPE:RANKS:TOKENS]        `tests.gpu.overlap_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
+    shared[:SHAPE]                      `tests.gpu.share_base`: one copy of the base for trainer and engine
     twice[:SETTING,...]                 `megarl train` twice with the same seeds, `numerics: bitwise`
     loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
     bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`
@@ -120,6 +121,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return ["bash", file], OTHER
         case "sleep", words:
             return [sys.executable, "-m", "tests.gpu.sleep_cycles", *words], OTHER
+        case "shared", words:
+            return [sys.executable, "-m", "tests.gpu.share_base", *words], OTHER
         case "bitwise-ops", names:
             return [sys.executable, "-m", "tests.gpu.bitwise_ops", *",".join(names).replace(",", " ").split()], OTHER
         case "bitwise", words:
