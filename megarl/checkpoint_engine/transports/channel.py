@@ -24,6 +24,11 @@ HELLO, BUCKET, END, ACK, RECEIPT, FAILED = (tag.encode() for tag in "HBEARF")
 _HEAD = struct.Struct("<cQ")
 
 
+def message_of(tag: bytes, data: bytes) -> bytes:
+    """Return a message as it travels."""
+    return _HEAD.pack(tag, len(data)) + data
+
+
 class Line:
     """One end of a connection."""
 
@@ -33,9 +38,13 @@ class Line:
 
     def send(self, tag: bytes, data: bytes, deadline: float) -> None:
         """Send a message. Raises ``WeightSyncError`` if the other end is gone or does not read in time."""
+        self.write(message_of(tag, data), deadline)
+
+    def write(self, messages: bytes, deadline: float) -> None:
+        """Send what ``message_of`` returned, of one or more messages. Raises ``WeightSyncError`` as ``send``."""
         try:
             self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-            self.socket.sendall(_HEAD.pack(tag, len(data)) + data)
+            self.socket.sendall(messages)
         except OSError as error:
             raise WeightSyncError(f"{self._name} is gone or does not read: {error}") from error
 

@@ -13,7 +13,16 @@ from typing import Any, ClassVar
 import torch
 
 from megarl.checkpoint_engine.base import Frame, Link
-from megarl.checkpoint_engine.transports.channel import ACK, BUCKET, END, FAILED, RECEIPT, Hub, open_line
+from megarl.checkpoint_engine.transports.channel import (
+    ACK,
+    BUCKET,
+    END,
+    FAILED,
+    RECEIPT,
+    Hub,
+    message_of,
+    open_line,
+)
 from megarl.errors import WeightSyncError
 
 DEPTH = 2
@@ -128,9 +137,9 @@ class LiveReceiver:
 
     def __init__(self, endpoint: dict[str, Any], index: int) -> None:
         self._timeout, self._index = endpoint["timeout"], index
-        self._unread = self._on_gpu = False
-        # What it says when it is done with a bucket.
-        self._done = b""
+        self._unread = False
+        # What it says when it is done with a bucket, and whether it says so together with the receipt.
+        self._done, self._owed = b"", False
         self._line = open_line(endpoint, index)
 
     def begins(self) -> bool:
@@ -144,18 +153,13 @@ class LiveReceiver:
         if tag not in (BUCKET, END):
             raise WeightSyncError(f"the sender sent a message {tag!r} out of turn")
         frame = Frame(message, None) if tag == END else self._frame(message, deadline)
-        # The sender announced this bucket without an answer to the one before, which may take until now to be read.
-        if self._unread and not (tag == END and self._on_gpu):  # at the end ``settle`` waits for a GPU
-            self._say_read(tag == END, deadline)
         if frame.payload is not None:
-            self._unread, self._on_gpu = self.acknowledges, frame.payload.is_cuda
+            # The sender announced this bucket without an answer to the one before, which may take until now to be read.
+            if self._unread:
+                self._wait_until_read(False)
+                self._line.send(ACK, self._done, deadline)
+            self._unread = self.acknowledges
         return frame
-
-    def _say_read(self, ended: bool, deadline: float) -> None:
-        """Tell the sender that a bucket was read, once it has been; see ``_wait_until_read``."""
-        self._wait_until_read(ended)
-        self._line.send(ACK, self._done, deadline)
-        self._unread = False
 
     def _frame(self, message: bytes, deadline: float) -> Frame:
         """Return the bucket of a message."""
@@ -164,13 +168,20 @@ class LiveReceiver:
         return Frame(message[_HEAD.size + size :], self._fetch(number, nbytes, news, deadline))
 
     def settle(self) -> None:
-        """Wait until the last bucket has been read in the sender's memory; ``take`` waited for those before it."""
+        """Wait until the last bucket has been read in the sender's memory; ``take`` waited for those before it.
+
+        The sender hears of it with the receipt, so that it is woken once.
+        """
         if self._unread:
-            self._say_read(True, time.monotonic() + self._timeout)
+            self._wait_until_read(True)
+            self._unread, self._owed = False, True
 
     def answer(self, receipt: bytes) -> None:
         """Send the receipt to the sender."""
-        self._line.send(RECEIPT, receipt, time.monotonic() + self._timeout)
+        self.settle()  # which whoever reads in host memory need not have called
+        read = message_of(ACK, self._done) if self._owed else b""
+        self._owed = False
+        self._line.write(read + message_of(RECEIPT, receipt), time.monotonic() + self._timeout)
 
     def fail(self, reason: str) -> None:
         """Tell the sender, and disconnect."""

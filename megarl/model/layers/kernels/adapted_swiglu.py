@@ -71,9 +71,9 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)
         products = [*_products(fused, low, ctx.places, matrices), behind]
         by_fused, sums = _run_backward(fused, by_out, products)
-        scales = [*(place and place[1] for place in ctx.places), 1.0]
-        by_matrices = [None if part is None else part.mul_(scale) for part, scale in zip(sums, scales, strict=True)]
-        *by_b, by_a = [None if part is None else part.to(fused.dtype) for part in by_matrices]
+        ranks = [rank for _, rank in products]
+        parts = zip(sums.to(fused.dtype).split(ranks), ranks, strict=True)
+        *by_b, by_a = [part if rank else None for part, rank in parts]
         by_low = low_gradient(by_fused, low, ctx.places, matrices)
         return by_fused, by_a, by_low, None, *(None if part is None else part.t() for part in by_b)
 
@@ -87,10 +87,8 @@ def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
     return {"RANKS": ranks, "BLOCKS": tuple(map(rank_block, ranks))}
 
 
-def _run_backward(
-    fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the gradient of ``fused``, and of each product's matrix, transposed and unscaled: float32 ``[r, I]``."""
+def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of ``fused``, and of the products' matrices below each other: float32 ``[sum of r, I]``."""
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
     rows, by_rows = as_rows(fused), as_rows(by_out)
     (tokens, width), sizes = by_rows.shape, _sizes(products)
@@ -101,12 +99,12 @@ def _run_backward(
     # Tokens of one program, in whole tiles.
     own = triton.cdiv(triton.cdiv(tokens, max(1, PROGRAMS // across)), STEP_ROWS) * STEP_ROWS
     chunks = triton.cdiv(tokens, own)
-    sums = [rows.new_empty(chunks, rank, width, dtype=torch.float32) for rank in sizes["RANKS"]]
+    sums = rows.new_empty(chunks, sum(sizes["RANKS"]), width, dtype=torch.float32)
     _backward[(chunks, across)](
-        rows, by_rows, by_fused, *sums, tokens, own, rows.stride(0), by_rows.stride(0),
+        rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0),
         *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
-    return by_fused, [part.sum(0) if part.numel() else None for part in sums]
+    return by_fused, sums.sum(0)
 
 
 @triton.jit
@@ -126,8 +124,8 @@ def _forward(
 
 @triton.jit
 def _backward(
-    fused, by_out, by_fused, sums_of_gate, sums_of_up, sums_behind, tokens, own, fused_stride, stride, of_gate, of_up,
-    behind, RANKS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    fused, by_out, by_fused, sums, tokens, own, fused_stride, stride, of_gate, of_up, behind,
+    RANKS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of ``own`` tokens, tile by tile."""
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -155,9 +153,11 @@ def _backward(
         if RANKS[2] > 0:
             active = (gate * tl.sigmoid(gate) * up).to(by_fused.dtype.element_ty)
             by_behind = _summed(by_behind, behind, active, row, tokens, RANKS[2], BLOCKS[2])
-    _store(sums_of_gate, by_gates, column, WIDTH, RANKS[0], BLOCKS[0])
-    _store(sums_of_up, by_ups, column, WIDTH, RANKS[1], BLOCKS[1])
-    _store(sums_behind, by_behind, column, WIDTH, RANKS[2], BLOCKS[2])
+    # This program's sums: those of its tokens.
+    first_row = tl.program_id(0).to(tl.int64) * (RANKS[0] + RANKS[1] + RANKS[2])
+    _store(sums, by_gates, of_gate[2], first_row, column, WIDTH, RANKS[0], BLOCKS[0])
+    _store(sums, by_ups, of_up[2], first_row + RANKS[0], column, WIDTH, RANKS[1], BLOCKS[1])
+    _store(sums, by_behind, behind[2], first_row + RANKS[0] + RANKS[1], column, WIDTH, RANKS[2], BLOCKS[2])
 
 
 @triton.jit
@@ -190,9 +190,9 @@ def _summed(sums, factors, tile, row, tokens, RANK: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _store(out, sums, column, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store this program's sums: those of its tokens, ``[chunks, RANK, WIDTH]``."""
+def _store(out, sums, scale, row, column, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    """Store sums, scaled, to the rows of ``out [rows, WIDTH]`` from ``row`` on."""
     if RANK > 0:
         k = tl.arange(0, BLOCK)
-        place = out + (tl.program_id(0).to(tl.int64) * RANK + k[:, None]) * WIDTH + column[None, :]
-        tl.store(place, sums, mask=(k < RANK)[:, None] & (column < WIDTH)[None, :])
+        place = out + (row + k[:, None]) * WIDTH + column[None, :]
+        tl.store(place, scale * sums, mask=(k < RANK)[:, None] & (column < WIDTH)[None, :])
