@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold what trainer ranks lend to the engines on their GPUs (``sampler.share_base``)."""
+"""Ask trainer ranks for what they lend to the engines on their GPUs (``sampler.share_base``)."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from megarl.errors import WorkerError
 from megarl.launch.placement.plan import Plan
@@ -13,29 +13,29 @@ class Loans:
 
     Args:
         plan: the placement: an engine gets the loan of the rank in its bundle.
+        ask: asks a rank for a loan. Each is good for one engine's start: CUDA counts who opens a handle.
         wanted: ``sampler.share_base``; without it an engine gets none.
         seconds: ``train.build_seconds``, the limit on waiting for ranks.
     """
 
-    def __init__(self, plan: Plan, *, wanted: bool, seconds: float) -> None:
-        self.wanted, self._seconds = wanted, seconds
+    def __init__(self, plan: Plan, ask: Callable[[int], bytes], *, wanted: bool, seconds: float) -> None:
+        self.wanted, self._ask, self._seconds = wanted, ask, seconds
         self._ranks = [plan.trainer.index(bundle) for bundle in plan.engine] if wanted else []
-        self._there, self._loans = threading.Event(), list[bytes]()
+        self._there = threading.Event()
 
-    def put(self, loans: Sequence[bytes]) -> None:
-        """Take the loan of every rank."""
-        self._loans = list(loans)
+    def allow(self) -> None:
+        """Let engines start: the ranks have built their models."""
         self._there.set()
 
     def withdraw(self) -> None:
-        """Let engines wait for the loans of the next ranks."""
+        """Let engines wait for the next ranks."""
         self._there.clear()
 
     def of(self, engine: int) -> list[bytes]:
         """Return the arguments of an engine's ``start``; wait for the ranks if they are being started.
 
         Raises:
-            WorkerError: they did not come within ``train.build_seconds``.
+            WorkerError: they did not come within ``train.build_seconds``, or one failed.
         """
         if not self.wanted:
             return []
@@ -44,4 +44,4 @@ class Loans:
                 f"sampler {engine} waited for the trainer, whose base it shares, longer than train.build_seconds "
                 f"({self._seconds:g} s)"
             )
-        return [self._loans[self._ranks[engine]]]
+        return [self._ask(self._ranks[engine])]

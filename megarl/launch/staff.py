@@ -54,7 +54,8 @@ class Staff:
         self.places, self._train, self._screen = places, config.train, screen
         self._section, self._most = config.checkpoint_engine, config.sampler.max_restarts
         self._config, self._actors = ray.put(config), dict[str, Any]()
-        self.loans = Loans(plan, wanted=config.sampler.share_base, seconds=config.train.build_seconds)
+        shares, seconds = config.sampler.share_base, config.train.build_seconds
+        self.loans = Loans(plan, self._lent_by, wanted=shares, seconds=seconds)
         self.restarts = {"engine": 0, "trainer": 0}
         ranks = [f"trainer rank {index}" for index in range(len(plan.trainer))]
         engines = [f"sampler {index}" for index in range(len(plan.engine))]
@@ -100,7 +101,7 @@ class Staff:
                 parts = dict(zip(calls, self._wait(calls), strict=True))
                 if len(calls) == len(self._bundles):
                     return parts
-                self._lend()
+                self.loans.allow()
                 calls |= self._start_engines()
             except LostError as error:
                 if time.monotonic() - began >= self._train.build_seconds:
@@ -136,7 +137,7 @@ class Staff:
         """
         self._new_ranks()
         self._wait(self._begin_build(), told=True)
-        self._lend()
+        self.loans.allow()
 
     def restart_engine(self, index: int) -> Any:
         """End an engine and start it again; return its new actor. It holds no weights that may be sampled from.
@@ -189,10 +190,9 @@ class Staff:
         chosen = self.samplers.engines if engines is None else engines
         return {engine.name: engine.actor.start.remote(*self.loans.of(engine.index)) for engine in chosen}
 
-    def _lend(self) -> None:
-        """Ask the ranks for what engines read in their memory, if they do."""
-        if self.loans.wanted:
-            self.loans.put(self._wait(self.trainers.start("lend_base")))
+    def _lent_by(self, rank: int) -> bytes:
+        """Ask a rank for what an engine reads in its memory; one that trains answers after that."""
+        return self._wait({self.trainers.names[rank]: self.trainers.ranks[rank].lend_base.remote()})[0]
 
     def _new_ranks(self) -> None:
         self.loans.withdraw()

@@ -2,7 +2,6 @@
 """Test what starts again while a run is built, and the transport for where the actors are. No actors; arithmetic."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,11 +27,12 @@ class Building(Staff):
         config = run(train__max_restarts=restarts, sampler__max_restarts=restarts)
         self.outcomes, self.begun, self.said = list(outcomes), list[str](), list[str]()
         self._train, self._most, self.restarts = config.train, restarts, {"engine": 0, "trainer": 0}
-        self.trainers: Any = SimpleNamespace(names=NAMES[:2], ranks=[0, 0], start=partial(dict.fromkeys, NAMES[:2]))
+        lends = [SimpleNamespace(lend_base=SimpleNamespace(remote=lambda rank=rank: f"loan {rank}")) for rank in (0, 1)]
+        self.trainers: Any = SimpleNamespace(names=NAMES[:2], ranks=lends)
         engines = [SimpleNamespace(name=name, index=index, actor=actor("")) for index, name in enumerate(NAMES[2:])]
         self.samplers: Any = SimpleNamespace(engines=engines)
         self._bundles = dict.fromkeys(NAMES, 0)
-        self.loans = Loans(PLAN, wanted=shares, seconds=config.train.build_seconds)
+        self.loans = Loans(PLAN, self._lent_by, wanted=shares, seconds=config.train.build_seconds)
         self.begin()
         self._screen: Any = SimpleNamespace(say=lambda text, style: self.said.append(text))
 
@@ -77,8 +77,8 @@ def test_engines_that_share_the_base_start_after_the_ranks_and_again_after_new_o
     staff = Building(shares=True)
     assert staff._starting == {}
     seconds = staff.build(lambda: None)
-    assert list(seconds) == NAMES and seconds["sampler 1"] == {" start {'lend_base': 1.0}": 1.0}
-    assert staff.loans.of(0) == [{"lend_base": 1.0}] and staff.begun == ["build"]
+    assert list(seconds) == NAMES and seconds["sampler 1"] == {" start {'loan 0': 1.0}": 1.0}
+    assert staff.loans.of(0) == [{"loan 1": 1.0}] and staff.begun == ["build"]
 
     class LostLater(Building):
         """Loses a rank while the engines start."""
@@ -91,7 +91,7 @@ def test_engines_that_share_the_base_start_after_the_ranks_and_again_after_new_o
     later = LostLater(shares=True)
     assert sorted(later.build(lambda: None)) == sorted(NAMES)
     assert later.begun == ["build", "ranks", "sampler 0", "sampler 1", "build"]
-    waiting = Loans(PLAN, wanted=True, seconds=0.0)
+    waiting = Loans(PLAN, staff._lent_by, wanted=True, seconds=0.0)
     with pytest.raises(WorkerError, match=r"sampler 1 waited for the trainer, whose base it shares, longer than train"):
         waiting.of(1)
 
