@@ -31,7 +31,7 @@ from megarl.config.sections.eval import Sampling
 from megarl.errors import WorkerError
 from megarl.hub import local_section
 from megarl.sampler.drawing.fetched_logprobs import Source
-from megarl.sampler.engine.device_checks import check_device
+from megarl.sampler.engine.device_checks import check_device, check_loan
 from megarl.sampler.engine.settings import check_sampled
 from megarl.sampler.environment import child_variables, resolve_device
 from megarl.sampler.serve import STOP
@@ -91,6 +91,7 @@ class SamplerProcess:
         )
         check_sampled(self.config)
         check_device(self.config, resolve_device(device))
+        check_loan(self.config, loan)
         self.name, self.receivers = f"sampler {index}", self.config.sampler.parallel.tensor
         self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
         # Held while a call is sent, which may take long: `_read` must go on meanwhile, so it never takes this one.

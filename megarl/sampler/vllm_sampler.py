@@ -27,6 +27,7 @@ from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.drawing.requests import Requests
 from megarl.sampler.drawing.sleep import Sleep
 from megarl.sampler.engine.build import build_engine, import_vllm, start_error
+from megarl.sampler.engine.device_checks import check_loan
 from megarl.sampler.engine.settings import live_versions, longest_sequence, stop_tokens
 from megarl.sampler.environment import resolve_device
 from megarl.sampler.prompt_checks import check_prompt
@@ -101,10 +102,11 @@ class VllmSampler:
             loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
 
         Raises:
-            ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.
+            ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have; or as ``check_loan``.
             LostError: a signal killed its process.
             WorkerError: vLLM did not start.
         """
+        check_loan(self._config, loan)
         try:
             engine = self._link.use(build_engine(self._config, self._index, self._device, loan))
             self._vocabulary = engine.model_config.get_vocab_size()

@@ -66,7 +66,9 @@ def of_family(folder: Path, family: str) -> dict[str, Any]:
     trainer.hold()
     before = {name: tensor.clone() for name, tensor in trainer.base.items()}
     section = {"transport": "ipc", "timeout_seconds": 60.0}
-    rig = Rig(run_config(folder, lora={"r": 4}, checkpoint_engine=section), trainer, trainer.lend_base())
+    sampler = {"share_gpus": True, "share_base": True}
+    config = run_config(folder, lora={"r": 4}, sampler=sampler, checkpoint_engine=section)
+    rig = Rig(config, trainer, trainer.lend_base())
     try:
         results: dict[str, Any] = {"borrowed": rig.call(rig.sampler.borrowed())[0], "errors": []}
         rig.manager.sync(0, "base")

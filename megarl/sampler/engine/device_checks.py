@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.config.checks import read_model_shape
-from megarl.errors import UnsupportedError
+from megarl.errors import ConfigError, UnsupportedError
 
 # Sizes of an attention head that vLLM's CPU kernels support (0.32: CPUAttentionBackend). With others it starts, and
 # dies at the first request.
@@ -39,6 +39,30 @@ def check_device(config: EngineConfig, device: str) -> None:
         raise UnsupportedError(
             f"model.path: the sampler does not support attention heads of size {size} (head_dim) on a CPU; supported "
             f"are {', '.join(map(str, CPU_HEAD_SIZES))}, and others on GPUs"
+        )
+
+
+def check_loan(config: EngineConfig, loan: bytes) -> None:
+    """Refuse a loan that the settings do not ask for, or that a base from elsewhere would contradict.
+
+    Args:
+        config: the engine's config.
+        loan: the trainer's, from ``lend_base``; empty for none.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    sampler, sync = config.sampler, config.checkpoint_engine
+    if sampler.share_base != bool(loan):
+        has = "a loan" if loan else "no loan"
+        raise ConfigError(
+            f"sampler.share_base is {str(sampler.share_base).lower()}, but the engine gets {has}: give it what the "
+            "trainer's lend_base returned (SamplerProcess: loan), or set it to false"
+        )
+    if loan and (sync.content, sync.base_weights) != ("adapter", "send"):
+        raise ConfigError(
+            f"sampler.share_base is true with checkpoint_engine.content {sync.content} and base_weights "
+            f"{sync.base_weights}; it needs adapter and send"
         )
 
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check what sampler.share_base refuses."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megarl.config import parse_config
+from megarl.config import CheckpointEngineConfig, SamplerConfig, parse_config
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.sampler.engine.device_checks import check_device
+from megarl.sampler.engine.device_checks import check_device, check_loan
 from megarl.sampler.engine.settings import engine_arguments
 from tests.e2e.sampler_rig import make_model
 
@@ -42,5 +43,13 @@ def test_an_engine_asks_for_the_loan_on_a_gpu_and_is_refused_on_a_cpu(tmp_path: 
     assert arguments["model_loader_extra_config"] == {"loan": "/a/loan"}
     assert engine_arguments(engine, 0, "cuda")["load_format"] == "dummy"
     check_device(engine, "cuda")
+    check_loan(engine, b"loan")
+    with pytest.raises(ConfigError, match=r"sampler\.share_base is true, but the engine gets no loan: give it what"):
+        check_loan(engine, b"")
+    with pytest.raises(ConfigError, match=r"sampler\.share_base is false, but the engine gets a loan"):
+        check_loan(replace(engine, sampler=SamplerConfig()), b"loan")
+    merged = replace(engine, checkpoint_engine=CheckpointEngineConfig(content="merged"))
+    with pytest.raises(ConfigError, match=r"content merged and base_weights send; it needs adapter and send"):
+        check_loan(merged, b"loan")
     with pytest.raises(UnsupportedError, match=r"sampler\.share_base is true, which needs GPUs"):
         check_device(engine, "cpu")
