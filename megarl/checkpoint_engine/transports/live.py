@@ -172,16 +172,20 @@ class LiveReceiver:
 
         The sender hears of it with the receipt, so that it is woken once.
         """
-        if self._unread:
-            self._wait_until_read(True)
-            self._unread, self._owed = False, True
+        self._finish_reading()
 
     def answer(self, receipt: bytes) -> None:
         """Send the receipt to the sender."""
-        self.settle()  # which whoever reads in host memory need not have called
+        self._finish_reading()  # ``settle`` is for buckets on a GPU
         read = message_of(ACK, self._done) if self._owed else b""
         self._owed = False
         self._line.write(read + message_of(RECEIPT, receipt), time.monotonic() + self._timeout)
+
+    def _finish_reading(self) -> None:
+        """Wait until the last bucket has been read; the sender is owed word of it."""
+        if self._unread:
+            self._wait_until_read(True)
+            self._unread, self._owed = False, True
 
     def fail(self, reason: str) -> None:
         """Tell the sender, and disconnect."""
