@@ -6,9 +6,7 @@ back end of torch.compile that makes no kernels of its own.
 """
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,30 +14,19 @@ from torch.library import opcheck
 
 from megarl.model.layers import pointwise
 from megarl.model.layers.attention import self_attention
+from megarl.model.layers.kernels import heads, swiglu
 from megarl.model.step import compiled
 from megarl.verify.inputs.tiny_model import write_random
 from tests.helpers.bitwise_layers import CONFIGS, results
+from tests.helpers.counting import count_calls
 
-OPERATIONS = ("prepare_heads", "prepare_heads_backward", "swiglu", "swiglu_backward")
-
-
-def count_calls() -> dict[str, int]:
-    """Count the calls of each operation from here on."""
-    from megarl.model.layers.kernels import heads, swiglu
-
-    calls = dict.fromkeys(OPERATIONS, 0)
-    places = zip((heads, heads, swiglu, swiglu), ("result_of", "gradient_of") * 2, strict=True)
-    for name, (module, function) in zip(OPERATIONS, places, strict=True):
-        setattr(module, function, _counted(calls, name, getattr(module, function)))
-    return calls
-
-
-def _counted(calls: dict[str, int], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        calls[name] += 1
-        return kernel(*given)
-
-    return call
+# Operation -> the module and the name of the function that computes it.
+OPERATIONS = {
+    "prepare_heads": (heads, "result_of"),
+    "prepare_heads_backward": (heads, "gradient_of"),
+    "swiglu": (swiglu, "result_of"),
+    "swiglu_backward": (swiglu, "gradient_of"),
+}
 
 
 def check_operations() -> None:
@@ -61,7 +48,7 @@ def main() -> None:
             plain, plain_gradients, _ = results(folder, "fast")
             # As on a GPU in 16 bits.
             pointwise.has_kernels = self_attention.has_kernels = lambda tensor: pointwise.traced()
-            calls = count_calls()
+            calls = count_calls(OPERATIONS)
             torch._dynamo.reset()
             ours, gradients, _ = results(folder, "fast", compile=True)
             pointwise.has_kernels = self_attention.has_kernels = lambda tensor: False

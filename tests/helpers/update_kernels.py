@@ -7,13 +7,13 @@ Run as a program (`python -m tests.helpers.update_kernels`), it uses float32 on 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from tests.helpers import heads as heads_reference
+from tests.helpers.counting import count_calls
 from tests.helpers.row_kernels import EPS, Errors
 
 TOKENS, SCALE = 75, 1.7
@@ -141,20 +141,8 @@ def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
     from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual
 
-    counts: dict[str, int] = {}
     places = {adapted_heads: "prepare_adapted_heads", adapted_swiglu: "adapted_swiglu", residual: "add_adapted"}
-    for module, name in (places | {norm: "rms_norm_beside"}).items():
-        counts[name] = 0
-        setattr(module, name, _counted(counts, name, getattr(module, name)))
-    return counts
-
-
-def _counted(counts: dict[str, int], name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*given: Any) -> Any:
-        counts[name] += 1
-        return function(*given)
-
-    return call
+    return count_calls({name: (module, name) for module, name in (places | {norm: "rms_norm_beside"}).items()})
 
 
 def compare_models() -> None:
