@@ -126,3 +126,41 @@ def test_a_missing_part_is_noticed(loader: direct.DirectLoader) -> None:
 def test_a_vector_larger_than_a_bucket_is_refused_with_advice(loader: direct.DirectLoader) -> None:
     with pytest.raises(WeightSyncError, match=r"'norm' of shape \(8,\) is larger than a bucket.*raise \S+bucket_mib"):
         load(loader, tensors(), 16)
+
+
+class TritonExperts:
+    """Has the name of vLLM's kernel that reads experts as the checkpoint has them."""
+
+
+class OtherExperts:
+    """Has the name of no kernel that does."""
+
+
+class Experts(torch.nn.Module):
+    """Holds experts as vLLM does, with a method that is a module too."""
+
+    def __init__(self, kernel: type, biased: bool) -> None:
+        super().__init__()
+        for name in ("w13_weight", "w2_weight", *(["w13_bias"] if biased else [])):
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(2, 4)))
+        self.quant_method = Method()
+        self.quant_method.moe_kernel = SimpleNamespace(fused_experts=kernel())
+
+
+class Method(direct.QuantizeMethodBase, torch.nn.Module):  # type: ignore[misc]
+    """Changes no layout; ``Experts`` says so by its kernel."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None: ...
+    def apply(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("kernel", "biased", "taken"),
+    [(TritonExperts, False, True), (TritonExperts, True, False), (OtherExperts, False, False)],
+)
+def test_experts_are_written_to_where_their_kernel_reads_them_as_the_checkpoint_has_them(
+    kernel: type, biased: bool, taken: bool
+) -> None:
+    experts = torch.nn.ModuleList([Experts(kernel, biased)])
+    assert direct.takes_direct_writes(experts, "cpu") is taken
+    assert not direct.takes_direct_writes(experts), "on a GPU only"
