@@ -4,12 +4,14 @@
 Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and Triton's interpreter.
 """
 
+import pytest
 import torch
 
 from megarl.checkpoint_engine.buckets.splitmix import mix64
 from megarl.checkpoint_engine.receiver.writers.host import HostWrites
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Place, Places
+from megarl.errors import WeightSyncError
 from megarl.model.weights.sharded_tensor import Update
 from megarl.model.weights.sums import Deferred
 
@@ -116,10 +118,33 @@ def check_copies(device: str, dtype: torch.dtype) -> None:
     bad = payload.clone()
     bad[places[1].offset :].view(dtype)[0] = float("inf")
     assert copied.run(bad.to(device)).found() == ([], [])
+    check_held(places, writes, payload.to(device), held)
     moved = copied._back.sources.clone()
     moved[0] += 8
     copied._back = copied._back._replace(sources=moved)
     assert copied.run(payload.to(device)).found() == ([], ["whole"])
+
+
+def check_held(places: list[Place], writes: list[list[Write]], payload: torch.Tensor, held: torch.Tensor) -> None:
+    """What must be there already is compared, and not written.
+
+    Args:
+        places, writes, payload: of ``check_copies``; the last tensor's writes are no copies.
+        held: the memory of all parameters.
+    """
+    from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
+
+    there = [[write._replace(held=True) for write in group] for group in writes]
+    compared = Copies(Places(places[:3]), there[:3])
+    held.fill_(7.0)
+    assert compared.run(payload).found() == ([], ["whole", "cut", "cut", "vector"]) and (held == 7.0).all()
+    Copies(Places(places[:3]), writes[:3]).run(payload)
+    before = held.clone()
+    assert compared.run(payload).found() == ([], []) and torch.equal(held, before)
+    writes[0][0].target[8, 399] += 1.0
+    assert compared.run(payload).found() == ([], ["whole"])
+    with pytest.raises(WeightSyncError, match="tensor 'rest' does not lie in the trainer's memory as vLLM reads it"):
+        Copies(Places(places[3:]), there[3:])
 
 
 def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:
