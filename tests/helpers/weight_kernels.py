@@ -126,7 +126,7 @@ def check_copies(device: str, dtype: torch.dtype) -> None:
 
 
 def check_held(places: list[Place], writes: list[list[Write]], payload: torch.Tensor, held: torch.Tensor) -> None:
-    """What must be there already is compared, and not written.
+    """Bytes that must be there already are compared, and not written.
 
     Args:
         places, writes, payload: of ``check_copies``; the last tensor's writes are no copies.
