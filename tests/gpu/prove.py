@@ -19,6 +19,7 @@ release. Stages:
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
     transfer:SHAPE[:WORD,...]           `tests.gpu.transfer_times`
     overlap[:SHAPE:RANKS:TOKENS]        `tests.gpu.overlap_times`
+    updates[:SHAPE,...]                 `tests.gpu.update_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
     shared[:SHAPE]                      `tests.gpu.share_base`: one copy of the base for trainer and engine
@@ -117,6 +118,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [sys.executable, "-m", "tests.gpu.transfer_times", shape, *words], OTHER
         case "overlap", words:
             return [sys.executable, "-m", "tests.gpu.overlap_times", *words], OTHER
+        case "updates", names:
+            return [sys.executable, "-m", "tests.gpu.update_times", *",".join(names).replace(",", " ").split()], OTHER
         case "script", [file]:
             return ["bash", file], OTHER
         case "sleep", words:
