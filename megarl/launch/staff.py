@@ -120,8 +120,8 @@ class Staff:
         """Return a line about what engines read in the trainer's memory; empty if they share nothing."""
         if not self.loans.wanted:
             return ""
-        calls = {engine.name: engine.actor.borrowed.remote() for engine in self.samplers.engines}
-        [(borrowed, total, own)] = self._wait(calls)[0]
+        engine = self.samplers.engines[0]  # the others borrow as much
+        [[(borrowed, total, own)]] = self._wait({engine.name: engine.actor.borrowed.remote()})
         rest = f"; vLLM has copies of its own of {', '.join(own)}" if own else ""
         return (
             f"engines read {borrowed / 2**30:.1f} of the {total / 2**30:.1f} GiB of the base in the trainer's memory "

@@ -68,7 +68,7 @@ def resolve_device(device: str) -> str:
 
 
 def child_variables(gpus: Sequence[int] | None) -> dict[str, str]:
-    """This process's variables without what torchrun set for it, and with the engine's GPUs."""
+    """Return this process's variables without what torchrun set for it, and with the engine's GPUs."""
     # vLLM would take its ranks and its port from them.
     ours = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {

@@ -32,4 +32,4 @@ def keep_plain_if_asked() -> None:
     UnquantizedEmbeddingMethod.process_weights_after_loading = leave
     extension.takes_direct_writes = lambda model: takes_direct_writes(model, "cpu")
     extension.load_weights = refuse
-    borrowed.opened = pickle.loads  # of what ``lent_by_host`` made
+    borrowed.opened = pickle.loads  # as ``sampler_shared`` exports it

@@ -22,7 +22,6 @@ from tests.e2e.sampler_rig import Rig, prompts, raised, run_config
 # What megarl's trainer holds in one piece: gate and up of a linear, all experts of a layer.
 PIECES = (r"(.*\.experts)\.\d+\.(?:gate|up)_proj", r"(.*\.experts)\.\d+\.(down)_proj", r"(.*\.mlp)\.(?:gate|up)_proj")
 DOWN = "model.layers.1.mlp.down_proj.weight"
-NORM = "model.norm.weight"
 
 
 class LendingTrainer(FileTrainer):

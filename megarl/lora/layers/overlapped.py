@@ -104,6 +104,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [T/TP, ..., I]``, A ``[R, I]`` and each B; given that of ``[T, ..., O/TP]``."""
         progress.made()
         local, weight, matrix_a, wide, low = ctx.saved_tensors
         slope = _rows(gradients[0])
@@ -136,6 +137,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [T, ..., I/TP]``, A and B ``[O, r]``; given that of ``[T/TP, ..., O]``."""
         progress.made()
         rows, weight, matrix_a, wide, low = ctx.saved_tensors
         slope, by_hidden = _rows(gradients[0]), torch.empty_like(rows)

@@ -4,6 +4,8 @@
 import dataclasses
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -47,15 +49,25 @@ def build_engine(config: EngineConfig, engine_index: int, device: str, loan: byt
     from vllm import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    with tempfile.NamedTemporaryFile(prefix="megarl-loan-") as file:
-        file.write(loan)
-        file.flush()
-        given = engine_arguments(config, engine_index, device, file.name if loan else "")
+    with _file_of(loan) as file:
+        given = engine_arguments(config, engine_index, device, file)
         known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
         for name in given.keys() - known:
             raise ConfigError(f"sampler.engine_args.{name}: vLLM has no such argument{nearest(name, known)}")
         with fork_server.forked():
             return AsyncLLM.from_engine_args(AsyncEngineArgs(**given))
+
+
+@contextmanager
+def _file_of(loan: bytes) -> Iterator[str]:
+    """Keep a loan in a file, which vLLM's processes read while they start; yield its path, empty for no loan."""
+    if not loan:
+        yield ""
+        return
+    with tempfile.NamedTemporaryFile(prefix="megarl-loan-") as file:
+        file.write(loan)
+        file.flush()
+        yield file.name
 
 
 def start_error(engine_index: int, error: Exception) -> WorkerError:

@@ -165,8 +165,13 @@ def holds_base(layer: Any) -> bool:
 def keeps_layout(layer: Any) -> bool:
     """Return True if a layer holds experts' weights as the checkpoint has them, and no biases."""
     names = {name for name, _ in layer.named_parameters(recurse=False)}
+    return names == set(BASE_WEIGHTS) and kernel_of(layer).__name__ in PLAIN_KERNELS
+
+
+def kernel_of(layer: Any) -> type:
+    """Return the class of the kernels that compute a layer's experts; that of None before vLLM has made them."""
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-    return names == set(BASE_WEIGHTS) and kernel is not None and type(kernel.fused_experts).__name__ in PLAIN_KERNELS
+    return type(getattr(kernel, "fused_experts", None))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megarl.checkpoint_engine.receiver.experts.mixtures import PLAIN_KERNELS, holds_base
+from megarl.checkpoint_engine.receiver.experts.mixtures import PLAIN_KERNELS, holds_base, kernel_of
 from megarl.errors import UnsupportedError
 
 # Class of the kernels that keep a packed copy, on CPUs. vLLM (0.32) packs when it makes the kernel, never again.
@@ -49,9 +49,9 @@ def check_engine(model: torch.nn.Module) -> None:
                 f"the experts of '{name}' are spread over an expert-parallel engine (enable_expert_parallel); "
                 "supported is tensor parallelism"
             )
-        if not (_packs(layer) or _kernel(layer).__name__ in PLAIN_KERNELS):
+        if not (_packs(layer) or kernel_of(layer).__name__ in PLAIN_KERNELS):
             raise UnsupportedError(
-                f"vLLM runs the experts '{name}' with {_kernel(layer).__name__}; merged weights can be sent to "
+                f"vLLM runs the experts '{name}' with {kernel_of(layer).__name__}; merged weights can be sent to "
                 f"{', '.join(PLAIN_KERNELS)} only; set sampler.engine_args={{moe_backend: triton}} or "
                 "checkpoint_engine.content=adapter"
             )
@@ -71,9 +71,5 @@ def loading(model: torch.nn.Module) -> Iterator[None]:
             method.moe_kernel = method.moe_kernel or kernel
 
 
-def _kernel(layer: Any) -> type:
-    return type(layer.quant_method.moe_kernel.fused_experts)
-
-
 def _packs(layer: Any) -> bool:
-    return PACKING_KERNEL in (base.__name__ for base in _kernel(layer).__mro__)
+    return PACKING_KERNEL in (base.__name__ for base in kernel_of(layer).__mro__)

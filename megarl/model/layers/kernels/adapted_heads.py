@@ -45,6 +45,7 @@ class _AdaptedHeads(torch.autograd.Function):
         ctx: Any, fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout, low: Any,
         places: Any, *matrices: Any,
     ) -> Triple:  # fmt: skip
+        """Compute ``prepare_adapted_heads``; keep ``fused`` with what the norms' backward pass reads."""
         progress.made()
         fused, angles, parts = fused.contiguous(), angles.contiguous(), empty_parts(fused, heads)
         products = [factors_of(low, matrix, place, fused) for place, matrix in zip(places, matrices, strict=True)]

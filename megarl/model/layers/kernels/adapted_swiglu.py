@@ -52,6 +52,7 @@ def adapted_swiglu(
 class _AdaptedSwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor, matrix: Any, low: Any, places: Any, *matrices: Any) -> Any:
+        """Compute ``adapted_swiglu``; an empty tensor stands for no product with A."""
         progress.made()
         out, rows = empty_result(fused), as_rows(fused)
         products, narrow = _products(fused, low, places, matrices), as_rows(out)
@@ -66,6 +67,7 @@ class _AdaptedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, by_projected: torch.Tensor) -> Any:
+        """Return the gradients of ``fused [..., 2 I]``, A ``[S, I]``, low ``[..., R]`` and each B ``[I, r]``."""
         progress.made()
         fused, matrix, low, *matrices = ctx.saved_tensors
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)

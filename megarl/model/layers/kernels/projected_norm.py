@@ -50,6 +50,7 @@ class _RMSNormProjected(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute ``rms_norm_projected``; keep the norm, which A's gradient is formed from."""
         out, inverse = result_of(hidden, weight, eps)
         low = F.linear(out, matrix)
         ctx.save_for_backward(hidden, weight, inverse, matrix, out, low)
@@ -57,6 +58,7 @@ class _RMSNormProjected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, beside: torch.Tensor, by_low: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``."""
         hidden, weight, inverse, matrix, out, low = ctx.saved_tensors
         narrow = as_rows(by_low)
         by_matrix = narrow.t() @ as_rows(out) if ctx.needs_input_grad[3] else None

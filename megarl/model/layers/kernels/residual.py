@@ -34,6 +34,7 @@ class _AddAdapted(torch.autograd.Function):
     def forward(
         ctx: Any, residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, places: Any, matrix: torch.Tensor
     ) -> torch.Tensor:
+        """Compute ``add_adapted``; keep ``low [..., R]`` and B alone."""
         progress.made()
         total = torch.empty_like(residual, memory_format=torch.contiguous_format)
         ctx.save_for_backward(low, matrix)
