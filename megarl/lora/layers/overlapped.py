@@ -104,7 +104,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradients of ``hidden [T/TP, ..., I]``, A ``[R, I]`` and each B; given that of ``[T, ..., O/TP]``."""
+        """Return the gradients of ``hidden [T/TP, ..., I]``, A ``[R, I]`` and B; given that of ``[T, ..., O/TP]``."""
         progress.made()
         local, weight, matrix_a, wide, low = ctx.saved_tensors
         slope = _rows(gradients[0])
