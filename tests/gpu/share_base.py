@@ -34,7 +34,7 @@ SAMPLER = {
 }  # fmt: skip
 LORA, STD = lora_section(16), 0.02
 TOKENS = np.random.default_rng(0).integers(0, 1000, 48)
-# Bound of |sampler - trainer| in bfloat16, mean over the tokens, with random weights; other bases differ by more than 1.
+# Bound of |sampler - trainer| in bfloat16, mean over the tokens, with random weights. Other bases differ by over 1.
 MISMATCH = 0.4
 # Of what is borrowed, how much less the engine must take: vLLM's allocator rounds up.
 SAVED = 0.95

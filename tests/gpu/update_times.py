@@ -14,7 +14,7 @@ import torch
 
 from megarl.bench.shapes import SHAPES, Shape
 from megarl.lora.layers.products import Layout, add_wide, project_through
-from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, heads, norm, projected_norm, residual, swiglu
+from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, heads, residual, swiglu
 from megarl.model.layers.updates import Part, Update
 from megarl.model.weights.fusion import HeadLayout
 
@@ -30,28 +30,11 @@ def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
     tokens, hidden, inner = shape.sequences * shape.length, shape.hidden, shape.inner
     layout = HeadLayout(shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
     rows = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
-    yield "norm before q, k, v", draw((tokens, hidden), (3 * RANK, hidden)), *norms(hidden)
-    yield "norm before gate, up", draw((tokens, hidden), (2 * RANK, hidden)), *norms(hidden)
     given = draw((tokens, 1, sum(rows)), (tokens, 1, 3 * RANK), *((count, RANK) for count in rows))
     yield "heads", given, *heads_of(tokens, layout)
     given = draw((tokens, 2 * inner), (tokens, 2 * RANK), (inner, RANK), (inner, RANK), (RANK, inner))
     yield "SwiGLU", given, *swiglus(layout)
     yield "residual", draw((tokens, hidden), (tokens, hidden), (tokens, RANK), (hidden, RANK)), *sums(layout)
-
-
-def norms(hidden: int) -> tuple[Compute, Compute]:
-    """Return RMSNorm, the residual stream beside it, and the product with A."""
-    weight = torch.ones(hidden, dtype=DTYPE, device=DEVICE)
-
-    def fused(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
-        return list(projected_norm.rms_norm_projected(states, weight, EPS, matrix))
-
-    def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
-        normed, beside = norm.rms_norm_beside(states, weight, EPS)
-        normed, low = project_through(normed, matrix)
-        return [normed, beside, low]
-
-    return fused, apart
 
 
 def heads_of(tokens: int, layout: HeadLayout) -> tuple[Compute, Compute]:

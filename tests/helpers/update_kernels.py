@@ -109,22 +109,6 @@ def beside_errors(width: int, first: int, second: int, dtype: torch.dtype, devic
     return _errors(_draw(dtype, device, (TOKENS, 1, width)), ours, theirs)
 
 
-def projected_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
-    """Return the errors of RMSNorm beside the residual stream and a product with A, of rank ``first``."""
-    from megarl.model.layers.kernels.projected_norm import rms_norm_projected
-
-    weight = torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
-
-    def ours(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
-        return list(rms_norm_projected(hidden, weight, EPS, matrix))
-
-    def theirs(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
-        normed = F.rms_norm(hidden, (width,), weight.to(hidden.dtype), EPS)
-        return [normed, hidden, F.linear(normed, matrix)]
-
-    return _errors(_draw(dtype, device, (TOKENS, 1, width), (first or second, width)), ours, theirs)
-
-
 def _draw(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> Tensors:
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in shapes]
@@ -150,20 +134,15 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, projected_errors)
+MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors)
 
 
 def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
-    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, projected_norm, residual
+    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual
 
-    places = {
-        adapted_heads: "prepare_adapted_heads",
-        adapted_swiglu: "adapted_swiglu",
-        residual: "add_adapted",
-        projected_norm: "rms_norm_projected",
-    }
-    return count_calls({name: (module, name) for module, name in places.items()})
+    places = {adapted_heads: "prepare_adapted_heads", adapted_swiglu: "adapted_swiglu", residual: "add_adapted"}
+    return count_calls({name: (module, name) for module, name in (places | {norm: "rms_norm_beside"}).items()})
 
 
 def compare_models() -> None:

@@ -34,24 +34,16 @@ class RMSNorm(torch.nn.Module):
 
         return norm.rms_norm(hidden, self.weight, self.eps)
 
-    def beside(
-        self, hidden: torch.Tensor, matrix: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return the norm of ``hidden``, ``hidden`` for the residual stream, and the norm's product with A.
+    def beside(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of ``hidden``, and ``hidden`` for the residual stream.
 
-        One kernel computes the norm's gradient and adds the residual stream's, and what comes through A.
-
-        Args:
-            hidden: ``[..., H]``.
-            matrix: A, ``[R, H]``. The product, ``[..., R]``, is None without it, or if ``hidden`` gets no gradient.
+        One kernel computes the norm's gradient and adds the residual stream's.
         """
         if self.weight.requires_grad or not wants_kernels(hidden):
-            return self(hidden), hidden, None
-        from megarl.model.layers.kernels import norm, projected_norm
+            return self(hidden), hidden
+        from megarl.model.layers.kernels import norm
 
-        if matrix is not None and hidden.requires_grad and projected_norm.takes(matrix):
-            return projected_norm.rms_norm_projected(hidden, self.weight, self.eps, matrix)
-        return *norm.rms_norm_beside(hidden, self.weight, self.eps), None
+        return norm.rms_norm_beside(hidden, self.weight, self.eps)
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

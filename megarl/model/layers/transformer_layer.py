@@ -61,33 +61,20 @@ class PackedLayer(TransformerLayer):
         """
         if not (self._own or self.compiles):
             return super().forward(hidden_states, *args, **kwargs)
-        hidden, normed, more = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
-        return add(hidden, self.mlp(normed, **more)), None
+        hidden, normed = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
+        return add(hidden, self.mlp(normed)), None
 
-    def attended(
-        self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """Return the hidden states behind attention, the MLP's input, and more that it takes (``beside``)."""
-        normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
-        attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed, **more)
-        normed, hidden, more = beside(self.pre_mlp_layernorm, add(hidden, attention), self.mlp)
-        return hidden, normed, more
+    def attended(self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the hidden states behind attention, and the MLP's input."""
+        normed, hidden = beside(self.input_layernorm, hidden)
+        attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed)
+        normed, hidden = beside(self.pre_mlp_layernorm, add(hidden, attention))
+        return hidden, normed
 
 
-def beside(norm: Any, hidden: torch.Tensor, reader: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Return the norm of hidden states, hidden states for the residual stream, and more that the reader takes.
-
-    Args:
-        norm: the norm.
-        hidden: hidden states.
-        reader: the module that reads their norm. If it takes the product with its adapters' A as ``low``, the norm
-            computes that, because its backward kernel adds what comes back that way.
-    """
-    if not hasattr(norm, "beside"):
-        return norm(hidden), hidden, {}
-    matrix = reader.projection(hidden) if hasattr(reader, "projection") else None
-    normed, hidden, low = norm.beside(hidden, matrix)
-    return normed, hidden, {} if low is None else {"low": low}
+def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm of hidden states, and hidden states for the residual stream."""
+    return norm.beside(hidden) if hasattr(norm, "beside") else (norm(hidden), hidden)
 
 
 def add(residual: torch.Tensor, output: Outcome) -> torch.Tensor:
