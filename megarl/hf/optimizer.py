@@ -4,14 +4,13 @@
 An adapter is small, so its state is not spread over ranks, and its gradient is summed over them in one collective.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from megarl.config import TrainConfig
-from megarl.model.optimizer.adapter_optimizer import MOMENTS, GradientError
+from megarl.model.optimizer.adapter_optimizer import MOMENTS
 from megarl.model.optimizer.fused_adamw import clip_and_step
 from megarl.model.optimizer.gradient_record import GradientRecord
 
@@ -79,13 +78,9 @@ class ReplicatedOptimizer:
             clip_and_step(self._adamw, norm, lr, self._limit)
             self._round()
         self.zero_grad()
-        total, count = torch.stack([norm, norms.count_nonzero()]).tolist()
-        if not math.isfinite(total):
-            raise GradientError(f"the gradient norm is {total}; the adapter was not updated")
+        metrics = self.coverage.take(torch.cat([norm[None], norms]))
         self._steps += 1
-        if total:
-            self.coverage.add(norms)
-        return {"grad_norm": total, "grad_tensors": count, "adapter_tensors": float(len(self.parameters))}
+        return metrics
 
     def finish_param_gather(self) -> None:
         """Do nothing: the model holds every update at once."""

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimize an adapter by mcore's optimizer. Its state is read and written by tensor name."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megarl.config import TrainConfig
-from megarl.errors import MegarlError, UnsupportedError
+from megarl.errors import UnsupportedError
 from megarl.model.optimizer import optimizer_shards
 from megarl.model.optimizer.coverage import GradientMeter
 from megarl.model.optimizer.ddp import start_reductions
@@ -22,10 +21,6 @@ from megarl.parallel.mcore import finalize_gradients
 from megarl.parallel.stacks import Groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class GradientError(MegarlError, FloatingPointError):
-    """The gradient norm is not finite; the adapter was not updated."""
 
 
 def make_optimizers(
@@ -143,8 +138,7 @@ class AdapterOptimizer:
             lr: learning rate of this update.
 
         Returns:
-            ``grad_norm``: the gradient's global norm before clipping; ``grad_tensors``: number of the adapter's
-            matrices, on all ranks, with a gradient other than 0; ``adapter_tensors``: number of all its matrices.
+            See ``GradientRecord.take``; of the adapter's matrices on all ranks.
 
         Raises:
             GradientError: the norm is not finite. Nothing was updated, and the gradient is cleared.
@@ -157,13 +151,9 @@ class AdapterOptimizer:
             for part in self._parts:
                 part.update(measured[0], lr, self.max_norm)
         self.zero_grad()
-        norm, count = torch.stack([measured[0], measured[1:].count_nonzero()]).tolist()
-        if not math.isfinite(norm):
-            raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
+        metrics = self.coverage.take(measured)
         self._steps += 1
-        if norm:
-            self.coverage.add(measured[1:])
-        return {"grad_norm": norm, "grad_tensors": count, "adapter_tensors": float(len(self._meter.names))}
+        return metrics
 
     def finish_param_gather(self) -> None:
         """Wait until the model holds the last update. Collective.

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Remember which matrices of an adapter had a gradient."""
+"""Read the measurements of an update on the host; remember which matrices of an adapter had a gradient."""
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+
+from megarl.errors import MegarlError
+
+
+class GradientError(MegarlError, FloatingPointError):
+    """The gradient norm is not finite; the adapter was not updated."""
 
 
 class GradientRecord:
@@ -16,23 +24,40 @@ class GradientRecord:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = list(names)
         self.updates = 0
-        self._last: torch.Tensor | None = None
-        self._ever: torch.Tensor | None = None
+        self._last: np.ndarray = np.ones(len(self.names), dtype=bool)
+        self._ever = self._last
 
-    def add(self, norms: torch.Tensor) -> None:
-        """Take an update's gradient norms, or other marks that are 0 without a gradient: one per name."""
-        self._last = norms != 0
-        self._ever = self._last if self._ever is None else self._ever | self._last
-        self.updates += 1
+    def take(self, measured: torch.Tensor) -> dict[str, float]:
+        """Take an update's measurements. The host waits for the device, once.
+
+        Args:
+            measured: ``[1 + names]``: the gradient's global norm before clipping; then a number for each name, 0 where
+                there is no gradient.
+
+        Returns:
+            ``grad_norm``; ``grad_tensors``: number of the matrices with a gradient other than 0; ``adapter_tensors``:
+            number of all matrices.
+
+        Raises:
+            GradientError: the norm is not finite; the caller has not updated anything then.
+        """
+        values = measured.cpu().numpy()
+        norm, marks = float(values[0]), values[1:] != 0
+        if not math.isfinite(norm):
+            raise GradientError(f"the gradient norm is {norm}; the adapter was not updated")
+        if norm:
+            self._last = marks
+            self._ever = self._ever | marks if self.updates else marks
+            self.updates += 1
+        return {"grad_norm": norm, "grad_tensors": float(marks.sum()), "adapter_tensors": float(len(self.names))}
 
     def without_gradient(self) -> list[str]:
-        """Return the names of the matrices whose gradient was 0 in the last update."""
+        """Return the names of the matrices whose gradient was 0 in the last update; none before the first."""
         return self._names(self._last)
 
     def never(self) -> tuple[int, list[str]]:
         """Return the number of updates, and the names of the matrices whose gradient was 0 in all of them."""
         return self.updates, self._names(self._ever)
 
-    def _names(self, marks: torch.Tensor | None) -> list[str]:
-        found = [] if marks is None else marks.tolist()
-        return [name for name, mark in zip(self.names, found, strict=False) if not mark]
+    def _names(self, marks: np.ndarray) -> list[str]:
+        return [name for name, mark in zip(self.names, marks, strict=True) if not mark]

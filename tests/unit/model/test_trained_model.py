@@ -12,7 +12,7 @@ import torch
 from megarl.build import build_model
 from megarl.errors import DataError, UnsupportedError
 from megarl.loss.base import LossOutput
-from megarl.model.optimizer.adapter_optimizer import GradientError
+from megarl.model.optimizer.gradient_record import GradientError
 from megarl.model.trained_model import TrainedModel
 from megarl.parallel.groups import destroy_groups
 from megarl.types import Sample
