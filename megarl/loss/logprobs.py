@@ -16,15 +16,14 @@ their gradient.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from megarl.errors import LossInputError
 from megarl.loss import chunks
+from megarl.loss.active_tokens import ActiveTokens
 from megarl.loss.input_checks import check_delta, check_inputs
 
 # Bytes of one chunk's float32 logits. CPU: from 32 MiB on, glibc maps fresh pages for every chunk; much smaller chunks
@@ -155,40 +154,37 @@ class _TokenLogprobs(torch.autograd.Function):
         given = [gradient for gradient in gradients if gradient is not None]
         if not given:
             return (None,) * (2 + len(factors))
-        marks = torch.stack([gradient != 0 for gradient in given]).any(0)
+        shard, temperature = ctx.shard, ctx.shard.temperature
         # The logits of the forward pass; the loop below overwrites them, so a second backward pass must not use them.
-        chunk_logits, ctx.logits = ctx.logits, None
-        counts = None if chunk_logits is None else _counts(marks, len(chunk_logits), ctx.shard.chunk)
-        active = marks.nonzero().squeeze(1)  # waits for the device
-        kept = [None if gradient is None else gradient[active] / ctx.shard.temperature for gradient in gradients]
-        needed = _pairs(ctx.needs_input_grad[2:])
+        kept, ctx.logits = ctx.logits, None
+        # All that needs no number of active tokens is launched before the host waits for it.
+        rows_of = _local_labels(labels, shard)
+        scaled = [None if gradient is None else gradient / temperature for gradient in gradients]
+        active = ActiveTokens(given, None if kept is None else shard.chunk)
+        pairs, needed = _pairs(factors), _pairs(ctx.needs_input_grad[2:])
+        # Every row is written below, unless this shard has no logits.
+        empty = torch.empty if shard.rows else torch.zeros
         sums = [
             (
-                inputs.new_zeros(len(active), inputs.shape[1]) if for_inputs else None,
+                empty(active.count, inputs.shape[1], dtype=inputs.dtype, device=inputs.device) if for_inputs else None,
                 torch.zeros_like(weight, dtype=logsumexp.dtype) if for_weight else None,
             )
-            for (inputs, weight), (for_inputs, for_weight) in zip(_pairs(factors), needed, strict=True)
+            for (inputs, weight), (for_inputs, for_weight) in zip(pairs, needed, strict=True)
         ]
-        pairs = _real_rows(_pairs(factors), ctx.shard)
-        for part, logits in _active_logits(pairs, active, ctx.shard, chunk_logits, counts):
-            index = active[part]
-            slope = chunks.logits_gradient(
-                logits,
-                _local_labels(labels[index], ctx.shard),
-                logsumexp[index],
-                entropy[index],
-                ctx.shard.divisor,
-                *(None if gradient is None else gradient[part] for gradient in kept),
-            )
-            slope = slope.to(pairs[0][0].dtype)
-            for (inputs, rows), (input_sum, weight_sum) in zip(pairs, sums, strict=True):
+        real = _real_rows(pairs, shard)
+        for part, logits in _active_logits(real, active, shard, kept):
+            label, total, spread = (active.of(tensor, part) for tensor in (rows_of, logsumexp, entropy))
+            by_logprob, by_entropy = (None if one is None else active.of(one, part) for one in scaled)
+            slope = chunks.logits_gradient(logits, label, total, spread, shard.divisor, by_logprob, by_entropy)
+            slope = slope.to(real[0][0].dtype)
+            for (inputs, rows), (input_sum, weight_sum) in zip(real, sums, strict=True):
                 if input_sum is not None:
-                    input_sum[part] = slope @ rows
+                    torch.mm(slope, rows, out=input_sum[part])
                 if weight_sum is not None:
-                    weight_sum[: len(rows)] += slope.T @ inputs[index]
+                    weight_sum[: len(rows)] += slope.T @ active.of(inputs, part)
         results: list[torch.Tensor | None] = []
-        for (inputs, weight), (input_sum, weight_sum) in zip(_pairs(factors), sums, strict=True):
-            results.append(None if input_sum is None else torch.zeros_like(inputs).index_copy_(0, active, input_sum))
+        for (inputs, weight), (input_sum, weight_sum) in zip(pairs, sums, strict=True):
+            results.append(None if input_sum is None else active.spread(input_sum, inputs))
             results.append(None if weight_sum is None else weight_sum.to(weight.dtype))
         return None, None, *results
 
@@ -217,41 +213,19 @@ def _logits(pairs: Sequence[_Pair], tokens: torch.Tensor | slice, shard: _Shard)
 
 
 def _active_logits(
-    pairs: Sequence[_Pair],
-    active: torch.Tensor,
-    shard: _Shard,
-    kept: list[torch.Tensor] | None,
-    counts: torch.Tensor | None,
+    pairs: Sequence[_Pair], active: ActiveTokens, shard: _Shard, kept: list[torch.Tensor] | None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield chunks of ``(slice of the active tokens, their logits)``. The caller may overwrite the logits.
 
-    Args:
-        pairs: the products.
-        active: indices of the active tokens, int64, ascending.
-        shard: this rank's shard.
-        kept: the logits of every chunk of all tokens; emptied. None: the logits are recomputed.
-        counts: number of active tokens of each of those chunks.
+    ``kept`` are the logits of every chunk of all tokens, which are emptied; None: the logits are recomputed.
     """
-    if kept is None or counts is None:
-        for start in range(0, len(active) if shard.rows else 0, shard.chunk):
-            part = slice(start, min(start + shard.chunk, len(active)))
-            yield part, _logits(pairs, active[part], shard)
+    if not shard.rows:
         return
-    kept.reverse()
-    for chunk, (begin, end) in enumerate(pairwise(accumulate(counts.tolist(), initial=0))):
-        logits = kept.pop()
-        if end - begin < len(logits):
-            logits = logits[active[begin:end] - chunk * shard.chunk]
-        if end > begin:
-            yield slice(begin, end), logits
-
-
-def _counts(marks: torch.Tensor, number: int, size: int) -> torch.Tensor:
-    """Return how many tokens of each chunk are marked, on the host once the device is waited for."""
-    counts = F.pad(marks, (0, number * size - len(marks))).view(number, size).sum(1)
-    if not counts.is_cuda:
-        return counts
-    return torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+    if kept is not None:
+        yield from active.kept_parts(kept)
+    else:
+        for part in active.parts(shard.chunk):
+            yield part, _logits(pairs, active.tokens(part), shard)
 
 
 def _local_labels(labels: torch.Tensor, shard: _Shard) -> torch.Tensor:
