@@ -18,7 +18,7 @@ from tests.helpers.row_kernels import EPS, Errors
 
 TOKENS, SCALE = 75, 1.7
 # Width of the result; ranks of the adapters of the first and of the second linear, 0 for none.
-SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (1024, 48, 64)]
+SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (1024, 48, 64), (96, 16, 16)]
 Tensors = list[torch.Tensor]
 
 
@@ -58,7 +58,9 @@ def heads_errors(width: int, first: int, second: int, dtype: torch.dtype, device
     fused, low, *others = _draw(dtype, device, (TOKENS, 1, sum(rows)), (TOKENS, 1, sum(ranks)), *shapes)
     weights = tuple(1 + 0.3 * weight for weight in _draw(dtype, device, *[(heads.head_dim,)] * 2)) if first else None
     angles = 53.0 * torch.rand(TOKENS, 1, 1, heads.head_dim // 2, device=device).repeat(1, 1, 1, 2)
-    starts, scales = (0, first, first + second), (SCALE, SCALE, -0.5 if second else SCALE)
+    # Of equal ranks, queries and keys read the same columns.
+    starts = (0, first if first != second else 0, first + second)
+    scales = (SCALE, SCALE, -0.5 if second else SCALE)
 
     def ours(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
         places = zip(matrices, starts, scales, ranks, strict=True)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from megarl import progress
+from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
 from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
@@ -73,11 +74,11 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)
         products = [*_products(fused, low, ctx.places, matrices), behind]
         by_fused, sums = _run_backward(fused, by_out, products)
-        ranks = [rank for _, rank in products]
-        parts = zip(sums.to(fused.dtype).split(ranks), ranks, strict=True)
-        *by_b, by_a = [part if rank else None for part, rank in parts]
-        by_low = low_gradient(by_fused, low, ctx.places, matrices)
-        return by_fused, by_a, by_low, None, *(None if part is None else part.t() for part in by_b)
+        width, ranks = by_out.shape[-1], [rank for _, rank in products]
+        of_gate, of_up, of_behind = sums.split([width * rank for rank in ranks])
+        by_b = (of.view(width, rank) if rank else None for of, rank in zip((of_gate, of_up), ranks, strict=False))
+        by_a = None if matrix is None else of_behind.view(matrix.shape)
+        return by_fused, by_a, low_gradient(by_fused, low, ctx.places, matrices), None, *by_b
 
 
 def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list[Any]:
@@ -90,7 +91,7 @@ def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of ``fused``, and of the products' matrices below each other: float32 ``[sum of r, I]``."""
+    """Return the gradient of ``fused``, and those of the products' matrices one after the other, flat."""
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
     rows, by_rows = as_rows(fused), as_rows(by_out)
     (tokens, width), sizes = by_rows.shape, _sizes(products)
@@ -98,15 +99,13 @@ def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]
     while columns > LEAST and sum(sizes["BLOCKS"]) * columns > SUMS:
         columns //= 2
     across = triton.cdiv(width, columns)
-    # Tokens of one program, in whole tiles.
-    own = triton.cdiv(triton.cdiv(tokens, max(1, PROGRAMS // across)), STEP_ROWS) * STEP_ROWS
-    chunks = triton.cdiv(tokens, own)
-    sums = rows.new_empty(chunks, sum(sizes["RANKS"]), width, dtype=torch.float32)
+    own, chunks = share_tokens(tokens, PROGRAMS // across, STEP_ROWS)
+    sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
     _backward[(chunks, across)](
         rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0),
         *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns, num_warps=WARPS,
     )  # fmt: skip
-    return by_fused, sums.sum(0)
+    return by_fused, sum_chunks(sums, fused.dtype)
 
 
 @triton.jit
@@ -156,10 +155,11 @@ def _backward(
             active = (gate * tl.sigmoid(gate) * up).to(by_fused.dtype.element_ty)
             by_behind = _summed(by_behind, behind, active, row, tokens, RANKS[2], BLOCKS[2])
     # This program's sums: those of its tokens.
-    first_row = tl.program_id(0).to(tl.int64) * (RANKS[0] + RANKS[1] + RANKS[2])
-    _store(sums, by_gates, of_gate[2], first_row, column, WIDTH, RANKS[0], BLOCKS[0])
-    _store(sums, by_ups, of_up[2], first_row + RANKS[0], column, WIDTH, RANKS[1], BLOCKS[1])
-    _store(sums, by_behind, behind[2], first_row + RANKS[0] + RANKS[1], column, WIDTH, RANKS[2], BLOCKS[2])
+    sums += tl.program_id(0).to(tl.int64) * (RANKS[0] + RANKS[1] + RANKS[2]) * WIDTH
+    _store(sums, by_gates, of_gate[2], column, WIDTH, 1, RANKS[0], RANKS[0], BLOCKS[0])
+    _store(sums + RANKS[0] * WIDTH, by_ups, of_up[2], column, WIDTH, 1, RANKS[1], RANKS[1], BLOCKS[1])
+    sums += (RANKS[0] + RANKS[1]) * WIDTH
+    _store(sums, by_behind, behind[2], column, WIDTH, WIDTH, 1, RANKS[2], BLOCKS[2])
 
 
 @triton.jit
@@ -192,9 +192,11 @@ def _summed(sums, factors, tile, row, tokens, RANK: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit
-def _store(out, sums, scale, row, column, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    """Store sums, scaled, to the rows of ``out [rows, WIDTH]`` from ``row`` on."""
+def _store(
+    out, sums, scale, column, WIDTH: tl.constexpr, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store ``sums [BLOCK, columns]``, scaled; the strides are those of a rank's and of a column's elements."""
     if RANK > 0:
         k = tl.arange(0, BLOCK)
-        place = out + (row + k[:, None]) * WIDTH + column[None, :]
+        place = out + k[:, None] * rank_stride + column[None, :] * column_stride
         tl.store(place, scale * sums, mask=(k < RANK)[:, None] & (column < WIDTH)[None, :])

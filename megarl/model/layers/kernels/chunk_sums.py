@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Share tokens among programs that each add up theirs, and add up what those found.
+
+So sums over tokens have a fixed order: a second run gives the same bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+# Tile of a step of one program.
+ROWS, COLUMNS, WARPS = 32, 128, 4
+
+
+def share_tokens(tokens: int, programs: int, tile: int) -> tuple[int, int]:
+    """Return how many tokens one program takes, in whole tiles, and the number of programs: about ``programs``."""
+    own = triton.cdiv(triton.cdiv(tokens, max(1, programs)), tile) * tile
+    return own, triton.cdiv(tokens, own)
+
+
+def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum over programs of ``found [programs, N]`` float32, contiguous, rounded once: ``[N]``."""
+    out = found.new_empty(found.shape[1], dtype=dtype)
+    if len(out):
+        _sum[(triton.cdiv(len(out), COLUMNS),)](found, out, *found.shape, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+    return out
+
+
+@triton.jit
+def _sum(found, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for begin in range(0, count, ROWS):
+        row = (begin + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < count)[:, None] & inside[None, :]
+        sums += tl.load(found + row[:, None] * width + column[None, :], mask=mask, other=0.0)
+    tl.store(out + column, tl.sum(sums, 0).to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Form the gradients of an update's ``low`` and of every B while the wide gradient is read once.
+
+Products of their own read the gradient of the linear's output twice. They are long and narrow, which is what matrix
+kernels are slow at, and the parts of queries, keys and values have to be brought together and taken apart again.
+
+Shape letters: T tokens, O output features of the linear, R columns of ``low``, r rank of a part, P parts (at most 3).
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
+from megarl.model.layers.kernels.low_rank import LEAST, rank_block
+from megarl.model.layers.kernels.rows import as_rows
+from megarl.model.weights.fusion import HeadLayout
+
+# Tile of a step of one program.
+ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
+# Programs to launch: enough for every multiprocessor of a GPU to have several.
+PROGRAMS = 528
+# Elements that a program adds up of the gradient of ``low``.
+LOW_TILE, LOW_WARPS = 1024, 2
+# Parts that the kernels have arguments for.
+PARTS = 3
+
+
+class Places(NamedTuple):
+    """Where the output features of the parts are: in units that are equally wide.
+
+    Attributes:
+        unit: features of a unit, which lie together.
+        units: units of each part.
+        runs: units of each part that lie together.
+        stride: features from one run of a part to its next.
+        offsets: first feature of each part.
+    """
+
+    unit: int
+    units: tuple[int, ...]
+    runs: tuple[int, ...]
+    stride: int
+    offsets: tuple[int, ...]
+
+
+def update_gradients(
+    by_out: torch.Tensor,
+    low: torch.Tensor,
+    places: Sequence[Any],
+    matrices: Sequence[torch.Tensor | None],
+    heads: HeadLayout | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output.
+
+    Args:
+        by_out: ``[..., O]``, 16-bit.
+        low: ``[..., R]``.
+        places, matrices: as ``updates.flattened`` returns them. Parts may share columns of ``low``.
+        heads: set if the parts are queries, keys and values, which lie group by group. Otherwise they lie one after the
+            other, and are equally wide.
+
+    Returns:
+        ``[..., R]``, and ``[O of the part, r]`` for each part; each rounded once.
+    """
+    rows, narrow = as_rows(by_out), as_rows(low)
+    where = _by_heads(heads) if heads is not None else _side_by_side(rows.shape[1], len(matrices))
+    ranks = [0 if matrix is None else matrix.shape[1] for matrix in matrices]
+    settings = _settings(ranks, where, [place[0] if place else 0 for place in places])
+    # What each program has for its tokens and features, and for its features and tokens.
+    (tokens, blocks), most = (len(rows), settings["FIRST"][-1]), max(ranks)
+    own, programs = share_tokens(tokens, PROGRAMS // blocks, ROWS)
+    lows = rows.new_empty(blocks, tokens, most, dtype=torch.float32)
+    sums = rows.new_empty(programs, settings["STARTS"][-1], dtype=torch.float32)
+    given = [rows if matrix is None else matrix.contiguous() for matrix in matrices] + [rows] * (PARTS - len(matrices))
+    scales = [place[1] if place else 0.0 for place in places] + [0.0] * (PARTS - len(places))
+    _gradients[(programs, blocks)](
+        rows, narrow, lows, sums, tokens, own, rows.stride(0), narrow.stride(0), *given, *scales, MOST=most,
+        BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
+        **settings,
+    )  # fmt: skip
+    by_low = torch.empty_like(low, memory_format=torch.contiguous_format)
+    columns = triton.next_power_of_2(low.shape[-1])
+    few = max(1, LOW_TILE // columns)
+    _sum_low[(triton.cdiv(tokens, few),)](
+        lows, by_low, tokens, low.shape[-1], MOST=most, ROWS=few, COLUMNS=columns, num_warps=LOW_WARPS,
+        **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
+    )  # fmt: skip
+    pieces = sum_chunks(sums, low.dtype).tensor_split(settings["STARTS"][1 : len(ranks)])
+    return by_low, [piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True)]
+
+
+def _by_heads(heads: HeadLayout) -> Places:
+    """Return the places of queries, keys and values."""
+    groups, queries, size = heads.groups, heads.queries, heads.head_dim
+    runs, offsets = (queries, 1, 1), (0, queries * size, (queries + 1) * size)
+    return Places(size, tuple(groups * run for run in runs), runs, (queries + 2) * size, offsets)
+
+
+def _side_by_side(width: int, count: int) -> Places:
+    unit = width // count
+    return Places(unit, (1,) * count, (1,) * count, width, tuple(unit * part for part in range(count)))
+
+
+def _settings(ranks: list[int], where: Places, lows: list[int]) -> dict[str, Any]:
+    """Return what the first kernel knows when it is compiled, with a number for each part.
+
+    ``FIRST`` and ``STARTS`` have one number more: where the next part's programs and sums would begin.
+    """
+    columns = min(COLUMNS, max(LEAST, triton.next_power_of_2(where.unit)))
+    split, absent = triton.cdiv(where.unit, columns), [0] * (PARTS - len(ranks))
+    blocks = [units * split if rank else 0 for units, rank in zip(where.units, ranks, strict=True)]
+    sizes = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)]
+    return {
+        "RANKS": (*ranks, *absent),
+        "LOWS": (*lows, *absent),
+        "FIRST": tuple(accumulate([*blocks, *absent], initial=0)),
+        "STARTS": tuple(accumulate([*sizes, *absent], initial=0)),
+        "RUNS": (*where.runs, *[1 for _ in absent]),
+        "OFFSETS": (*where.offsets, *absent),
+        "SPLIT": split,
+        "ALIGNED": gcd(16, *lows),
+        "COLUMNS": columns,
+    }
+
+
+@triton.jit
+def _gradients(
+    wide, low, lows, sums, tokens, own, stride, low_stride, first, second, third, first_scale, second_scale,
+    third_scale, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr, STARTS: tl.constexpr,
+    RUNS: tl.constexpr, OFFSETS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
+    STRIDE: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute some features of a unit for ``own`` tokens."""
+    block = tl.program_id(1)
+    # What belongs to the block's part.
+    matrix = _chosen(block, FIRST, first, second, third)
+    scale = _chosen(block, FIRST, first_scale, second_scale, third_scale)
+    rank = _chosen(block, FIRST, RANKS[0], RANKS[1], RANKS[2])
+    run = _chosen(block, FIRST, RUNS[0], RUNS[1], RUNS[2])
+    offset = _chosen(block, FIRST, OFFSETS[0], OFFSETS[1], OFFSETS[2])
+    within = block - _chosen(block, FIRST, FIRST[0], FIRST[1], FIRST[2])
+    low += tl.multiple_of(_chosen(block, FIRST, LOWS[0], LOWS[1], LOWS[2]), ALIGNED)
+    sums += tl.program_id(0).to(tl.int64) * STARTS[3] + _chosen(block, FIRST, STARTS[0], STARTS[1], STARTS[2])
+    lows += block.to(tl.int64) * tokens * MOST
+
+    unit, feature, k = within // SPLIT, within % SPLIT * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    column = (unit // run) * STRIDE + offset + (unit % run) * UNIT + feature
+    of_unit, held = feature < UNIT, k < rank
+    at, of_matrix = (unit * UNIT + feature)[:, None] * rank + k[None, :], of_unit[:, None] & held[None, :]
+    factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
+    by_matrix = tl.zeros((COLUMNS, BLOCK), tl.float32)
+    begin = tl.program_id(0).to(tl.int64) * own
+    for start in range(0, own, ROWS):
+        row = begin + start + tl.arange(0, ROWS)
+        there = row < tokens
+        inside, narrow = there[:, None] & of_unit[None, :], there[:, None] & held[None, :]
+        tile = tl.load(wide + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        below = tl.load(low + row[:, None] * low_stride + k[None, :], mask=narrow, other=0.0)
+        by_low = scale * tl.dot(tile, factor, input_precision="ieee")
+        tl.store(lows + row[:, None] * MOST + k[None, :], by_low, mask=narrow)
+        by_matrix = tl.dot(tl.trans(tile), below, by_matrix, input_precision="ieee")
+    tl.store(sums + at, scale * by_matrix, mask=of_matrix)
+
+
+@triton.jit
+def _chosen(block, FIRST: tl.constexpr, of_first, of_second, of_third):
+    """Return what belongs to the part of a block."""
+    return tl.where(block < FIRST[1], of_first, tl.where(block < FIRST[2], of_second, of_third))
+
+
+@triton.jit
+def _sum_low(
+    lows, by_low, tokens, columns, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up what the programs of ``_gradients`` found for some tokens. Parts may share columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = _added(total, lows, row, column - LOWS[0], tokens, FIRST[0], FIRST[1], RANKS[0], MOST)
+    total = _added(total, lows, row, column - LOWS[1], tokens, FIRST[1], FIRST[2], RANKS[1], MOST)
+    total = _added(total, lows, row, column - LOWS[2], tokens, FIRST[2], FIRST[3], RANKS[2], MOST)
+    inside = (row < tokens)[:, None] & (column < columns)[None, :]
+    tl.store(by_low + row[:, None] * columns + column[None, :], total.to(by_low.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _added(total, lows, row, k, tokens, first, last, RANK: tl.constexpr, MOST: tl.constexpr):
+    if RANK > 0:
+        inside = (row < tokens)[:, None] & ((k >= 0) & (k < RANK))[None, :]
+        for block in range(first, last):
+            place = lows + (tokens * block + row[:, None]) * MOST + k[None, :]
+            total += tl.load(place, mask=inside, other=0.0)
+    return total
