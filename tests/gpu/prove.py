@@ -19,7 +19,7 @@ release. Stages:
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
     transfer:SHAPE[:WORD,...]           `tests.gpu.transfer_times`
     overlap[:SHAPE:RANKS:TOKENS]        `tests.gpu.overlap_times`
-    updates[:SHAPE,...]                 `tests.gpu.update_times`
+    updates[:WORD,...]                  `tests.gpu.update_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
     shared[:SHAPE]                      `tests.gpu.share_base`: one copy of the base for trainer and engine

@@ -1,24 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the kernels that add adapters' products, and the same with products of their own.
 
-`python3 -m tests.gpu.update_times [SHAPE ...]`: named shapes of `megarl bench train` (qwen3-0.6b, qwen3-8b). Prints
-microseconds of one layer, forward and backward in a CUDA graph, without the linears' bases, and milliseconds of all
-layers that the kernels save.
+`python3 -m tests.gpu.update_times [tiles] [SHAPE ...]`: named shapes of `megarl bench train` (qwen3-0.6b, qwen3-8b).
+Prints microseconds of one layer, forward and backward in a CUDA graph, without the linears' bases, and milliseconds of
+all layers that the kernels save. With `tiles` instead: microseconds with other tiles than those the kernels have.
 """
 
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
+import triton
 
 from megarl.bench.shapes import SHAPES, Shape
 from megarl.lora.layers.products import Layout, add_wide, project_through
-from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, heads, residual, swiglu
+from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, heads, residual, swiglu, update_gradients
 from megarl.model.layers.updates import Part, Update
 from megarl.model.weights.fusion import HeadLayout
 
 RANK, SCALE, EPS, DTYPE, DEVICE = 16, 2.0, 1e-6, torch.bfloat16, "cuda"
+# Settings of a kernel's module to try.
+GRADIENTS: list[tuple[int, ...]] = [
+    (64, 128, 4, 2, 528), (32, 128, 4, 3, 528), (32, 128, 4, 4, 1056), (64, 128, 4, 3, 264), (64, 128, 4, 3, 1056),
+    (128, 128, 8, 2, 528), (64, 64, 4, 3, 528), (64, 64, 4, 3, 1056),
+]  # fmt: skip
+TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
+    ("heads", adapted_heads, ("ROWS", "WARPS", "PROGRAMS"), [
+        (16, 2, 2048), (16, 2, 4096), (16, 2, 8192), (16, 4, 1024), (16, 4, 4096), (32, 4, 1024), (32, 4, 4096),
+    ]),
+    ("heads", update_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
+    ("residual", update_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
+    ("SwiGLU", adapted_swiglu, ("ROWS", "COLUMNS", "WARPS"), [(32, 64, 4), (16, 256, 4), (16, 64, 2)]),
+    ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "PROGRAMS"), [
+        (32, 64, 800), (16, 64, 528), (16, 64, 1056), (16, 128, 400), (32, 128, 264), (64, 64, 264),
+    ]),
+    ("residual", residual, ("ROWS", "COLUMNS", "WARPS"), [(16, 128, 4), (16, 256, 4), (32, 64, 4), (64, 64, 4)]),
+]  # fmt: skip
 # Calls in a graph, so that a launch of one does not count; replays that are timed.
 CALLS, REPLAYS = 10, 7
 Tensors = list[torch.Tensor]
@@ -118,15 +137,36 @@ def microseconds(given: Tensors, compute: Compute) -> float:
     return statistics.median(times)
 
 
-def main(*names: str) -> None:
+def main(*words: str) -> None:
     """Print a table for each shape."""
-    for name in names or ("qwen3-0.6b", "qwen3-8b"):
+    for name in [word for word in words if word != "tiles"] or ("qwen3-0.6b", "qwen3-8b"):
         shape = SHAPES[name]
         print(f"{name}: {shape.sequences} x {shape.length} tokens, rank {RANK}, {torch.cuda.get_device_name()}")
+        if "tiles" in words:
+            sweep(shape)
+            continue
         print(f"{'':24s}  one kernel  several  ms saved by {shape.layers} layers")
         for kind, given, fused, apart in cases(shape):
             ours, theirs = microseconds(given, fused), microseconds(given, apart)
             print(f"{kind:24s}  {ours:10.1f}  {theirs:7.1f}  {1e-3 * shape.layers * (theirs - ours):8.2f}", flush=True)
+
+
+def sweep(shape: Shape) -> None:
+    """Print the times with each of ``TILES``, beside that with a module's own."""
+    timed = {kind: (given, fused) for kind, given, fused, _ in cases(shape)}
+    for kind, module, names, choices in TILES:
+        own = [getattr(module, name) for name in names]
+        print(f"{kind}: {', '.join(names)}")
+        for values in (own, *choices):
+            for name, value in zip(names, values, strict=True):
+                setattr(module, name, value)
+            try:
+                took = f"{microseconds(*timed[kind]):7.1f}"
+            except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+                took = f"{type(error).__name__}: {error}"[:60]
+            print(f"  {took}  {', '.join(map(str, values))}", flush=True)
+        for name, value in zip(names, own, strict=True):
+            setattr(module, name, value)
 
 
 if __name__ == "__main__":

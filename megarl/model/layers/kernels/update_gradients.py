@@ -32,7 +32,7 @@ PARTS = 3
 
 
 class Places(NamedTuple):
-    """Where the output features of the parts are: in units that are equally wide.
+    """Places of the parts' output features, in units that are equally wide.
 
     Attributes:
         unit: features of a unit, which lie together.
