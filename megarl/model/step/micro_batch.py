@@ -12,17 +12,18 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from megarl.cuda_memory import upload
+from megarl.cuda_memory import upload_together
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
 from megarl.loss.sequences import Sequences
-from megarl.model.layers.attention.core import PackedSequences
+from megarl.model.layers.attention.core import PackedSequences, bounds_of
 from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
 from megarl.model.step.packing import PackedBatch, flat_offsets
 from megarl.types import Sample
 
 # Fields that all samples of a micro-batch have, or none.
-FIELDS = ("group", "sampler_logprobs", "old_logprobs", "reference_logprobs")
+LOGPROBS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
+FIELDS = ("group", *LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -99,10 +100,14 @@ def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, d
     held = rank_tokens(lengths, batch.context, context_rank)
     for name in FIELDS:
         _given([getattr(sample, name) for sample in chosen], name)  # every rank finds the error before any runs
+    inputs = [_tensor(tokens[held], np.int64), _tensor(positions[held], np.int64), bounds_of(lengths)]
+    tokens_T, positions_T, bounds = upload_together(inputs, device)
     return MicroBatch(
-        tokens_T=_tensor(tokens[held], np.int64, device),
-        positions_T=_tensor(positions[held], np.int64, device),
-        packed=PackedSequences.from_lengths(lengths, device, context=batch.context, context_rank=context_rank),
+        tokens_T=tokens_T,
+        positions_T=positions_T,
+        packed=PackedSequences.from_lengths(
+            lengths, device, context=batch.context, context_rank=context_rank, bounds=bounds
+        ),
         samples=indices,
         make_outputs=partial(_outputs, batch, indices, chosen, starts, held, device),
     )
@@ -134,12 +139,13 @@ def _outputs(
     offsets, counts = flat_offsets(batch), batch.response_tokens
     places = _joined([np.arange(offsets[index], offsets[index] + counts[index]) for index in indices])
     labels = _joined([sample.tokens[sample.response_mask] for sample in chosen])
-    return Outputs(
-        response_R=_tensor(response[kept], np.int64, device),
-        labels_R=_tensor(labels[kept], np.int64, device),
-        places_R=_tensor(places[kept], np.int64, device),
-        loss_tokens=_loss_tokens(batch, indices, chosen, kept, device),
-    )
+    used = [_tensor(values[kept], np.int64) for values in (response, labels, places)]
+    given = _loss_inputs(batch, indices, chosen, kept)
+    response_R, labels_R, places_R, *moved = upload_together([*used, *given.values()], device)
+    by_name = dict(zip(given, moved, strict=True))
+    sequences = _sequences(chosen, kept, device)
+    loss_tokens = TokenBatch(token_fraction=batch.token_fraction, sequences=sequences, **by_name)
+    return Outputs(response_R, labels_R, places_R, loss_tokens)
 
 
 def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]:
@@ -151,35 +157,27 @@ def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]
     return (*lengths, padding) if padding else tuple(lengths)
 
 
-def _loss_tokens(
-    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray, device: torch.device
-) -> TokenBatch:
+def _loss_inputs(
+    batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray
+) -> dict[str, torch.Tensor]:
+    """Return what the loss gets for each token, by ``TokenBatch``'s names; no logprobs that the samples do not have."""
+    counts = [int(sample.response_mask.sum()) for sample in chosen]
+    advantages = [np.broadcast_to(sample.advantage, count) for sample, count in zip(chosen, counts, strict=True)]
+    values = {"weights_T": np.repeat(batch.weights_S[list(indices)], counts), "advantages_T": _joined(advantages)}
+    fields = {f"{name}_T": _given([getattr(sample, name) for sample in chosen], name) for name in LOGPROBS}
+    values |= {name: _joined(field) for name, field in fields.items() if field is not None}
+    return {name: _tensor(value[kept], np.float32) for name, value in values.items()}
+
+
+def _sequences(chosen: list[Sample], kept: np.ndarray, device: torch.device) -> Sequences:
     counts = [int(sample.response_mask.sum()) for sample in chosen]
     held = np.repeat(np.arange(len(chosen)), counts)[kept]
     groups = _given([sample.group for sample in chosen], "group")
-
-    def tensor(values: np.ndarray) -> torch.Tensor:
-        return _tensor(values[kept], np.float32, device)
-
-    def gather(name: str) -> torch.Tensor | None:
-        values = _given([getattr(sample, name) for sample in chosen], name)
-        return None if values is None else tensor(_joined(values))
-
-    return TokenBatch(
-        weights_T=tensor(np.repeat(batch.weights_S[list(indices)], counts)),
-        advantages_T=tensor(
-            _joined([np.broadcast_to(s.advantage, count) for s, count in zip(chosen, counts, strict=True)])
-        ),
-        token_fraction=batch.token_fraction,
-        sampler_logprobs_T=gather("sampler_logprobs"),
-        old_logprobs_T=gather("old_logprobs"),
-        reference_logprobs_T=gather("reference_logprobs"),
-        sequences=Sequences(
-            counts_S=np.bincount(held, minlength=len(chosen)),
-            lengths_S=np.array(counts, dtype=np.int64),
-            groups_S=None if groups is None else np.array(groups, dtype=np.int64),
-            device=device,
-        ),
+    return Sequences(
+        counts_S=np.bincount(held, minlength=len(chosen)),
+        lengths_S=np.array(counts, dtype=np.int64),
+        groups_S=None if groups is None else np.array(groups, dtype=np.int64),
+        device=device,
     )
 
 
@@ -195,5 +193,5 @@ def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-def _tensor(array: np.ndarray, dtype: type, device: torch.device) -> torch.Tensor:
-    return upload(torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)), device)
+def _tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))

@@ -52,10 +52,19 @@ class PackedSequences(PackedSeqParams):
 
     @classmethod
     def from_lengths(
-        cls, lengths: tuple[int, ...], device: torch.device, *, context: int = 1, context_rank: int = 0
+        cls,
+        lengths: tuple[int, ...],
+        device: torch.device,
+        *,
+        context: int = 1,
+        context_rank: int = 0,
+        bounds: torch.Tensor | None = None,
     ) -> "PackedSequences":
-        """Describe a pack of sequences that lie one after the other; ``lengths`` include the padding."""
-        bounds = _bounds(lengths, device)
+        """Describe a pack of sequences that lie one after the other; ``lengths`` include the padding.
+
+        ``bounds`` is ``bounds_of(lengths)`` on the device, if it is there already.
+        """
+        bounds = upload(bounds_of(lengths), device) if bounds is None else bounds
         longest = max(lengths)
         runs = rank_runs(lengths, context, context_rank)
         queries, keys = tuple(run.length for run in runs), tuple(run.keys for run in runs)
@@ -69,8 +78,8 @@ class PackedSequences(PackedSeqParams):
             context=context,
             query_lengths=queries,
             key_lengths=keys,
-            query_bounds=bounds if context == 1 else _bounds(queries, device),
-            key_bounds=bounds if context == 1 else _bounds(keys, device),
+            query_bounds=bounds if context == 1 else upload(bounds_of(queries), device),
+            key_bounds=bounds if context == 1 else upload(bounds_of(keys), device),
             longest_query=max(queries),
             longest_key=max(keys),
             key_rows=None
@@ -108,8 +117,9 @@ class PackedSequences(PackedSeqParams):
         return padded
 
 
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+def bounds_of(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return the cumulated lengths, int32 ``[sequences + 1]``, on the host."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 class PackedAttention(torch.nn.Module):
