@@ -51,6 +51,7 @@ class Captured:
         by_hidden: gradient of ``hidden``; filled before the backward pass.
         addresses: memory addresses of the trained parameters that the graphs read.
         kept: further memory that the graphs use and their pool does not hold.
+        anchor: a scalar that requires a gradient, so that autograd calls the backward pass.
     """
 
     tokens: torch.Tensor
@@ -60,8 +61,9 @@ class Captured:
     backward: torch.cuda.CUDAGraph | None
     hidden: torch.Tensor
     by_hidden: torch.Tensor | None
-    addresses: tuple[int, ...]
+    addresses: list[int]
     kept: list[torch.Tensor]
+    anchor: torch.Tensor
 
     def fill(self, item: MicroBatch) -> None:
         """Copy a micro-batch into the graph's inputs."""
@@ -91,7 +93,7 @@ class GraphedChunk:
         """Return the chunk's output ``[T, 1, hidden]``, valid until the next call."""
         key = self._key(item)
         captured = self._captured.get(key)
-        addresses = tuple(parameter.data_ptr() for parameter in self._trained.values())
+        addresses = [parameter.data_ptr() for parameter in self._trained.values()]
         if captured is None or captured.addresses != addresses:
             with token_exchange.captured():
                 captured = self._captured[key] = self._capture(item, addresses)
@@ -99,7 +101,7 @@ class GraphedChunk:
         if captured.backward is None:
             captured.forward.replay()
             return captured.hidden
-        return _Replay.apply(captured.hidden.new_zeros((), requires_grad=True), captured)
+        return _Replay.apply(captured.anchor, captured)
 
     @property
     def _exact(self) -> bool:
@@ -112,7 +114,7 @@ class GraphedChunk:
             shape = len(item.tokens_T), _sequences(item.packed), _longest(item.packed)
         return torch.is_grad_enabled(), tuple(module.active for module in self._adapted), shape
 
-    def _capture(self, item: MicroBatch, addresses: tuple[int, ...]) -> Captured:
+    def _capture(self, item: MicroBatch, addresses: list[int]) -> Captured:
         packed = item.packed
         if not self._exact:
             packed = packed.padded_to(_sequences(packed), _longest(packed))
@@ -137,8 +139,10 @@ class GraphedChunk:
                     self._add_gradients(torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True))
         bounds = packed.cu_seqlens_q
         assert bounds is not None
-        kept = self._outside_the_pool()
-        return Captured(tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, addresses, kept)
+        kept, anchor = self._outside_the_pool(), hidden.new_zeros((), requires_grad=True)
+        return Captured(
+            tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, addresses, kept, anchor
+        )
 
     def _outside_the_pool(self) -> list[torch.Tensor]:
         """Return the RoPE table and mcore buffers that the graphs read; mcore drops them when they grow."""
