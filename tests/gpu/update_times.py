@@ -8,15 +8,25 @@ all layers that the kernels save. With `tiles` instead: microseconds with other 
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 
 from megarl.bench.shapes import SHAPES, Shape
 from megarl.lora.layers.products import Layout, add_wide, project_through
-from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, heads, residual, swiglu, update_gradients
+from megarl.model.layers.kernels import (
+    adapted_heads,
+    adapted_swiglu,
+    heads,
+    residual,
+    swiglu,
+    through_gradients,
+    update_gradients,
+)
 from megarl.model.layers.updates import Part, Update
 from megarl.model.weights.fusion import HeadLayout
 
@@ -25,6 +35,10 @@ RANK, SCALE, EPS, DTYPE, DEVICE = 16, 2.0, 1e-6, torch.bfloat16, "cuda"
 GRADIENTS: list[tuple[int, ...]] = [
     (64, 128, 4, 2, 528), (32, 128, 4, 3, 528), (32, 128, 4, 4, 1056), (64, 128, 4, 3, 264), (64, 128, 4, 3, 1056),
     (128, 128, 8, 2, 528), (64, 64, 4, 3, 528), (64, 64, 4, 3, 1056),
+]  # fmt: skip
+THROUGH: list[tuple[int, ...]] = [
+    (32, 128, 4, 3, 528), (32, 128, 4, 3, 1056), (64, 128, 8, 2, 264), (64, 64, 4, 2, 528), (64, 64, 4, 3, 1056),
+    (32, 64, 4, 4, 1056), (128, 64, 4, 2, 264),
 ]  # fmt: skip
 TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
     ("heads", adapted_heads, ("ROWS", "WARPS", "PROGRAMS"), [
@@ -36,12 +50,14 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
     ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "PROGRAMS"), [
         (32, 64, 800), (16, 64, 528), (16, 64, 1056), (16, 128, 400), (32, 128, 264), (64, 64, 264),
     ]),
+    ("A of q, k, v", through_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), THROUGH),
+    ("A of the output", through_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), THROUGH),
     ("residual", residual, ("ROWS", "COLUMNS", "WARPS"), [(16, 128, 4), (16, 256, 4), (32, 64, 4), (64, 64, 4)]),
 ]  # fmt: skip
 # Calls in a graph, so that a launch of one does not count; replays that are timed.
 CALLS, REPLAYS = 10, 7
 Tensors = list[torch.Tensor]
-Compute = Callable[..., Tensors]
+Compute = Callable[..., Sequence[torch.Tensor]]
 
 
 def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
@@ -53,6 +69,8 @@ def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
     yield "heads", given, *heads_of(tokens, layout)
     given = draw((tokens, 2 * inner), (tokens, 2 * RANK), (inner, RANK), (inner, RANK), (RANK, inner))
     yield "SwiGLU", given, *swiglus(layout)
+    yield "A of q, k, v", draw((tokens, hidden), (3 * RANK, hidden)), project_through, _TwoProducts.apply
+    yield "A of the output", draw((tokens, rows[0]), (RANK, rows[0])), project_through, _TwoProducts.apply
     yield "residual", draw((tokens, hidden), (tokens, hidden), (tokens, RANK), (hidden, RANK)), *sums(layout)
 
 
@@ -89,6 +107,21 @@ def swiglus(layout: HeadLayout) -> tuple[Compute, Compute]:
         return list(project_through(out, matrices[2]))
 
     return fused, apart
+
+
+class _TwoProducts(torch.autograd.Function):
+    """``project_through`` with a gradient of two products."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(hidden, matrix)
+        return hidden.detach(), F.linear(hidden, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, by_hidden: torch.Tensor, by_low: torch.Tensor) -> Any:
+        hidden, matrix = ctx.saved_tensors
+        by_matrix = by_low.t() @ hidden
+        return by_hidden.addmm_(by_low, matrix), by_matrix
 
 
 def sums(layout: HeadLayout) -> tuple[Compute, Compute]:

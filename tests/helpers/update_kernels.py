@@ -18,7 +18,7 @@ from tests.helpers.row_kernels import EPS, Errors
 
 TOKENS, SCALE = 75, 1.7
 # Width of the result; ranks of the adapters of the first and of the second linear, 0 for none.
-SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (1024, 48, 64), (96, 16, 16)]
+SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (96, 16, 16), (1024, 48, 64)]
 Tensors = list[torch.Tensor]
 
 
@@ -96,6 +96,20 @@ def residual_errors(width: int, first: int, second: int, dtype: torch.dtype, dev
     return _errors(given, ours, theirs)
 
 
+def through_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of a product with A, of the sum of both ranks, and of what comes back through it."""
+    from megarl.lora.layers.products import project_through
+
+    def theirs(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        return [hidden * 1.0, F.linear(hidden, matrix)]
+
+    def ours(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        through, low = project_through(hidden, matrix)
+        return [through * 1.0, low]
+
+    return _errors(_draw(dtype, device, (TOKENS, 1, width), (first + second, width)), ours, theirs)
+
+
 def beside_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
     """Return the errors of RMSNorm beside the residual stream."""
     from megarl.model.layers.kernels.norm import rms_norm_beside
@@ -136,31 +150,40 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors)
+MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors)
 
 
 def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
-    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual
+    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual, through_gradients
 
-    places = {adapted_heads: "prepare_adapted_heads", adapted_swiglu: "adapted_swiglu", residual: "add_adapted"}
-    return count_calls({name: (module, name) for module, name in (places | {norm: "rms_norm_beside"}).items()})
+    places = {
+        adapted_heads: "prepare_adapted_heads",
+        adapted_swiglu: "adapted_swiglu",
+        norm: "rms_norm_beside",
+        residual: "add_adapted",
+        through_gradients: "through_gradients",
+    }
+    return count_calls({name: (module, name) for module, name in places.items()})
+
+
+def with_kernels(on: bool) -> None:
+    """Use the kernels, or do not, whatever the tensors."""
+    from megarl.lora.layers import products
+    from megarl.model.layers import gpt, mlp, pointwise
+    from megarl.model.layers.attention import self_attention
+
+    for module in (pointwise, gpt, mlp.pointwise, products, self_attention):
+        for name in {"has_kernels", "wants_kernels"} & set(vars(module)):
+            setattr(module, name, lambda tensor: on)
 
 
 def compare_models() -> None:
     """Compare logprobs and gradients of small models with those without kernels."""
-    from megarl.model.layers import gpt, mlp, pointwise
-    from megarl.model.layers.attention import self_attention
     from megarl.verify.inputs.tiny_model import write_random
     from tests.helpers.bitwise_layers import CONFIGS, results
 
     counts = count_updates()
-
-    def with_kernels(on: bool) -> None:
-        for module in (pointwise, gpt, mlp.pointwise, self_attention):
-            for name in {"has_kernels", "wants_kernels"} & set(vars(module)):
-                setattr(module, name, lambda tensor: on)
-
     for config in CONFIGS:
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_random(config, Path(scratch) / "model")
@@ -180,7 +203,8 @@ def compare_models() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for shape in SHAPES[:3]:
+    with_kernels(True)
+    for shape in SHAPES[:4]:
         for measure in MEASURES:
             measured = measure(*shape, torch.float32, "cpu")
             assert all(error <= 1e-6 for error, _ in measured.values()), (measure.__name__, shape, measured)

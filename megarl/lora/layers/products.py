@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from megarl import progress
 from megarl.families.base import Fusion
+from megarl.model.layers.pointwise import wants_kernels
 from megarl.model.layers.regions import traced
 from megarl.model.layers.updates import Part, Update, product
 from megarl.model.weights.fusion import HeadLayout, part_views
@@ -138,6 +139,12 @@ class _ProjectThrough(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         hidden, matrix = ctx.saved_tensors
         by_hidden, by_low = (gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
+        if ctx.needs_input_grad[1] and wants_kernels(by_hidden):
+            from megarl.model.layers.kernels import through_gradients as kernel
+
+            if kernel.takes(matrix):
+                by_matrix = kernel.through_gradients(by_hidden, by_low, hidden, matrix)
+                return by_hidden.view(hidden.shape), by_matrix
         by_matrix = by_low.t() @ _rows(hidden) if ctx.needs_input_grad[1] else None
         return by_hidden.addmm_(by_low, matrix).view(hidden.shape), by_matrix
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add what comes through A to the gradient of a linear's input, and form the gradient of A, in one pass.
+
+As products of their own the two read the input, and read and write its gradient, one after the other.
+
+Shape letters: T tokens, I input features of the linear, R rows of A.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
+from megarl.model.layers.kernels.low_rank import rank_block
+from megarl.model.layers.kernels.rows import as_rows
+
+# Tile of a step of one program; it has fewer columns for high ranks.
+ROWS, COLUMNS, WARPS, STAGES = 64, 64, 4, 3
+# Sums that a program has in its registers at most; rows of A that a tile can hold.
+SUMS, MOST = 8192, 256
+# Programs to launch: enough for every multiprocessor of a GPU to have several.
+PROGRAMS = 528
+
+
+def takes(matrix: torch.Tensor) -> bool:
+    """Return True if the kernel has tiles for A, ``[R, I]``."""
+    return len(matrix) <= MOST
+
+
+def through_gradients(
+    by_hidden: torch.Tensor, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor
+) -> torch.Tensor:
+    """Add ``by_low @ matrix`` to ``by_hidden``, in float32, rounded once; return A's gradient, ``by_low.T @ hidden``.
+
+    Args:
+        by_hidden: ``[T, I]``, 16-bit, contiguous rows; overwritten.
+        by_low: ``[T, R]``.
+        hidden: ``[..., I]``, T tokens.
+        matrix: A, ``[R, I]``.
+
+    Returns:
+        ``[R, I]``.
+    """
+    rows, narrow, (rank, width) = as_rows(hidden), as_rows(by_low), matrix.shape
+    block = rank_block(rank)
+    columns = min(COLUMNS, SUMS // block)
+    across = triton.cdiv(width, columns)
+    own, programs = share_tokens(len(rows), PROGRAMS // across, ROWS)
+    sums = rows.new_empty(programs, rank * width, dtype=torch.float32)
+    _through[(programs, across)](
+        by_hidden, narrow, rows, matrix.contiguous(), sums, len(rows), own, by_hidden.stride(0), narrow.stride(0),
+        rows.stride(0), WIDTH=width, RANK=rank, BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
+        num_stages=STAGES,
+    )  # fmt: skip
+    return sum_chunks(sums, matrix.dtype).view(rank, width)
+
+
+@triton.jit
+def _through(
+    by_hidden, by_low, hidden, matrix, sums, tokens, own, by_stride, low_stride, stride, WIDTH: tl.constexpr,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Compute some columns of ``own`` tokens, tile by tile."""
+    column, k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
+    across, held = column < WIDTH, k < RANK
+    at, of_matrix = k[:, None] * WIDTH + column[None, :], held[:, None] & across[None, :]
+    factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
+    by_matrix = tl.zeros((COLUMNS, BLOCK), tl.float32)
+    begin = tl.program_id(0).to(tl.int64) * own
+    for start in range(0, own, ROWS):
+        row = begin + start + tl.arange(0, ROWS)
+        there = row < tokens
+        inside, narrow = there[:, None] & across[None, :], there[:, None] & held[None, :]
+        tile = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+        low = tl.load(by_low + row[:, None] * low_stride + k[None, :], mask=narrow, other=0.0)
+        place = by_hidden + row[:, None] * by_stride + column[None, :]
+        slope = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        slope = tl.dot(low, factor, slope, input_precision="ieee")
+        tl.store(place, slope.to(by_hidden.dtype.element_ty), mask=inside)
+        by_matrix = tl.dot(tl.trans(tile), low, by_matrix, input_precision="ieee")
+    tl.store(sums + tl.program_id(0).to(tl.int64) * RANK * WIDTH + at, tl.trans(by_matrix), mask=of_matrix)
