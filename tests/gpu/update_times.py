@@ -22,10 +22,10 @@ from megarl.model.layers.kernels import (
     adapted_heads,
     adapted_swiglu,
     heads,
+    narrow_gradients,
     residual,
     swiglu,
     through_gradients,
-    update_gradients,
 )
 from megarl.model.layers.updates import Part, Update
 from megarl.model.weights.fusion import HeadLayout
@@ -44,8 +44,8 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
     ("heads", adapted_heads, ("ROWS", "WARPS", "PROGRAMS"), [
         (16, 2, 2048), (16, 2, 4096), (16, 2, 8192), (16, 4, 1024), (16, 4, 4096), (32, 4, 1024), (32, 4, 4096),
     ]),
-    ("heads", update_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
-    ("residual", update_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
+    ("heads", narrow_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
+    ("residual", narrow_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
     ("SwiGLU", adapted_swiglu, ("ROWS", "COLUMNS", "WARPS"), [(32, 64, 4), (16, 256, 4), (16, 64, 2)]),
     ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "PROGRAMS"), [
         (32, 64, 800), (16, 64, 528), (16, 64, 1056), (16, 128, 400), (32, 128, 264), (64, 64, 264),

@@ -18,7 +18,7 @@ from tests.helpers.row_kernels import EPS, Errors
 
 TOKENS, SCALE = 75, 1.7
 # Width of the result; ranks of the adapters of the first and of the second linear, 0 for none.
-SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 24), (96, 16, 16), (1024, 48, 64)]
+SHAPES = [(384, 32, 16), (200, 5, 0), (130, 0, 40), (96, 16, 16), (1024, 48, 64)]
 Tensors = list[torch.Tensor]
 
 

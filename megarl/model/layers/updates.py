@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megarl.model.weights.fusion import HeadLayout, part_views
+
 
 class Part(NamedTuple):
     """B of one part of a linear.
@@ -78,14 +80,42 @@ def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tens
     return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
 
 
+def update_gradients(
+    by_out: torch.Tensor,
+    low: torch.Tensor,
+    places: Sequence[Any],
+    matrices: Sequence[torch.Tensor | None],
+    heads: HeadLayout | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output; on a GPU.
+
+    Args:
+        by_out: ``[..., O]``.
+        low, places, matrices: as ``flattened`` returns them.
+        heads: set if the parts are queries, keys and values, which lie head by head. Otherwise the parts lie one after
+            the other, and are equally wide.
+    """
+    from megarl.model.layers.kernels import narrow_gradients as kernel
+
+    if kernel.takes(matrices):
+        return kernel.narrow_gradients(by_out, low, places, matrices, heads)
+    rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
+    if heads is not None:
+        return _gradients_by_heads(rows, low, below, places, matrices, heads)
+    by_matrices = [
+        None if matrix is None else product(piece.t(), below[:, place[0] :][:, : matrix.shape[1]], place[1])
+        for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True)
+    ]
+    return (low_gradient(by_out, low, places, matrices), *by_matrices)
+
+
 def low_gradient(
     by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None]
 ) -> torch.Tensor | None:
     """Return the gradient of an update's ``low``; its parts lie one after the other, and are equally wide.
 
     Args:
-        by_out: ``[..., O]``.
-        low, places, matrices: as ``flattened`` returns them.
+        by_out, low, places, matrices: see ``update_gradients``.
     """
     if low is None:
         return None
@@ -98,3 +128,28 @@ def low_gradient(
             torch.addmm(columns, piece, matrix, beta=start in seen, alpha=scale, out=columns)
             seen.add(start)
     return by_low.view(low.shape)
+
+
+def _gradients_by_heads(
+    rows: torch.Tensor, low: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout
+) -> tuple[torch.Tensor | None, ...]:
+    """Do what ``update_gradients`` does by two products with one matrix ``[O, R]`` that holds every part's B."""
+    scales = {place[1] for place in places if place}
+    common = scales.pop() if len(scales) == 1 else 1.0
+    wide, by_wide = rows.new_zeros(rows.shape[1], below.shape[1]), product(rows.t(), below, common)
+    by_matrices: list[torch.Tensor | None] = []
+    views = zip(part_views(wide, "qkv", heads), part_views(by_wide, "qkv", heads), strict=True)
+    for (view, by_view), place, matrix in zip(views, places, matrices, strict=True):
+        if matrix is None:
+            by_matrices.append(None)
+            continue
+        start, scale = place
+        columns, factor = slice(start, start + matrix.shape[1]), scale / common
+        slot, by_slot = view[..., columns], by_view[..., columns]
+        slot.copy_(matrix.view(slot.shape))
+        by_matrix = by_slot.reshape(matrix.shape)
+        if factor != 1.0:
+            slot.mul_(factor)
+            by_matrix = by_matrix * factor
+        by_matrices.append(by_matrix)
+    return (product(rows, wide, common).view(low.shape), *by_matrices)

@@ -16,8 +16,7 @@ import triton.language as tl
 from megarl import progress
 from megarl.model.layers.kernels.heads import empty_parts, gradient_of
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank_block
-from megarl.model.layers.kernels.update_gradients import update_gradients
-from megarl.model.layers.updates import Update, flattened
+from megarl.model.layers.updates import Update, flattened, update_gradients
 from megarl.model.weights.fusion import HeadLayout
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
@@ -64,7 +63,7 @@ class _AdaptedHeads(torch.autograd.Function):
         fused, angles, low, *matrices = ctx.saved_tensors
         matrices, weights = matrices[:3], matrices[3:]
         by_fused = gradient_of(gradients, fused, angles, weights, *ctx.settings)
-        by_low, by_matrices = update_gradients(by_fused, low, ctx.places, matrices, ctx.settings[1])
+        by_low, *by_matrices = update_gradients(by_fused, low, ctx.places, matrices, ctx.settings[1])
         return by_fused, None, None, None, None, by_low, None, *by_matrices
 
 

@@ -13,8 +13,7 @@ import triton.language as tl
 from megarl import progress
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank_block
 from megarl.model.layers.kernels.rows import as_rows
-from megarl.model.layers.kernels.update_gradients import update_gradients
-from megarl.model.layers.updates import Update, flattened
+from megarl.model.layers.updates import Update, flattened, update_gradients
 
 # Tile of one program.
 ROWS, COLUMNS, WARPS = 32, 128, 4
@@ -52,7 +51,7 @@ class _AddAdapted(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         progress.made()
         low, matrix = ctx.saved_tensors
-        by_low, [by_matrix] = update_gradients(gradient, low, ctx.places, [matrix])
+        by_low, by_matrix = update_gradients(gradient, low, ctx.places, [matrix])
         return gradient, gradient, by_low, None, by_matrix
 
 

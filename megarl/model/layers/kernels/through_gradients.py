@@ -16,14 +16,14 @@ from megarl.model.layers.kernels.rows import as_rows
 
 # Tile of a step of one program; it has fewer columns for high ranks.
 ROWS, COLUMNS, WARPS, STAGES = 64, 64, 4, 3
-# Sums that a program has in its registers at most; rows of A that a tile can hold.
-SUMS, MOST = 8192, 256
+# Sums that a program has in its registers at most. Rows of A; each program reads their gradients for its tokens.
+SUMS, MOST = 8192, 96
 # Programs to launch: enough for every multiprocessor of a GPU to have several.
 PROGRAMS = 528
 
 
 def takes(matrix: torch.Tensor) -> bool:
-    """Return True if the kernel has tiles for A, ``[R, I]``."""
+    """Return True if the kernel is worth it for A, ``[R, I]``."""
     return len(matrix) <= MOST
 
 

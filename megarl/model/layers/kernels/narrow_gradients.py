@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Form the gradients of an update's ``low`` and of every B while the wide gradient is read once.
+"""Form the gradients of an update's ``low`` and of every B while the wide gradient is read once, for low ranks.
 
-Products of their own read the gradient of the linear's output twice. They are long and narrow, which is what matrix
-kernels are slow at, and the parts of queries, keys and values have to be brought together and taken apart again.
+Products of their own read the gradient of the linear's output twice. Those of low ranks are narrow, which is what
+matrix kernels are slow at, and the parts of queries, keys and values have to be brought together and taken apart again.
 
 Shape letters: T tokens, O output features of the linear, R columns of ``low``, r rank of a part, P parts (at most 3).
 """
@@ -23,6 +23,9 @@ from megarl.model.weights.fusion import HeadLayout
 
 # Tile of a step of one program.
 ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
+# Highest rank. Each program writes the gradients of ``low`` that its features give: with the rank that grows, and what
+# is read once less does not.
+MOST = 32
 # Programs to launch: enough for every multiprocessor of a GPU to have several.
 PROGRAMS = 528
 # Elements that a program adds up of the gradient of ``low``.
@@ -49,25 +52,19 @@ class Places(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def update_gradients(
+def takes(matrices: Sequence[torch.Tensor | None]) -> bool:
+    """Return True if the kernel is worth it for all of the matrices B, ``[O of the part, r]``."""
+    return max(0 if matrix is None else matrix.shape[1] for matrix in matrices) <= MOST
+
+
+def narrow_gradients(
     by_out: torch.Tensor,
     low: torch.Tensor,
     places: Sequence[Any],
     matrices: Sequence[torch.Tensor | None],
     heads: HeadLayout | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output.
-
-    Args:
-        by_out: ``[..., O]``, 16-bit.
-        low: ``[..., R]``.
-        places, matrices: as ``updates.flattened`` returns them. Parts may share columns of ``low``.
-        heads: set if the parts are queries, keys and values, which lie group by group. Otherwise they lie one after the
-            other, and are equally wide.
-
-    Returns:
-        ``[..., R]``, and ``[O of the part, r]`` for each part; each rounded once.
-    """
+) -> tuple[torch.Tensor | None, ...]:
+    """Return what ``updates.update_gradients`` does; parts may share columns of ``low``. Each is rounded once."""
     rows, narrow = as_rows(by_out), as_rows(low)
     where = _by_heads(heads) if heads is not None else _side_by_side(rows.shape[1], len(matrices))
     ranks = [0 if matrix is None else matrix.shape[1] for matrix in matrices]
@@ -92,7 +89,7 @@ def update_gradients(
         **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
     )  # fmt: skip
     pieces = sum_chunks(sums, low.dtype).tensor_split(settings["STARTS"][1 : len(ranks)])
-    return by_low, [piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True)]
+    return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 
 
 def _by_heads(heads: HeadLayout) -> Places:
@@ -112,7 +109,7 @@ def _settings(ranks: list[int], where: Places, lows: list[int]) -> dict[str, Any
 
     ``FIRST`` and ``STARTS`` have one number more: where the next part's programs and sums would begin.
     """
-    columns = min(COLUMNS, max(LEAST, triton.next_power_of_2(where.unit)))
+    columns = max(LEAST, min(COLUMNS, triton.next_power_of_2(where.unit)))
     split, absent = triton.cdiv(where.unit, columns), [0] * (PARTS - len(ranks))
     blocks = [units * split if rank else 0 for units, rank in zip(where.units, ranks, strict=True)]
     sizes = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)]
