@@ -125,15 +125,15 @@ def remove(name: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(attention.dist, "reduce_scatter_tensor", keep_own)
     if name == "the token weights of the whole step":
-        tokens_of = micro_batch._loss_tokens
+        inputs_of = micro_batch._loss_inputs
 
-        def weigh_by_own_tokens(batch: Any, indices: Any, chosen: Any, kept: Any, device: Any) -> Any:
-            tokens = tokens_of(batch, indices, chosen, kept, device)
+        def weigh_by_own_tokens(batch: Any, indices: Any, chosen: Any, kept: Any) -> Any:
+            inputs = inputs_of(batch, indices, chosen, kept)
             everyones = sum(int(sample.response_mask.sum()) for sample in chosen)
             share = everyones / batch.context / max(len(kept), 1)
-            return dataclasses.replace(tokens, weights_T=tokens.weights_T * share)
+            return inputs | {"weights_T": inputs["weights_T"] * share}
 
-        patch.setattr(micro_batch, "_loss_tokens", weigh_by_own_tokens)
+        patch.setattr(micro_batch, "_loss_inputs", weigh_by_own_tokens)
     if name == "the metrics' sum over CP":
         reduce = schedule.Stepper._reduce_metrics
 
