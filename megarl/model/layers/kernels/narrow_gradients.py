@@ -191,7 +191,8 @@ def _sum_low(
 def _added(total, lows, row, k, tokens, first, last, RANK: tl.constexpr, MOST: tl.constexpr):
     if RANK > 0:
         inside = (row < tokens)[:, None] & ((k >= 0) & (k < RANK))[None, :]
-        for block in range(first, last):
+        # Unrolled, so that the loads of several blocks are on their way at once.
+        for block in tl.range(first, last, loop_unroll_factor=8):
             place = lows + (tokens * block + row[:, None]) * MOST + k[None, :]
             total += tl.load(place, mask=inside, other=0.0)
     return total
