@@ -137,6 +137,7 @@ class _ProjectThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [..., I]``, over that of the base layer, and of A, ``[R, I]``."""
         hidden, matrix = ctx.saved_tensors
         by_hidden, by_low = (gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
         if ctx.needs_input_grad[1] and wants_kernels(by_hidden):

@@ -63,10 +63,17 @@ def low_rank_tile(
     """
     k = tl.arange(0, BLOCK)
     held = k < RANK
-    left = tl.load(low + row[:, None] * stride + k[None, :], mask=(row < tokens)[:, None] & held[None, :], other=0.0)
+    left = low_rows(low, stride, row, k, tokens, RANK)
     right = tl.load(
         matrix + k[:, None] * rank_stride + column[None, :] * column_stride,
         mask=held[:, None] & (column < width)[None, :],
         other=0.0,
     )
     return scale * tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def low_rows(low, stride, row, k, tokens, rank):
+    """Return rows of ``low``, ``[rows, columns of k]``, with zeros beyond ``tokens`` and ``rank``."""
+    inside = (row < tokens)[:, None] & (k < rank)[None, :]
+    return tl.load(low + row[:, None] * stride + k[None, :], mask=inside, other=0.0)

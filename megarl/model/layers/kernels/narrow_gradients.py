@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
-from megarl.model.layers.kernels.low_rank import LEAST, rank_block
+from megarl.model.layers.kernels.low_rank import LEAST, low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
 
@@ -158,7 +158,7 @@ def _gradients(
         there = row < tokens
         inside, narrow = there[:, None] & of_unit[None, :], there[:, None] & held[None, :]
         tile = tl.load(wide + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        below = tl.load(low + row[:, None] * low_stride + k[None, :], mask=narrow, other=0.0)
+        below = low_rows(low, low_stride, row, k, tokens, rank)
         by_low = scale * tl.dot(tile, factor, input_precision="ieee")
         tl.store(lows + row[:, None] * MOST + k[None, :], by_low, mask=narrow)
         by_matrix = tl.dot(tl.trans(tile), below, by_matrix, input_precision="ieee")

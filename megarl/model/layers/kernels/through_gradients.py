@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
-from megarl.model.layers.kernels.low_rank import rank_block
+from megarl.model.layers.kernels.low_rank import low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 
 # Tile of a step of one program; it has fewer columns for high ranks.
@@ -62,17 +62,16 @@ def _through(
 ):  # fmt: skip
     """Compute some columns of ``own`` tokens, tile by tile."""
     column, k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
-    across, held = column < WIDTH, k < RANK
-    at, of_matrix = k[:, None] * WIDTH + column[None, :], held[:, None] & across[None, :]
+    across = column < WIDTH
+    at, of_matrix = k[:, None] * WIDTH + column[None, :], (k < RANK)[:, None] & across[None, :]
     factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
     by_matrix = tl.zeros((COLUMNS, BLOCK), tl.float32)
     begin = tl.program_id(0).to(tl.int64) * own
     for start in range(0, own, ROWS):
         row = begin + start + tl.arange(0, ROWS)
-        there = row < tokens
-        inside, narrow = there[:, None] & across[None, :], there[:, None] & held[None, :]
+        inside = (row < tokens)[:, None] & across[None, :]
         tile = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
-        low = tl.load(by_low + row[:, None] * low_stride + k[None, :], mask=narrow, other=0.0)
+        low = low_rows(by_low, low_stride, row, k, tokens, RANK)
         place = by_hidden + row[:, None] * by_stride + column[None, :]
         slope = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         slope = tl.dot(low, factor, slope, input_precision="ieee")
