@@ -7,6 +7,7 @@ Run as a program (`python -m tests.helpers.update_kernels`), it uses float32 on 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ Tensors = list[torch.Tensor]
 
 def swiglu_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
     """Return each result's relative error against float64: the kernel's, and that of torch in the same dtype."""
-    from megarl.model.layers.kernels.adapted_swiglu import adapted_swiglu
+    from megarl.model.layers.kernels import adapted_swiglu as kernels
     from megarl.model.layers.updates import Part, Update
 
     wide = (width, first)
@@ -33,7 +34,8 @@ def swiglu_errors(width: int, first: int, second: int, dtype: torch.dtype, devic
     def ours(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
         of_gate, of_up, matrix = matrices
         update = Update(low, (Part(of_gate, 0, SCALE), Part(of_up, first, -0.5))) if first else None
-        out, projected = adapted_swiglu(fused, update, matrix if second else None)
+        with mock.patch.object(kernels, "BOTH_PROGRAMS", 4):  # so that a program has several steps
+            out, projected = kernels.adapted_swiglu(fused, update, matrix if second else None)
         return [out] if projected is None else [out, projected]
 
     def theirs(fused: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:

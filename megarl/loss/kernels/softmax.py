@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
-SUMS_BLOCK, SLOPE_BLOCK = 8192, 4096
+from megarl.triton_support.exponentials import exp
+
+SUMS_BLOCK, SUMS_WARPS, SLOPE_BLOCK = 2048, 4, 4096
 # Finite, so that a product with the distance to it is never NaN.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 
@@ -28,8 +30,9 @@ def softmax_sums(logits_CV: torch.Tensor, label_C: torch.Tensor, temperature: fl
     tokens, columns = logits_CV.shape
     sums = torch.empty(4, tokens, dtype=torch.float32, device=logits_CV.device)
     _sums[(tokens,)](
-        logits_CV, label_C, sums, tokens, columns, logits_CV.stride(0), temperature, BLOCK=SUMS_BLOCK, num_warps=16
-    )
+        logits_CV, label_C, sums, tokens, columns, logits_CV.stride(0), 1.0 / temperature, BLOCK=SUMS_BLOCK,
+        num_warps=SUMS_WARPS,
+    )  # fmt: skip
     return sums
 
 
@@ -63,7 +66,7 @@ def softmax_slope_(
         logsumexp_C if by_entropy_C is None else by_entropy_C,
         columns,
         logits_CV.stride(0),
-        temperature,
+        1.0 / temperature,
         BY_LOGPROB=by_logprob_C is not None,
         BY_ENTROPY=by_entropy_C is not None,
         BLOCK=SLOPE_BLOCK,
@@ -73,46 +76,59 @@ def softmax_slope_(
 
 
 @triton.jit
-def _sums(logits, labels, sums, tokens, columns, stride, temperature, BLOCK: tl.constexpr):
+def _sums(logits, labels, sums, tokens, columns, stride, factor, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
-    start_of_row = logits + token * stride
-    largest = LOWEST
-    total = 0.0
-    moment = 0.0
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)
+    row = logits + token * stride
+    # Sums of the columns at one place of all blocks, so that threads need not meet for them in each block.
+    largest, total, moment = LOWEST, tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    whole = columns // BLOCK * BLOCK
+    for start in range(0, whole, BLOCK):
+        value = tl.load(row + start + tl.arange(0, BLOCK)).to(tl.float32) * factor
+        largest, total, moment = _raised(tl.max(value, 0), largest, total, moment)
+        below = value - largest
+        power = exp(below)
+        total += power
+        moment += power * below
+    if whole < columns:
+        column = whole + tl.arange(0, BLOCK)
         inside = column < columns
-        value = tl.load(start_of_row + column, mask=inside, other=0.0).to(tl.float32) / temperature
-        higher = tl.maximum(largest, tl.max(tl.where(inside, value, LOWEST), 0))
-        # Rescale the sums so far, which are relative to the old maximum.
-        fall = largest - higher
-        scale = tl.exp(fall)
-        moment = (moment + total * fall) * scale
-        total = total * scale
-        below = tl.where(inside, value - higher, 0.0)
-        power = tl.where(inside, tl.exp(below), 0.0)
-        total += tl.sum(power, 0)
-        moment += tl.sum(power * below, 0)
-        largest = higher
+        value = tl.load(row + column, mask=inside, other=0.0).to(tl.float32) * factor
+        largest, total, moment = _raised(tl.max(tl.where(inside, value, LOWEST), 0), largest, total, moment)
+        below = tl.where(inside, value - largest, 0.0)
+        power = tl.where(inside, exp(below), 0.0)
+        total += power
+        moment += power * below
     label = tl.load(labels + token)
-    value_of_label = tl.load(start_of_row + tl.maximum(label, 0)).to(tl.float32) / temperature
+    value_of_label = tl.load(row + tl.maximum(label, 0)).to(tl.float32) * factor
     tl.store(sums + token, largest)
     tl.store(sums + tokens + token, tl.where(label >= 0, value_of_label, 0.0))
-    tl.store(sums + 2 * tokens + token, total)
-    tl.store(sums + 3 * tokens + token, moment)
+    tl.store(sums + 2 * tokens + token, tl.sum(total, 0))
+    tl.store(sums + 3 * tokens + token, tl.sum(moment, 0))
+
+
+@triton.jit
+def _raised(highest, largest, total, moment):
+    """Return the largest value and the sums so far, which are relative to it. It seldom rises after the first block."""
+    if highest > largest:
+        fall = largest - highest
+        scale = exp(fall)
+        moment = (moment + total * fall) * scale
+        total = total * scale
+        largest = highest
+    return largest, total, moment
 
 
 @triton.jit
 def _slope(
-    logits, labels, logsumexp, entropy, by_logprob, by_entropy, columns, stride, temperature,
+    logits, labels, logsumexp, entropy, by_logprob, by_entropy, columns, stride, factor,
     BY_LOGPROB: tl.constexpr, BY_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     place = logits + token * stride + column
-    logprob = tl.load(place, mask=inside, other=0.0).to(tl.float32) / temperature - tl.load(logsumexp + token)
-    probability = tl.exp(logprob)
+    logprob = tl.load(place, mask=inside, other=0.0).to(tl.float32) * factor - tl.load(logsumexp + token)
+    probability = exp(logprob)
     slope = tl.zeros_like(probability)
     if BY_ENTROPY:
         slope -= tl.load(by_entropy + token) * probability * (logprob + tl.load(entropy + token))

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from megarl import progress
 from megarl.model.layers.kernels.heads import empty_parts, gradient_of
-from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank_block
+from megarl.model.layers.kernels.low_rank import factors_of, low_rank_product, low_rows, rank_block
 from megarl.model.layers.updates import Update, flattened, update_gradients
 from megarl.model.weights.fusion import HeadLayout
 
@@ -98,33 +98,36 @@ def _prepare(
     inside = (row < tokens)[:, None] & (column < HALF)[None, :]
     angle = tl.load(angles + row[:, None] * 2 * HALF + column[None, :], mask=inside, other=0.0)
     cos, sin = tl.cos(angle), tl.sin(angle)
+    query_low = _low(of_query, row, tokens, RANKS[0], BLOCKS[0])
+    key_low = _low(of_key, row, tokens, RANKS[1], BLOCKS[1])
+    value_low = _low(of_value, row, tokens, RANKS[2], BLOCKS[2])
     SLOTS: tl.constexpr = GROUPS * (QUERIES + 2)
     for group in range(tl.program_id(1) * OWN, (tl.program_id(1) + 1) * OWN):
         at = group * (QUERIES + 2)
         for head in range(group * QUERIES, (group + 1) * QUERIES):
             first, second = _read(
-                fused, of_query, row, column, inside, tokens, at, head, SLOTS, HALF, KEEPS, RANKS[0], BLOCKS[0]
+                fused, of_query, query_low, row, column, inside, at, head, SLOTS, HALF, KEEPS, RANKS[0], BLOCKS[0]
             )
             first, second = _normed(first, second, query_weight, column, eps, HALF, NORM)
             first, second = first * cos - second * sin, second * cos + first * sin
             _write(query, row, column, inside, head, GROUPS * QUERIES, HALF, first, second)
             at += 1
         first, second = _read(
-            fused, of_key, row, column, inside, tokens, at, group, SLOTS, HALF, KEEPS, RANKS[1], BLOCKS[1]
+            fused, of_key, key_low, row, column, inside, at, group, SLOTS, HALF, KEEPS, RANKS[1], BLOCKS[1]
         )
         first, second = _normed(first, second, key_weight, column, eps, HALF, NORM)
         first, second = first * cos - second * sin, second * cos + first * sin
         _write(key, row, column, inside, group, GROUPS, HALF, first, second)
         at += 1
         first, second = _read(
-            fused, of_value, row, column, inside, tokens, at, group, SLOTS, HALF, False, RANKS[2], BLOCKS[2]
+            fused, of_value, value_low, row, column, inside, at, group, SLOTS, HALF, False, RANKS[2], BLOCKS[2]
         )
         _write(value, row, column, inside, group, GROUPS, HALF, first, second)
 
 
 @triton.jit
 def _read(
-    fused, factors, row, column, inside, tokens, slot, head, SLOTS: tl.constexpr, HALF: tl.constexpr,
+    fused, factors, low, row, column, inside, slot, head, SLOTS: tl.constexpr, HALF: tl.constexpr,
     KEEPS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return both halves of a head with the update, float32. ``head`` is its number among those of its kind."""
@@ -132,14 +135,17 @@ def _read(
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if RANK > 0:
-        low, scale, stride = factors[0], factors[2], factors[3]
-        matrix = factors[1] + head * 2 * HALF * RANK
-        first += low_rank_tile(low, matrix, scale, stride, row, column, tokens, HALF, 1, RANK, RANK, BLOCK)
-        matrix += HALF * RANK
-        second += low_rank_tile(low, matrix, scale, stride, row, column, tokens, HALF, 1, RANK, RANK, BLOCK)
+        matrix, scale = factors[1] + head * 2 * HALF * RANK, factors[2]
+        first += low_rank_product(low, matrix, scale, column, HALF, 1, RANK, RANK, BLOCK)
+        second += low_rank_product(low, matrix + HALF * RANK, scale, column, HALF, 1, RANK, RANK, BLOCK)
         if KEEPS:
             _write(fused, row, column, inside, slot, SLOTS, HALF, first, second)
     return first, second
+
+
+@triton.jit
+def _low(factors, row, tokens, RANK: tl.constexpr, BLOCK: tl.constexpr):
+    return low_rows(factors[0], factors[3], row, tl.arange(0, BLOCK), tokens, RANK) if RANK > 0 else 0.0
 
 
 @triton.jit

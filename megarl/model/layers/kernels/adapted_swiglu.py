@@ -22,10 +22,15 @@ from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_til
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient
+from megarl.triton_support.exponentials import sigmoid
 
-# Tile of a forward program; tile of a step of a backward program, which has fewer columns for high ranks.
+# Tile of a forward program; tile of a step of one that also projects, with a warp for 16 rows, as its products want it.
 ROWS, COLUMNS, WARPS = 16, 128, 4
-STEP_ROWS, STEP_COLUMNS = 32, 64
+BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS, BOTH_STAGES = 32, 64, 2, 2
+# Highest rank that the forward kernel projects to; programs to launch at least then.
+MOST, BOTH_PROGRAMS = 32, 2048
+# Tile of a step of a backward program, which has fewer columns for high ranks.
+STEP_ROWS, STEP_COLUMNS, STEP_WARPS = 32, 64, 4
 # Sums that a backward program has in its registers at most.
 SUMS = 8192
 # Backward programs to launch: enough for every multiprocessor of a GPU to have several.
@@ -57,14 +62,10 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         progress.made()
         out, rows = empty_result(fused), as_rows(fused)
         products, narrow = _products(fused, low, places, matrices), as_rows(out)
-        tokens, width = narrow.shape
-        _forward[(triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))](
-            rows, narrow, tokens, rows.stride(0), narrow.stride(0), *(tuple(one) for one, _ in products),
-            **_sizes(products), WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
-        )  # fmt: skip
+        projected = _run_forward(rows, narrow, products, None if matrix is None else matrix.contiguous())
         ctx.save_for_backward(fused, matrix, low, *matrices)
         ctx.places = places
-        return out, out.new_empty(0) if matrix is None else F.linear(out, matrix)
+        return out, projected.view(*out.shape[:-1], -1) if len(projected) else projected
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, by_projected: torch.Tensor) -> Any:
@@ -90,6 +91,26 @@ def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
     return {"RANKS": ranks, "BLOCKS": tuple(map(rank_block, ranks))}
 
 
+def _run_forward(
+    rows: torch.Tensor, out: torch.Tensor, products: list[Any], matrix: torch.Tensor | None
+) -> torch.Tensor:
+    """Write ``out [T, I]``; return its product with A, ``[T, S]``, or an empty tensor."""
+    (tokens, width), rank = out.shape, 0 if matrix is None or len(matrix) > MOST else len(matrix)
+    rows_of, columns, warps = (BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS) if rank else (ROWS, COLUMNS, WARPS)
+    down, across = triton.cdiv(tokens, rows_of), triton.cdiv(width, columns)
+    # Programs that project share the columns, and what they find is added up. Others have one tile.
+    own = triton.cdiv(across, min(across, triton.cdiv(BOTH_PROGRAMS, down)) if rank else across) * columns
+    found = rows.new_empty(triton.cdiv(width, own) if rank else 0, tokens * rank, dtype=torch.float32)
+    _forward[(down, triton.cdiv(width, own))](
+        rows, out, out if matrix is None else matrix, found, tokens, rows.stride(0), out.stride(0),
+        *(tuple(one) for one, _ in products), **_sizes(products), WIDTH=width, OWN=own, RANK=rank,
+        BLOCK=rank_block(rank), ROWS=rows_of, COLUMNS=columns, num_warps=warps, num_stages=BOTH_STAGES,
+    )  # fmt: skip
+    if matrix is None:
+        return out.new_empty(0)
+    return sum_chunks(found, out.dtype).view(tokens, rank) if rank else F.linear(out, matrix)
+
+
 def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of ``fused``, and those of the products' matrices one after the other, flat."""
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
@@ -103,24 +124,38 @@ def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]
     sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
     _backward[(chunks, across)](
         rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0),
-        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns, num_warps=WARPS,
+        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns,
+        num_warps=STEP_WARPS,
     )  # fmt: skip
     return by_fused, sum_chunks(sums, fused.dtype)
 
 
 @triton.jit
 def _forward(
-    fused, out, tokens, fused_stride, stride, of_gate, of_up, RANKS: tl.constexpr, BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    fused, out, matrix, found, tokens, fused_stride, stride, of_gate, of_up, RANKS: tl.constexpr, BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr, OWN: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Compute ``OWN`` columns of some tokens, and their product with A."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
-    place = fused + row[:, None] * fused_stride + column[None, :]
-    gate = _updated(place, of_gate, row, column, inside, tokens, WIDTH, RANKS[0], BLOCKS[0])
-    up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
-    active = gate * tl.sigmoid(gate) * up
-    tl.store(out + row[:, None] * stride + column[None, :], active.to(out.dtype.element_ty), mask=inside)
+    first = tl.program_id(1).to(tl.int64) * OWN
+    k, product = tl.arange(0, BLOCK if RANK > 0 else 1), _zeros(BLOCK, ROWS)
+    for start in range(0, OWN, COLUMNS):
+        column = first + start + tl.arange(0, COLUMNS)
+        inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+        place = fused + row[:, None] * fused_stride + column[None, :]
+        gate = _updated(place, of_gate, row, column, inside, tokens, WIDTH, RANKS[0], BLOCKS[0])
+        up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
+        active = (gate * sigmoid(gate) * up).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * stride + column[None, :], active, mask=inside)
+        if RANK > 0:
+            of_matrix = (k < RANK)[:, None] & (column < WIDTH)[None, :]
+            factor = tl.load(matrix + k[:, None] * WIDTH + column[None, :], mask=of_matrix, other=0.0)
+            # Transposed, so that the tile is the right factor. As the left one it would be held by every warp.
+            product = tl.dot(factor, tl.trans(active), product, input_precision="ieee")
+    if RANK > 0:
+        target = found + (tl.program_id(1).to(tl.int64) * tokens + row)[None, :] * RANK + k[:, None]
+        tl.store(target, product, mask=(k < RANK)[:, None] & (row < tokens)[None, :])
 
 
 @triton.jit
@@ -152,7 +187,7 @@ def _backward(
         by_gates = _summed(by_gates, of_gate, by_gate, row, tokens, RANKS[0], BLOCKS[0])
         by_ups = _summed(by_ups, of_up, by_up, row, tokens, RANKS[1], BLOCKS[1])
         if RANKS[2] > 0:
-            active = (gate * tl.sigmoid(gate) * up).to(by_fused.dtype.element_ty)
+            active = (gate * sigmoid(gate) * up).to(by_fused.dtype.element_ty)
             by_behind = _summed(by_behind, behind, active, row, tokens, RANKS[2], BLOCKS[2])
     # This program's sums: those of its tokens.
     sums += tl.program_id(0).to(tl.int64) * (RANKS[0] + RANKS[1] + RANKS[2]) * WIDTH

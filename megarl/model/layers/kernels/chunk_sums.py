@@ -28,7 +28,13 @@ def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @triton.jit
 def _sum(found, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    sum_columns(found, out, tl.program_id(0), count, width, ROWS, COLUMNS)
+
+
+@triton.jit
+def sum_columns(found, out, block, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add up ``COLUMNS`` columns of ``found [count, width]``, the ``block``-th so many; see ``sum_chunks``."""
+    column = block.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
     for begin in range(0, count, ROWS):

@@ -61,14 +61,18 @@ def low_rank_tile(
             column_stride`` behind its first.
         row, column: int64 rows and columns of the tile; those beyond ``tokens`` and ``width`` give zeros.
     """
+    left = low_rows(low, stride, row, tl.arange(0, BLOCK), tokens, RANK)
+    return low_rank_product(left, matrix, scale, column, width, rank_stride, column_stride, RANK, BLOCK)
+
+
+@triton.jit
+def low_rank_product(
+    left, matrix, scale, column, width, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Return what ``low_rank_tile`` does, for ``left``, the rows of ``low``, ``[rows, BLOCK]``."""
     k = tl.arange(0, BLOCK)
-    held = k < RANK
-    left = low_rows(low, stride, row, k, tokens, RANK)
-    right = tl.load(
-        matrix + k[:, None] * rank_stride + column[None, :] * column_stride,
-        mask=held[:, None] & (column < width)[None, :],
-        other=0.0,
-    )
+    place = matrix + k[:, None] * rank_stride + column[None, :] * column_stride
+    right = tl.load(place, mask=(k < RANK)[:, None] & (column < width)[None, :], other=0.0)
     return scale * tl.dot(left, right, input_precision="ieee")
 
 

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
+from megarl.model.layers.kernels import chunk_sums
+from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_columns
 from megarl.model.layers.kernels.low_rank import LEAST, low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
@@ -26,10 +27,10 @@ ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
 # Highest rank. Each program writes the gradients of ``low`` that its features give: with the rank that grows, and what
 # is read once less does not.
 MOST = 32
-# Programs to launch: enough for every multiprocessor of a GPU to have several.
-PROGRAMS = 528
+# Programs to launch: enough for every multiprocessor of a GPU to have two.
+PROGRAMS = 264
 # Elements that a program adds up of the gradient of ``low``.
-LOW_TILE, LOW_WARPS = 1024, 2
+LOW_TILE = 1024
 # Parts that the kernels have arguments for.
 PARTS = 3
 
@@ -81,15 +82,33 @@ def narrow_gradients(
         BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
         **settings,
     )  # fmt: skip
-    by_low = torch.empty_like(low, memory_format=torch.contiguous_format)
+    by_low, by_matrices = _add_up(lows, sums, settings, low)
+    pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
+    return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
+
+
+def _add_up(
+    lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], low: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of ``low [..., R]``, and those of all matrices one after the other, flat.
+
+    Args:
+        lows, sums: what the programs found for their features and tokens, ``[blocks, T, highest rank]`` and
+            ``[programs, N]``, float32.
+        settings: see ``_settings``.
+        low: ``low``.
+    """
+    (_, tokens, most), (programs, width) = lows.shape, sums.shape
+    by_low, by_matrices = torch.empty_like(low, memory_format=torch.contiguous_format), low.new_empty(width)
     columns = triton.next_power_of_2(low.shape[-1])
     few = max(1, LOW_TILE // columns)
-    _sum_low[(triton.cdiv(tokens, few),)](
-        lows, by_low, tokens, low.shape[-1], MOST=most, ROWS=few, COLUMNS=columns, num_warps=LOW_WARPS,
+    of_low = triton.cdiv(tokens, few)
+    _sum[(of_low + triton.cdiv(width, chunk_sums.COLUMNS),)](
+        lows, by_low, tokens, low.shape[-1], sums, by_matrices, programs, width, of_low, MOST=most, ROWS=few,
+        COLUMNS=columns, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS, num_warps=chunk_sums.WARPS,
         **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
     )  # fmt: skip
-    pieces = sum_chunks(sums, low.dtype).tensor_split(settings["STARTS"][1 : len(ranks)])
-    return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
+    return by_low, by_matrices
 
 
 def _by_heads(heads: HeadLayout) -> Places:
@@ -172,12 +191,26 @@ def _chosen(block, FIRST: tl.constexpr, of_first, of_second, of_third):
 
 
 @triton.jit
-def _sum_low(
-    lows, by_low, tokens, columns, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _sum(
+    lows, by_low, tokens, columns, sums, by_matrices, programs, width, of_low, RANKS: tl.constexpr,
+    LOWS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK_ROWS: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the programs of ``_gradients`` found for some tokens. Parts may share columns."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Add up what the programs of ``_gradients`` found. The first ``of_low`` programs do it for ``low``."""
+    program = tl.program_id(0)
+    if program < of_low:
+        _sum_low(lows, by_low, program, tokens, columns, RANKS, LOWS, FIRST, MOST, ROWS, COLUMNS)
+    else:
+        sum_columns(sums, by_matrices, program - of_low, programs, width, CHUNK_ROWS, CHUNK_COLUMNS)
+
+
+@triton.jit
+def _sum_low(
+    lows, by_low, block, tokens, columns, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr,
+    MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up the gradient of ``low`` of some tokens. Parts may share columns."""
+    row = block.to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     total = _added(total, lows, row, column - LOWS[0], tokens, FIRST[0], FIRST[1], RANKS[0], MOST)

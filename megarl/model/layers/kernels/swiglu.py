@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
+from megarl.triton_support.exponentials import sigmoid
 
 # Tile of one program: small, so that its registers leave room for other programs, which hide the memory's latency.
 ROWS, COLUMNS, WARPS = 32, 128, 8
@@ -70,7 +71,7 @@ def _swiglu_forward(
     fused, out, tokens, fused_stride, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     row, column, inside, gate, up = _gate_and_up(fused, tokens, fused_stride, WIDTH, ROWS, COLUMNS)
-    active = gate * tl.sigmoid(gate) * up
+    active = gate * sigmoid(gate) * up
     tl.store(out + row[:, None] * stride + column[None, :], active.to(out.dtype.element_ty), mask=inside)
 
 
@@ -90,8 +91,8 @@ def _swiglu_backward(
 @triton.jit
 def slopes(slope, gate, up):
     """Return the gradients of gate and up, from that of ``silu(gate) * up``; all in float32."""
-    sigmoid = tl.sigmoid(gate)
-    return slope * up * sigmoid * (1.0 + gate * (1.0 - sigmoid)), slope * gate * sigmoid
+    gated = sigmoid(gate)
+    return slope * up * gated * (1.0 + gate * (1.0 - gated)), slope * gate * gated
 
 
 @triton.jit

@@ -15,7 +15,9 @@ from megarl.model.layers.kernels.low_rank import low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 
 # Tile of a step of one program; it has fewer columns for high ranks.
-ROWS, COLUMNS, WARPS, STAGES = 64, 64, 4, 3
+ROWS, COLUMNS, WARPS = 64, 64, 4
+# Stages of the pipeline of loads, up to how many rows of A, and for more.
+STAGES, NARROW, FEWER_STAGES = 3, 32, 2
 # Sums that a program has in its registers at most. Rows of A; each program reads their gradients for its tokens.
 SUMS, MOST = 8192, 96
 # Programs to launch: enough for every multiprocessor of a GPU to have several.
@@ -50,7 +52,7 @@ def through_gradients(
     _through[(programs, across)](
         by_hidden, narrow, rows, matrix.contiguous(), sums, len(rows), own, by_hidden.stride(0), narrow.stride(0),
         rows.stride(0), WIDTH=width, RANK=rank, BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
-        num_stages=STAGES,
+        num_stages=STAGES if rank <= NARROW else FEWER_STAGES,
     )  # fmt: skip
     return sum_chunks(sums, matrix.dtype).view(rank, width)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows, row_settings
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
+from megarl.triton_support.exponentials import sigmoid
 
 FEATURES_OF_A_WARP = 256
 
@@ -58,7 +59,7 @@ def _launch(
 @triton.jit
 def _forward(fused, weights, out, fused_stride, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     token, column, inside, gate, up, weight = _operands(fused, weights, fused_stride, WIDTH, BLOCK)
-    active = gate * tl.sigmoid(gate) * up * weight
+    active = gate * sigmoid(gate) * up * weight
     tl.store(out + token * stride + column, active.to(out.dtype.element_ty), mask=inside)
 
 
@@ -68,7 +69,7 @@ def _backward(
 ):  # fmt: skip
     token, column, inside, gate, up, weight = _operands(fused, weights, fused_stride, WIDTH, BLOCK)
     slope = tl.load(by_out + token * stride + column, mask=inside, other=0.0).to(tl.float32)
-    along = tl.sum(slope * gate * tl.sigmoid(gate) * up, 0)
+    along = tl.sum(slope * gate * sigmoid(gate) * up, 0)
     tl.store(by_weights + token, along.to(by_weights.dtype.element_ty))
     by_gate, by_up = slopes(slope * weight, gate, up)
     place = by_fused + token * 2 * WIDTH + column
