@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Let other processes of this host open memory of this process's GPU, by CUDA IPC; bring host tensors to it."""
+"""Let other processes of this host open memory of this process's GPU, by CUDA IPC; move tensors from and to hosts."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -71,6 +71,21 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     From other memory CUDA copies larger tensors only once it has done all that was launched before.
     """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Start to bring a tensor to the host behind the work that is launched; return what waits for it and returns it."""
+    if not tensor.is_cuda:
+        return lambda: tensor
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> torch.Tensor:
+        done.synchronize()
+        return there
+
+    return wait
 
 
 def upload_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:

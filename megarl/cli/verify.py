@@ -30,6 +30,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--matrix", action="store_true", help="all layouts, on a tiny random model of MODEL's family")
     parser.add_argument("--full", action="store_true", help="three updates on more samples; --matrix does it always")
     parser.add_argument("--ranks", type=int, help=f"with --matrix: layouts of at most so many ranks (default {RANKS})")
+    parser.add_argument(
+        "--layouts", metavar="NAMES", help="with --matrix: only these, such as 'TP2*,PP2xCP2'; * is any characters"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as Markdown")
     parser.set_defaults(run=_verify, online=True)
 
@@ -64,7 +67,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         if arguments.matrix:
             with tempfile.TemporaryDirectory(prefix="megarl-verify-") as folder:
                 tiny = command.tiny_config(config, Path(folder) / "model")
-                reports, refused = command.verify_matrix(tiny, arguments.ranks or RANKS, report)
+                reports, refused = command.verify_matrix(tiny, arguments.ranks or RANKS, report, _names(arguments))
                 text = output.matrix_markdown(reports, refused, arguments.overrides)
         else:
             reports = command.verify_model(config, report, full=full)
@@ -83,7 +86,13 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if all(verified.passed for verified in reports) else 1
 
 
+def _names(arguments: argparse.Namespace) -> list[str]:
+    return [name.strip() for name in (arguments.layouts or "").split(",") if name.strip()]
+
+
 def _check(arguments: argparse.Namespace) -> None:
+    if arguments.layouts is not None and not arguments.matrix:
+        raise ConfigError("--layouts is for --matrix; a single layout is given by parallel.*")
     if arguments.ranks is not None and not arguments.matrix:
         raise ConfigError("--ranks is for --matrix; a single layout's ranks follow from parallel.*")
     if arguments.ranks is not None and arguments.ranks < 1:

@@ -157,21 +157,21 @@ class _TokenLogprobs(torch.autograd.Function):
         shard, temperature = ctx.shard, ctx.shard.temperature
         # The logits of the forward pass; the loop below overwrites them, so a second backward pass must not use them.
         kept, ctx.logits = ctx.logits, None
-        # All that needs no number of active tokens is launched before the host waits for it.
+        # All that needs no number of active tokens is done before the host waits for it.
         rows_of = _local_labels(labels, shard)
         scaled = [None if gradient is None else gradient / temperature for gradient in gradients]
-        active = ActiveTokens(given, None if kept is None else shard.chunk)
         pairs, needed = _pairs(factors), _pairs(ctx.needs_input_grad[2:])
-        # Every row is written below, unless this shard has no logits.
+        real = _real_rows(pairs, shard)
+        # A row for each active token is written below, unless this shard has no logits.
         empty = torch.empty if shard.rows else torch.zeros
         sums = [
             (
-                empty(active.count, inputs.shape[1], dtype=inputs.dtype, device=inputs.device) if for_inputs else None,
+                empty(inputs.shape, dtype=inputs.dtype, device=inputs.device) if for_inputs else None,
                 torch.zeros_like(weight, dtype=logsumexp.dtype) if for_weight else None,
             )
             for (inputs, weight), (for_inputs, for_weight) in zip(pairs, needed, strict=True)
         ]
-        real = _real_rows(pairs, shard)
+        active = ActiveTokens(given, None if kept is None else shard.chunk)
         for part, logits in _active_logits(real, active, shard, kept):
             label, total, spread = (active.of(tensor, part) for tensor in (rows_of, logsumexp, entropy))
             by_logprob, by_entropy = (None if one is None else active.of(one, part) for one in scaled)
@@ -184,7 +184,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     weight_sum[: len(rows)] += slope.T @ active.of(inputs, part)
         results: list[torch.Tensor | None] = []
         for (inputs, weight), (input_sum, weight_sum) in zip(pairs, sums, strict=True):
-            results.append(None if input_sum is None else active.spread(input_sum, inputs))
+            results.append(None if input_sum is None else active.spread(input_sum[: active.count], inputs))
             results.append(None if weight_sum is None else weight_sum.to(weight.dtype))
         return None, None, *results
 

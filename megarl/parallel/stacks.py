@@ -7,6 +7,8 @@ parameter is a view.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -42,6 +44,34 @@ def stack_of(first: torch.nn.Parameter, experts: int) -> Stack | None:
         return None
     moved = stack.weights.data_ptr() != first.data_ptr() or stack.gradients.data_ptr() != first.main_grad.data_ptr()
     return None if moved else stack
+
+
+def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return matrices of equal width one below the other: a view if they lie so in memory, else a copy."""
+    if len(matrices) == 1:
+        return matrices[0]
+    if torch.compiler.is_compiling() or not all(_follows(*pair) for pair in pairwise(matrices)):
+        return torch.cat(list(matrices))
+    return _Joined.apply(*matrices)
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return True if a matrix begins where the one before ends, in one piece of memory."""
+    together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    contiguous = before.is_contiguous() and after.is_contiguous()
+    return together and contiguous and before.data_ptr() + before.nbytes == after.data_ptr()
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [len(first), *map(len, others)]
+        return first.detach().as_strided((sum(ctx.rows), first.shape[1]), first.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return views of the gradient."""
+        return gradients[0].split(ctx.rows)
 
 
 def has_hook(parameter: torch.nn.Parameter) -> bool:

@@ -2,7 +2,7 @@
 """Run `megarl verify`: one layout of a model, or all layouts of a tiny model of its family."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from peft import LoraConfig
@@ -20,7 +20,13 @@ from megarl.model.weights.full_config import full_config, names_of
 from megarl.model.weights.hf_folder import parse_json
 from megarl.verify.cases import Case, Place
 from megarl.verify.inputs.adapters import make_adapter
-from megarl.verify.inputs.layouts import allowed_layouts, describe_refused, place_name, transformers_layouts
+from megarl.verify.inputs.layouts import (
+    allowed_layouts,
+    chosen_layouts,
+    describe_refused,
+    place_name,
+    transformers_layouts,
+)
 from megarl.verify.inputs.model_facts import is_listed
 from megarl.verify.inputs.settings import check_dropout
 from megarl.verify.inputs.tiny_model import write_tiny
@@ -45,19 +51,22 @@ def verify_model(config: RunConfig, report: Progress, *, full: bool = True) -> l
     return _verify(config, {place_name(config): config}, report, full=full)
 
 
-def verify_matrix(config: RunConfig, ranks: int, report: Progress) -> tuple[list[Report], dict[str, list[str]]]:
+def verify_matrix(
+    config: RunConfig, ranks: int, report: Progress, names: Sequence[str] = ()
+) -> tuple[list[Report], dict[str, list[str]]]:
     """Verify a tiny model at every allowed layout.
 
     Args:
         config: config of the tiny model, from ``tiny_config``.
         ranks: largest number of ranks of a layout.
         report: called with lines of progress.
+        names: only layouts with one of these names, in which ``*`` is any characters; none means all.
 
     Returns:
         ``(reports, reason -> layouts refused for it)``.
 
     Raises:
-        ConfigError, MegarlError: as in ``verify_model``.
+        ConfigError, MegarlError: as in ``verify_model``; also if no layout has one of the names.
     """
     layouts, refused = allowed_layouts(config, ranks)
     # Experts have an adapter for each linear here; transformers stacks them.
@@ -65,6 +74,7 @@ def verify_matrix(config: RunConfig, ranks: int, report: Progress) -> tuple[list
         layouts |= transformers_layouts(config, ranks)
     if not layouts:
         raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
+    layouts, refused = chosen_layouts(layouts, refused, names)
     check_gpus(max(layout.parallel.world_size for layout in layouts.values()))
     return _verify(config, layouts, report), refused
 

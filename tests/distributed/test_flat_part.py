@@ -69,6 +69,25 @@ def test_updates_of_runs_are_those_of_single_tensors(tmp_path):
             assert error < BOUND and flat == CASES[case][2], (case, error, flat)
 
 
+def placed(folder: str) -> list[tuple[int, bool]]:
+    """Return for each layer that adapts several parts: the number of matrices A, and whether they lie together."""
+    from megarl.parallel.stacks import joined
+
+    model = build(Path(folder), {"tensor": 2}, "float32", r=8, lora_alpha=16, lora_dropout=0.0)
+    found = []
+    for module in model.chunks[0].modules():
+        read = module.read_together() if hasattr(module, "read_together") else []
+        if len(read) > 1:
+            found.append((len(read), joined(read).data_ptr() == read[0].data_ptr()))
+    return found
+
+
+def test_matrices_that_one_product_reads_lie_together(tmp_path):
+    make_model(tmp_path / "model", "qwen3", tied=False, num_hidden_layers=2)
+    for found in run_ranks(placed, 2, str(tmp_path)):
+        assert found == [(3, True), (2, True)] * 2
+
+
 @pytest.mark.parametrize(("sizes", "expected"), [((8, 16), True), ((8, 12), False), ((12, 16), False)])
 def test_matrices_that_would_lose_their_alignment_stay(sizes, expected):
     from megarl.model.optimizer.flat_part import aligned

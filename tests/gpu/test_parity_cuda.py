@@ -15,13 +15,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 
 def report_all(places):
-    """Verify, and print the row closest to its bound."""
-    world = max(place.config.parallel.world_size for place in places)
-    if torch.cuda.device_count() < world:
-        pytest.skip(f"needs {world} GPUs")
+    """Verify those that this host has GPUs for, and print the row closest to its bound."""
+    sizes = [place.config.parallel.world_size for place in places]
+    places = [place for place, size in zip(places, sizes, strict=True) if size <= torch.cuda.device_count()]
+    if not places:
+        pytest.skip(f"needs {min(sizes)} GPUs")
     if any(place.config.model.backend == "te" for place in places):
         pytest.importorskip("transformer_engine")
-    reports = verify_places(places)
+    reports = verify_places(places, report=print)
     worst = max(reports, key=lambda report: report.worst.severity)
     print(f"\n{len(reports)} places, {sum(len(report.rows) for report in reports)} comparisons")
     print(f"worst {worst.place.key}: {worst.worst}")
@@ -51,28 +52,19 @@ def test_fp32_equals_peft(cases, layouts):
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"),
+    ("family", "layouts"),
     [
-        ("llama", "TP1"),
-        ("qwen3", "TP1"),
-        ("llama", "TE+TP1"),
-        ("qwen3", "TE+TP1"),
-        ("qwen3_moe", "TP1"),
-        ("qwen3_moe", "TE+TP1"),
-        ("qwen3_moe", "EP2xDP2"),
-        ("qwen3_moe", "TE+EP2xDP2"),
-        ("qwen3", "CP2"),
-        ("qwen3", "TE+CP2"),
-        ("qwen3", "TP2xPP2"),
-        ("qwen3", "TP2+SPxCP2"),
-        ("qwen3", "TE+TP2+SPxCP2"),
-        ("qwen3_moe", "TP2+SPxEP2xETP2xDP2"),
-        ("qwen3_moe", "TE+TP2+SPxEP2xETP2xDP2"),
+        ("llama", ["TP1", "TE+TP1"]),
+        ("qwen3", ["TP1", "TE+TP1", "CP2", "TE+CP2", "TP2xPP2", "TP2+SPxCP2", "TE+TP2+SPxCP2"]),
+        (
+            "qwen3_moe",
+            ["TP1", "TE+TP1", "EP2xDP2", "TE+EP2xDP2", "TP2+SPxEP2xETP2xDP2", "TE+TP2+SPxEP2xETP2xDP2"],
+        ),
     ],
     ids=str,
 )
-def test_bf16_is_no_further_from_the_truth_than_hugging_face(tmp_path, family, layout):
+def test_bf16_is_no_further_from_the_truth_than_hugging_face(tmp_path, family, layouts):
     wide = {"tied": False, "hidden_size": 256, "head_dim": 64}
     # Experts are computed together from rank 8 on.
     case = make_case(tmp_path, family, dtype="bfloat16", family=family, adapter={"r": 8, "lora_alpha": 16}, **wide)
-    report_all([place(case, layout, LAYOUTS[layout])])
+    report_all([place(case, layout, LAYOUTS[layout]) for layout in layouts])

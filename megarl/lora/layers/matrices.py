@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from megarl.parallel.stacks import joined
+
 
 @dataclass(frozen=True)
 class PartPlan:
@@ -112,8 +114,11 @@ class AdapterMatrices(torch.nn.Module):
 
     def matrix_a(self) -> torch.Tensor:
         """Return every A, stacked by rows: ``[sum of ranks, I]``."""
-        matrices = [self.lora_A[key] for key in self.keys if key in self.lora_A]
-        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+        return joined(self.read_together())
+
+    def read_together(self) -> list[torch.nn.Parameter]:
+        """Return every A. The optimizer places them one after the other in memory, where it can."""
+        return [self.lora_A[key] for key in self.keys if key in self.lora_A]
 
     def a_of(self, part: PartPlan) -> torch.nn.Parameter:
         """Return the A that a part uses, its own or a shared one."""

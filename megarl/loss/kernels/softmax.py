@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.triton_support.exponentials import exp
+from megarl.triton_support.fast_math import exp
 
 SUMS_BLOCK, SUMS_WARPS, SLOPE_BLOCK = 2048, 4, 4096
 # Finite, so that a product with the distance to it is never NaN.

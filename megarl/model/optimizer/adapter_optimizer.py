@@ -106,8 +106,8 @@ class AdapterOptimizer:
         use_fused_adamw(mcores)
         self._shards = optimizer_shards.shards_of(self.optimizer)
         with cuda_names():
-            stacks = list(_stacks(chunks))
-            self._parts = [flat_part(part, stacks) or TensorPart(part) for part in mcores]
+            stacks, joins = list(_stacks(chunks)), list(_joins(chunks))
+            self._parts = [flat_part(part, stacks, joins) or TensorPart(part) for part in mcores]
         for part in self._parts:
             self._shards |= optimizer_shards.moved(self._shards, part.places())
         self._meter = GradientMeter(self._parts, self.parameters, self._shards)
@@ -210,6 +210,14 @@ class AdapterOptimizer:
         weights = {name: parameter.data.float() for name, parameter in self.parameters.items()}
         zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))
+
+
+def _joins(chunks: list[Any]) -> Iterator[list[torch.nn.Parameter]]:
+    """Yield the matrices of one layer that one product reads."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "read_together"):
+                yield module.read_together()
 
 
 def _stacks(chunks: list[Any]) -> Iterator[Groups]:

@@ -20,6 +20,8 @@ from megarl.parallel.stacks import Groups, has_hook, place
 
 # A parameter and its main weight; in float32 they are one.
 Pair = tuple[torch.nn.Parameter, torch.Tensor]
+# Matrices that shall lie one after the other.
+Matrices = list[torch.nn.Parameter]
 # Bytes that the address of each parameter is a multiple of; kernels read vectors of this size.
 ALIGNED = 16
 
@@ -32,15 +34,19 @@ class FlatPart:
         counted: main weights whose gradients this rank counts in the norm, in the order of ``norms``.
     """
 
-    def __init__(self, mcores: Any, groups: Sequence[list[list[Pair]]], stacks: Sequence[Groups]) -> None:
+    def __init__(
+        self, mcores: Any, groups: Sequence[list[list[Pair]]], stacks: Sequence[Groups], joins: Sequence[Matrices]
+    ) -> None:
         """Move the tensors.
 
         Args:
             mcores: one of mcore's optimizers, before its first update.
             groups: of each group of parameters, its runs.
-            stacks: see ``flat_part``.
+            stacks, joins: see ``flat_part``.
         """
-        stack_of = _stack_of_each(stacks)
+        # A layer of experts has stacks of whole layers' joins, which count.
+        together = [*joins, *([matrix for matrices in stack for matrix in matrices] for stack in stacks)]
+        stack_of = _stack_of_each(together)
         groups = [[_arranged(run, stack_of) for run in runs] for runs in groups]
         self.mcores = mcores
         self._runs: list[Run] = []
@@ -110,7 +116,7 @@ class Run:
             self._weights.copy_(self.flat)
 
 
-def flat_part(mcores: Any, stacks: Sequence[Groups] = ()) -> FlatPart | None:
+def flat_part(mcores: Any, stacks: Sequence[Groups] = (), joins: Sequence[Matrices] = ()) -> FlatPart | None:
     """Return an optimizer with its tensors in runs, or None if that cannot be.
 
     It cannot with mcore's DistributedOptimizer, which lays out its own, and with matrices of so few elements that those
@@ -119,6 +125,7 @@ def flat_part(mcores: Any, stacks: Sequence[Groups] = ()) -> FlatPart | None:
     Args:
         mcores: one of mcore's optimizers, before its first update.
         stacks: matrices of experts that shall lie one after the other. Those that can, do (``parallel/stacks``).
+        joins: matrices of one layer that shall, too (``parallel.stacks.joined``).
     """
     if mcores.optimizer is None or isinstance(mcores, DistributedOptimizer):
         return None
@@ -126,7 +133,7 @@ def flat_part(mcores: Any, stacks: Sequence[Groups] = ()) -> FlatPart | None:
     if not any(groups) or any(not aligned(run) for runs in groups for run in runs):
         return None
     mixed = any(mains for mains in getattr(mcores, "fp32_from_fp32_groups", ()))
-    return None if mixed else FlatPart(mcores, groups, stacks)
+    return None if mixed else FlatPart(mcores, groups, stacks, joins)
 
 
 def aligned(pairs: Sequence[Pair]) -> bool:
@@ -160,20 +167,19 @@ def _runs(pairs: list[Pair]) -> Iterator[list[Pair]]:
         yield run
 
 
-def _stack_of_each(stacks: Sequence[Groups]) -> dict[int, list[torch.nn.Parameter]]:
-    """Map the id of each matrix to all of its stack, in order.
+def _stack_of_each(stacks: Sequence[Matrices]) -> dict[int, Matrices]:
+    """Map the id of each matrix to all of its stack, in order. Of two stacks with a matrix the later one counts.
 
     Stacks that mcore reduces early are left out: there a gradient must stay in its bucket.
     """
-    found: dict[int, list[torch.nn.Parameter]] = {}
-    for stack in stacks:
-        matrices = [matrix for group in stack for matrix in group]
+    found: dict[int, Matrices] = {}
+    for matrices in stacks:
         if not any(map(has_hook, matrices)):
             found |= dict.fromkeys(map(id, matrices), matrices)
     return found
 
 
-def _arranged(run: list[Pair], stack_of: Mapping[int, list[torch.nn.Parameter]]) -> list[Pair]:
+def _arranged(run: list[Pair], stack_of: Mapping[int, Matrices]) -> list[Pair]:
     """Change the order of a run's gradients in mcore's buffer, so that the matrices of a stack follow each other.
 
     mcore sums whole buckets over ranks, so any order will do that all ranks have.

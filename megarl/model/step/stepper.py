@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.cuda_memory import upload
+from megarl.cuda_memory import download, upload
 from megarl.errors import DataError
 from megarl.loss.base import Loss
 from megarl.loss.late_checks import late_checks
@@ -24,11 +24,11 @@ class Metrics(Mapping[str, float]):
     """Metrics by name. Reading the first one waits for the device; until then the host keeps launching work."""
 
     def __init__(self, names: list[str], values: torch.Tensor) -> None:
-        self._names, self._values = names, values
+        self._names, self._values = names, download(values)
 
     @cached_property
     def _read(self) -> dict[str, float]:
-        return dict(zip(self._names, self._values.tolist(), strict=True))
+        return dict(zip(self._names, self._values().tolist(), strict=True))
 
     def __getitem__(self, name: str) -> float:
         return self._read[name]

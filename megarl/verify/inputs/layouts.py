@@ -2,6 +2,7 @@
 """Name, list and filter layouts, and choose the layout at which a checkpoint is reloaded. Loads no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
@@ -110,6 +111,36 @@ def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig]
         except UnsupportedError as error:
             refused.setdefault(str(error), []).append(label(parallel))
     return allowed, refused
+
+
+def chosen_layouts(
+    allowed: dict[str, RunConfig], refused: dict[str, list[str]], names: Sequence[str]
+) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
+    """Return what ``allowed_layouts`` returned without the layouts that have none of the names; all without names.
+
+    Args:
+        allowed, refused: what ``allowed_layouts`` returned.
+        names: names; ``*`` is any characters.
+
+    Raises:
+        ConfigError: no allowed layout has one of the names.
+    """
+    if not names:
+        return allowed, refused
+    for name in names:
+        if not any(fnmatchcase(layout, name) for layout in allowed):
+            raise ConfigError(
+                f"--layouts has '{name}', and no allowed layout is named so; they are {', '.join(allowed)}"
+            )
+
+    def kept(layout: str) -> bool:
+        return any(fnmatchcase(layout, name) for name in names)
+
+    left = {reason: [layout for layout in layouts if kept(layout)] for reason, layouts in refused.items()}
+    return (
+        {layout: config for layout, config in allowed.items() if kept(layout)},
+        {reason: layouts for reason, layouts in left.items() if layouts},
+    )
 
 
 def other_layout(config: RunConfig, ranks: int) -> RunConfig | None:

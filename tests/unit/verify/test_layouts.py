@@ -8,7 +8,14 @@ import pytest
 from megarl.config import ParallelConfig
 from megarl.config.cross_sections import check_layout
 from megarl.errors import ConfigError, UnsupportedError
-from megarl.verify.inputs.layouts import all_layouts, allowed_layouts, describe_refused, label, other_layout
+from megarl.verify.inputs.layouts import (
+    all_layouts,
+    allowed_layouts,
+    chosen_layouts,
+    describe_refused,
+    label,
+    other_layout,
+)
 from megarl.verify.inputs.settings import verify_config
 from tests.unit.verify.test_settings import SHAPE
 
@@ -57,6 +64,17 @@ def test_what_is_not_proven_is_refused_with_its_reason(tmp_path):
     assert "TP2" in labels and not allowed.keys() & set(labels)
     [line] = describe_refused(refused)
     assert line.startswith("TP2, ") and line.endswith(f": {reason}")
+
+
+def test_layouts_are_chosen_by_name(tmp_path):
+    allowed, refused = allowed_layouts(config_of(tmp_path / "experts", SHAPE | EXPERTS), 4)
+    chosen, left = chosen_layouts(allowed, refused, ["PP2*", "TP1"])
+    assert {"TP1", "PP2", "PP2xVPP2", "PP2xEP2xDP2"} <= chosen.keys() < allowed.keys()
+    assert all(name == "TP1" or name.startswith("PP2") for name in chosen) and left == {}
+    assert chosen_layouts(allowed, refused, ["TP2*"])[1] == refused
+    assert chosen_layouts(allowed, refused, []) == (allowed, refused)
+    with pytest.raises(ConfigError, match=r"'TP3', and no allowed layout is named so; they are TP1, .*TP2\+SP"):
+        chosen_layouts(allowed, refused, ["TP1", "TP3"])
 
 
 def test_checks_alone_decide(tmp_path):

@@ -62,6 +62,7 @@ def test_a_mistake_names_the_key(model, override, error, message):
         (["MODEL", "parallel.expert=2"], "the model has no experts"),
         (["MODEL", "--ranks", "2"], "--ranks is for --matrix"),
         (["MODEL", "--matrix", "--ranks", "0"], "at least 1"),
+        (["MODEL", "--layouts", "TP2*"], "--layouts is for --matrix"),
         (["MODEL", "--matrix", "parallel.tensor=2"], "which runs all layouts"),
         (["MODEL", "--matrix", "lora.init_from=/some"], "does not fit a tiny model"),
         (["MODEL", "--out", "/nowhere/table.md"], "the folder '/nowhere' does not exist"),

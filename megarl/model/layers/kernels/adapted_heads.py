@@ -18,6 +18,7 @@ from megarl.model.layers.kernels.heads import empty_parts, gradient_of
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_product, low_rows, rank_block
 from megarl.model.layers.updates import Update, flattened, update_gradients
 from megarl.model.weights.fusion import HeadLayout
+from megarl.triton_support.fast_math import cos_sin
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
 ROWS, WARPS = 16, 2
@@ -97,7 +98,7 @@ def _prepare(
     column = tl.arange(0, BLOCK).to(tl.int64)
     inside = (row < tokens)[:, None] & (column < HALF)[None, :]
     angle = tl.load(angles + row[:, None] * 2 * HALF + column[None, :], mask=inside, other=0.0)
-    cos, sin = tl.cos(angle), tl.sin(angle)
+    cos, sin = cos_sin(angle)
     query_low = _low(of_query, row, tokens, RANKS[0], BLOCKS[0])
     key_low = _low(of_key, row, tokens, RANKS[1], BLOCKS[1])
     value_low = _low(of_value, row, tokens, RANKS[2], BLOCKS[2])

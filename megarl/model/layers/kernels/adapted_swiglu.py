@@ -22,7 +22,7 @@ from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_til
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient
-from megarl.triton_support.exponentials import sigmoid
+from megarl.triton_support.fast_math import sigmoid
 
 # Tile of a forward program; tile of a step of one that also projects, with a warp for 16 rows, as its products want it.
 ROWS, COLUMNS, WARPS = 16, 128, 4

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.weights.fusion import HeadLayout
+from megarl.triton_support.fast_math import cos_sin
 
 SLOTS = 32  # heads that one program handles
 
@@ -211,4 +212,5 @@ def _turn(angles, token, column, is_value, HALF: tl.constexpr):
     """Return cosine and sine for each head and feature; 1 and 0 for values, which are not rotated."""
     angle = tl.load(angles + token * 2 * HALF + column, mask=column < HALF, other=0.0)[None, :]
     still = is_value[:, None]
-    return tl.where(still, 1.0, tl.cos(angle)), tl.where(still, 0.0, tl.sin(angle))
+    cos, sin = cos_sin(angle)
+    return tl.where(still, 1.0, cos), tl.where(still, 0.0, sin)

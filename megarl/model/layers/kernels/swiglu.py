@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
-from megarl.triton_support.exponentials import sigmoid
+from megarl.triton_support.fast_math import sigmoid
 
 # Tile of one program: small, so that its registers leave room for other programs, which hide the memory's latency.
 ROWS, COLUMNS, WARPS = 32, 128, 8

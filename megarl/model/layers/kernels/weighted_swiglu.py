@@ -12,7 +12,7 @@ import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows, row_settings
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
-from megarl.triton_support.exponentials import sigmoid
+from megarl.triton_support.fast_math import sigmoid
 
 FEATURES_OF_A_WARP = 256
 
