@@ -32,26 +32,31 @@ from megarl.model.weights.fusion import HeadLayout
 
 RANK, SCALE, EPS, DTYPE, DEVICE = 16, 2.0, 1e-6, torch.bfloat16, "cuda"
 # Settings of a kernel's module to try.
+GRADIENT_NAMES = ("PIECES", "ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS")
 GRADIENTS: list[tuple[int, ...]] = [
-    (64, 128, 4, 2, 528), (32, 128, 4, 3, 528), (32, 128, 4, 4, 1056), (64, 128, 4, 3, 264), (64, 128, 4, 3, 1056),
-    (128, 128, 8, 2, 528), (64, 64, 4, 3, 528), (64, 64, 4, 3, 1056),
+    (1, 64, 128, 4, 3, 264), (1, 64, 128, 4, 2, 264), (2, 64, 128, 4, 3, 264), (2, 32, 128, 4, 3, 264),
+    (2, 32, 128, 4, 2, 528), (2, 64, 128, 4, 2, 528), (4, 32, 128, 4, 2, 264), (2, 64, 128, 8, 2, 264),
 ]  # fmt: skip
+THROUGH_NAMES = ("ROWS", "COLUMNS", "WARPS", "STAGES", "FEWER_STAGES", "PROGRAMS")
 THROUGH: list[tuple[int, ...]] = [
-    (32, 128, 4, 3, 528), (32, 128, 4, 3, 1056), (64, 128, 8, 2, 264), (64, 64, 4, 2, 528), (64, 64, 4, 3, 1056),
-    (32, 64, 4, 4, 1056), (128, 64, 4, 2, 264),
+    (32, 128, 4, 3, 3, 528), (64, 128, 8, 2, 2, 264), (64, 64, 4, 2, 2, 264), (32, 64, 4, 4, 4, 1056),
 ]  # fmt: skip
 TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
     ("heads", adapted_heads, ("ROWS", "WARPS", "PROGRAMS"), [
-        (16, 2, 2048), (16, 2, 4096), (16, 2, 8192), (16, 4, 1024), (16, 4, 4096), (32, 4, 1024), (32, 4, 4096),
+        (16, 2, 2048), (16, 2, 4096), (16, 2, 8192), (16, 4, 8192), (32, 4, 2048), (32, 4, 4096), (64, 4, 1024),
+        (64, 4, 2048), (16, 1, 4096),
     ]),
-    ("heads", narrow_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
-    ("residual", narrow_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), GRADIENTS),
-    ("SwiGLU", adapted_swiglu, ("ROWS", "COLUMNS", "WARPS"), [(32, 64, 4), (16, 256, 4), (16, 64, 2)]),
-    ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "PROGRAMS"), [
-        (32, 64, 800), (16, 64, 528), (16, 64, 1056), (16, 128, 400), (32, 128, 264), (64, 64, 264),
+    ("heads", narrow_gradients, GRADIENT_NAMES, GRADIENTS),
+    ("residual", narrow_gradients, GRADIENT_NAMES, GRADIENTS),
+    ("SwiGLU", adapted_swiglu, ("BOTH_ROWS", "BOTH_COLUMNS", "BOTH_WARPS", "BOTH_STAGES", "BOTH_PROGRAMS"), [
+        (32, 64, 2, 2, 4096), (32, 64, 2, 3, 2048), (16, 64, 1, 2, 4096), (16, 128, 1, 2, 4096), (64, 64, 4, 2, 1024),
+        (64, 64, 4, 1, 1024),
     ]),
-    ("A of q, k, v", through_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), THROUGH),
-    ("A of the output", through_gradients, ("ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS"), THROUGH),
+    ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "STEP_WARPS", "PROGRAMS"), [
+        (32, 64, 4, 800), (16, 64, 4, 528), (32, 128, 8, 264),
+    ]),
+    ("A of q, k, v", through_gradients, THROUGH_NAMES, THROUGH),
+    ("A of the output", through_gradients, THROUGH_NAMES, THROUGH),
     ("residual", residual, ("ROWS", "COLUMNS", "WARPS"), [(16, 128, 4), (16, 256, 4), (32, 64, 4), (64, 64, 4)]),
 ]  # fmt: skip
 # Calls in a graph, so that a launch of one does not count; replays that are timed.

@@ -23,10 +23,12 @@ from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
 
 # Tile of a step of one program.
-ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
+ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 2
 # Highest rank. Each program writes the gradients of ``low`` that its features give: with the rank that grows, and what
 # is read once less does not.
 MOST = 32
+# Such tiles of one program, if every part has a multiple of so many: what it finds of ``low`` is written once for all.
+PIECES = 2
 # Programs to launch: enough for every multiprocessor of a GPU to have two.
 PROGRAMS = 264
 # Elements that a program adds up of the gradient of ``low``.
@@ -131,15 +133,17 @@ def _settings(ranks: list[int], where: Places, lows: list[int]) -> dict[str, Any
     columns = max(LEAST, min(COLUMNS, triton.next_power_of_2(where.unit)))
     split, absent = triton.cdiv(where.unit, columns), [0] * (PARTS - len(ranks))
     blocks = [units * split if rank else 0 for units, rank in zip(where.units, ranks, strict=True)]
+    pieces = gcd(PIECES, *blocks)
     sizes = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)]
     return {
         "RANKS": (*ranks, *absent),
         "LOWS": (*lows, *absent),
-        "FIRST": tuple(accumulate([*blocks, *absent], initial=0)),
+        "FIRST": tuple(accumulate([*(block // pieces for block in blocks), *absent], initial=0)),
         "STARTS": tuple(accumulate([*sizes, *absent], initial=0)),
         "RUNS": (*where.runs, *[1 for _ in absent]),
         "OFFSETS": (*where.offsets, *absent),
         "SPLIT": split,
+        "PIECES": pieces,
         "ALIGNED": gcd(16, *lows),
         "COLUMNS": columns,
     }
@@ -150,9 +154,10 @@ def _gradients(
     wide, low, lows, sums, tokens, own, stride, low_stride, first, second, third, first_scale, second_scale,
     third_scale, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr, STARTS: tl.constexpr,
     RUNS: tl.constexpr, OFFSETS: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
-    STRIDE: tl.constexpr, SPLIT: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STRIDE: tl.constexpr, SPLIT: tl.constexpr, PIECES: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some features of a unit for ``own`` tokens."""
+    """Compute ``PIECES`` times ``COLUMNS`` features of a part for ``own`` tokens."""
     block = tl.program_id(1)
     # What belongs to the block's part.
     matrix = _chosen(block, FIRST, first, second, third)
@@ -165,23 +170,42 @@ def _gradients(
     sums += tl.program_id(0).to(tl.int64) * STARTS[3] + _chosen(block, FIRST, STARTS[0], STARTS[1], STARTS[2])
     lows += block.to(tl.int64) * tokens * MOST
 
-    unit, feature, k = within // SPLIT, within % SPLIT * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
-    column = (unit // run) * STRIDE + offset + (unit % run) * UNIT + feature
-    of_unit, held = feature < UNIT, k < rank
-    at, of_matrix = (unit * UNIT + feature)[:, None] * rank + k[None, :], of_unit[:, None] & held[None, :]
-    factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
-    by_matrix = tl.zeros((COLUMNS, BLOCK), tl.float32)
+    k = tl.arange(0, BLOCK)
+    held, factors = k < rank, ()
+    for piece in tl.static_range(PIECES):
+        _, feature, of_unit = _features(within * PIECES + piece, run, offset, UNIT, STRIDE, SPLIT, COLUMNS)
+        of_matrix = of_unit[:, None] & held[None, :]
+        factor = tl.load(matrix + feature[:, None] * rank + k[None, :], mask=of_matrix, other=0.0)
+        factors = factors + (factor,)  # noqa: RUF005 - Triton knows no unpacking
+    by_matrices = (tl.zeros((COLUMNS, BLOCK), tl.float32),) * PIECES
     begin = tl.program_id(0).to(tl.int64) * own
     for start in range(0, own, ROWS):
         row = begin + start + tl.arange(0, ROWS)
         there = row < tokens
-        inside, narrow = there[:, None] & of_unit[None, :], there[:, None] & held[None, :]
-        tile = tl.load(wide + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
         below = low_rows(low, low_stride, row, k, tokens, rank)
-        by_low = scale * tl.dot(tile, factor, input_precision="ieee")
-        tl.store(lows + row[:, None] * MOST + k[None, :], by_low, mask=narrow)
-        by_matrix = tl.dot(tl.trans(tile), below, by_matrix, input_precision="ieee")
-    tl.store(sums + at, scale * by_matrix, mask=of_matrix)
+        by_low, summed = tl.zeros((ROWS, BLOCK), tl.float32), ()
+        for piece in tl.static_range(PIECES):
+            column, _, of_unit = _features(within * PIECES + piece, run, offset, UNIT, STRIDE, SPLIT, COLUMNS)
+            inside = there[:, None] & of_unit[None, :]
+            tile = tl.load(wide + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
+            by_low = tl.dot(tile, factors[piece], by_low, input_precision="ieee")
+            by_matrix = tl.dot(tl.trans(tile), below, by_matrices[piece], input_precision="ieee")
+            summed = summed + (by_matrix,)  # noqa: RUF005
+        by_matrices = summed
+        tl.store(lows + row[:, None] * MOST + k[None, :], scale * by_low, mask=there[:, None] & held[None, :])
+    for piece in tl.static_range(PIECES):
+        _, feature, of_unit = _features(within * PIECES + piece, run, offset, UNIT, STRIDE, SPLIT, COLUMNS)
+        target = sums + feature[:, None] * rank + k[None, :]
+        tl.store(target, scale * by_matrices[piece], mask=of_unit[:, None] & held[None, :])
+
+
+@triton.jit
+def _features(
+    piece, run, offset, UNIT: tl.constexpr, STRIDE: tl.constexpr, SPLIT: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Return a piece's columns of the wide gradient, the rows of B for them, and which of them there are."""
+    unit, within = piece // SPLIT, piece % SPLIT * COLUMNS + tl.arange(0, COLUMNS)
+    return (unit // run) * STRIDE + offset + (unit % run) * UNIT + within, unit * UNIT + within, within < UNIT
 
 
 @triton.jit
