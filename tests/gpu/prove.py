@@ -73,6 +73,7 @@ TESTS = {
         "test_context_attention.py",
         "test_heads.py",
         "test_row_kernels.py",
+        "test_fast_math.py",
     ],
     "overlapped": ["test_overlapped.py"],
     "graphs": ["test_graphs.py"],

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """SwiGLU between two adapted linears: it adds the first one's update and projects for the second one's adapter.
 
-The update of gate and up (``updates``) is added as they are read, forward and backward. The backward kernel also adds
-the gradient that comes through the second linear's A, and forms the gradients of the first one's B and of that A while
-it has the tiles. So none of these products moves a wide activation through memory again, and the result of SwiGLU need
-not be kept.
+The update of gate and up (``updates``) is added as they are read, forward and backward. The forward kernel multiplies
+its tiles by the second linear's A, if that has a low rank. The backward kernel also adds the gradient that comes
+through the second linear's A, and forms the gradients of the first one's B and of that A while it has the tiles. So
+none of these products moves a wide activation through memory again, and the result of SwiGLU need not be kept.
 
 Shape letters: T tokens, I features of the gate on this rank, S rank of the second adapter.
 """
