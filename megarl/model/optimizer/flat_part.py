@@ -44,7 +44,7 @@ class FlatPart:
             groups: of each group of parameters, its runs.
             stacks, joins: see ``flat_part``.
         """
-        # A layer of experts has stacks of whole layers' joins, which count.
+        # Stacks count more than joins: a stack of experts has the joins of each of them in it.
         together = [*joins, *([matrix for matrices in stack for matrix in matrices] for stack in stacks)]
         stack_of = _stack_of_each(together)
         groups = [[_arranged(run, stack_of) for run in runs] for runs in groups]
