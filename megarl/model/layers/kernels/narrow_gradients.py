@@ -176,7 +176,7 @@ def _gradients(
         _, feature, of_unit = _features(within * PIECES + piece, run, offset, UNIT, STRIDE, SPLIT, COLUMNS)
         of_matrix = of_unit[:, None] & held[None, :]
         factor = tl.load(matrix + feature[:, None] * rank + k[None, :], mask=of_matrix, other=0.0)
-        factors = factors + (factor,)  # noqa: RUF005 - Triton knows no unpacking
+        factors += (factor,)  # type: ignore[assignment]
     by_matrices = (tl.zeros((COLUMNS, BLOCK), tl.float32),) * PIECES
     begin = tl.program_id(0).to(tl.int64) * own
     for start in range(0, own, ROWS):
@@ -190,7 +190,7 @@ def _gradients(
             tile = tl.load(wide + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
             by_low = tl.dot(tile, factors[piece], by_low, input_precision="ieee")
             by_matrix = tl.dot(tl.trans(tile), below, by_matrices[piece], input_precision="ieee")
-            summed = summed + (by_matrix,)  # noqa: RUF005
+            summed += (by_matrix,)  # type: ignore[assignment]
         by_matrices = summed
         tl.store(lows + row[:, None] * MOST + k[None, :], scale * by_low, mask=there[:, None] & held[None, :])
     for piece in tl.static_range(PIECES):
