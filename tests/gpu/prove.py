@@ -3,7 +3,7 @@
 
 Stages joined by `+` run at the same time. `@FILE` instead of stages runs lanes at the same time: each line of the file
 is GPUS: STAGE ..., the GPUs that the lane's stages see (`4,5`) and stages that run one after the other.
-`tests/gpu/lanes/` has those for two, four and eight GPUs.
+`tests/gpu/lanes/` has those for one, two, four and eight GPUs.
 
 A stage has a time limit of PROVE_LIMIT seconds (570), `STAGE~SECONDS` one of its own. It prints its important lines at
 its end. A failed stage does not stop the next. All stages end PROVE_SECONDS (no limit) after the start; later ones are

@@ -11,7 +11,7 @@ from tests.gpu.prove import LARGEST, archive, command_of, lanes_of
 
 LANES = Path(__file__).parents[2] / "gpu" / "lanes"
 # By the first word of a file's name.
-GPUS = {"two": 2, "four": 4, "eight": 8}
+GPUS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 
 
 @pytest.mark.parametrize("file", sorted(LANES.glob("*.txt")), ids=lambda file: file.name)
