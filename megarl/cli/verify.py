@@ -93,6 +93,8 @@ def _names(arguments: argparse.Namespace) -> list[str]:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.layouts is not None and not arguments.matrix:
         raise ConfigError("--layouts is for --matrix; a single layout is given by parallel.*")
+    if arguments.layouts is not None and not _names(arguments):
+        raise ConfigError(f"--layouts is '{arguments.layouts}', which names none; leave it out for all layouts")
     if arguments.ranks is not None and not arguments.matrix:
         raise ConfigError("--ranks is for --matrix; a single layout's ranks follow from parallel.*")
     if arguments.ranks is not None and arguments.ranks < 1:

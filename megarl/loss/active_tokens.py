@@ -10,6 +10,8 @@ from itertools import accumulate, pairwise
 import torch
 import torch.nn.functional as F
 
+from megarl.cuda_memory import download
+
 
 class ActiveTokens:
     """The tokens with a gradient, in order. Where all have one, which is common, nothing is gathered.
@@ -28,9 +30,9 @@ class ActiveTokens:
         marks, *others = (gradient != 0 for gradient in gradients)
         for other in others:
             marks = marks | other
-        counts = None if chunk is None else _counts(marks, chunk)
+        counts = None if chunk is None else download(_counts(marks, chunk))
         self._index, self._chunk = marks.nonzero().squeeze(1), chunk
-        self._counts: list[int] = [] if counts is None else counts.tolist()
+        self._counts: list[int] = [] if counts is None else counts().tolist()
         self.count = len(self._index)
         self._all = self.count == len(marks)
 
@@ -67,9 +69,6 @@ class ActiveTokens:
 
 
 def _counts(marks: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Return how many tokens of each chunk are marked, on the host once the device is waited for."""
+    """Return how many tokens of each chunk are marked."""
     number = -(-len(marks) // chunk)
-    counts = F.pad(marks, (0, number * chunk - len(marks))).view(number, chunk).sum(1)
-    if not counts.is_cuda:
-        return counts
-    return torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True).copy_(counts, non_blocking=True)
+    return F.pad(marks, (0, number * chunk - len(marks))).view(number, chunk).sum(1)

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from megarl.cuda_memory import download
+
 # Raises the error that a check's flags stand for.
 Explain = Callable[[list[bool]], None]
-_Pending = list[tuple[torch.Tensor, torch.cuda.Event, Explain]]
+_Pending = list[tuple[Callable[[], torch.Tensor], Explain]]
 _local = threading.local()
 
 
@@ -28,11 +30,7 @@ def require(flags: torch.Tensor, explain: Explain) -> None:
     if pending is None or not flags.is_cuda:
         _read(flags, explain)
         return
-    host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
-    host.copy_(flags, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    pending.append((host, copied, explain))
+    pending.append((download(flags), explain))
 
 
 @contextlib.contextmanager
@@ -48,9 +46,8 @@ def late_checks() -> Iterator[None]:
         pending: _Pending = _local.pending
     finally:
         _local.pending = outer
-    for host, copied, explain in pending:
-        copied.synchronize()
-        _read(host, explain)
+    for arrived, explain in pending:
+        _read(arrived(), explain)
 
 
 def _read(flags: torch.Tensor, explain: Explain) -> None:

@@ -84,20 +84,12 @@ def _sums(logits, labels, sums, tokens, columns, stride, factor, BLOCK: tl.const
     whole = columns // BLOCK * BLOCK
     for start in range(0, whole, BLOCK):
         value = tl.load(row + start + tl.arange(0, BLOCK)).to(tl.float32) * factor
-        largest, total, moment = _raised(tl.max(value, 0), largest, total, moment)
-        below = value - largest
-        power = exp(below)
-        total += power
-        moment += power * below
+        largest, total, moment = _with_block(value, None, largest, total, moment)
     if whole < columns:
         column = whole + tl.arange(0, BLOCK)
         inside = column < columns
         value = tl.load(row + column, mask=inside, other=0.0).to(tl.float32) * factor
-        largest, total, moment = _raised(tl.max(tl.where(inside, value, LOWEST), 0), largest, total, moment)
-        below = tl.where(inside, value - largest, 0.0)
-        power = tl.where(inside, exp(below), 0.0)
-        total += power
-        moment += power * below
+        largest, total, moment = _with_block(value, inside, largest, total, moment)
     label = tl.load(labels + token)
     value_of_label = tl.load(row + tl.maximum(label, 0)).to(tl.float32) * factor
     tl.store(sums + token, largest)
@@ -107,15 +99,21 @@ def _sums(logits, labels, sums, tokens, columns, stride, factor, BLOCK: tl.const
 
 
 @triton.jit
-def _raised(highest, largest, total, moment):
-    """Return the largest value and the sums so far, which are relative to it. It seldom rises after the first block."""
+def _with_block(value, inside, largest, total, moment):
+    """Return the largest value and the sums, which are relative to it, with those of a block; None: all is inside."""
+    highest = tl.max(value if inside is None else tl.where(inside, value, LOWEST), 0)
+    # It seldom rises after the first block.
     if highest > largest:
         fall = largest - highest
         scale = exp(fall)
         moment = (moment + total * fall) * scale
         total = total * scale
         largest = highest
-    return largest, total, moment
+    below = value - largest
+    power = exp(below)
+    if inside is not None:
+        below, power = tl.where(inside, below, 0.0), tl.where(inside, power, 0.0)
+    return largest, total + power, moment + power * below
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from megarl.model.optimizer.gradient_record import GradientRecord
 from megarl.model.optimizer.tensor_part import TensorPart
 from megarl.parallel.device import cuda_names
 from megarl.parallel.mcore import finalize_gradients
-from megarl.parallel.stacks import Groups
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -106,7 +105,8 @@ class AdapterOptimizer:
         use_fused_adamw(mcores)
         self._shards = optimizer_shards.shards_of(self.optimizer)
         with cuda_names():
-            stacks, joins = list(_stacks(chunks)), list(_joins(chunks))
+            stacks = [stack for module in _modules(chunks, "expert_stacks") for stack in module.expert_stacks()]
+            joins = [module.read_together() for module in _modules(chunks, "read_together")]
             self._parts = [flat_part(part, stacks, joins) or TensorPart(part) for part in mcores]
         for part in self._parts:
             self._shards |= optimizer_shards.moved(self._shards, part.places())
@@ -212,17 +212,6 @@ class AdapterOptimizer:
         self.restore(0, weights, dict.fromkeys(MOMENTS, zeros))
 
 
-def _joins(chunks: list[Any]) -> Iterator[list[torch.nn.Parameter]]:
-    """Yield the matrices of one layer that one product reads."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "read_together"):
-                yield module.read_together()
-
-
-def _stacks(chunks: list[Any]) -> Iterator[Groups]:
-    """Yield the matrices of experts that one product reads."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "expert_stacks"):
-                yield from module.expert_stacks()
+def _modules(chunks: list[Any], method: str) -> Iterator[Any]:
+    """Yield the modules that have a method by which they name matrices that one product reads."""
+    return (module for chunk in chunks for module in chunk.modules() if hasattr(module, method))

@@ -63,6 +63,7 @@ def test_a_mistake_names_the_key(model, override, error, message):
         (["MODEL", "--ranks", "2"], "--ranks is for --matrix"),
         (["MODEL", "--matrix", "--ranks", "0"], "at least 1"),
         (["MODEL", "--layouts", "TP2*"], "--layouts is for --matrix"),
+        (["MODEL", "--matrix", "--layouts", " , "], "which names none"),
         (["MODEL", "--matrix", "parallel.tensor=2"], "which runs all layouts"),
         (["MODEL", "--matrix", "lora.init_from=/some"], "does not fit a tiny model"),
         (["MODEL", "--out", "/nowhere/table.md"], "the folder '/nowhere' does not exist"),

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from megarl import progress
 from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
-from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, rank_block
+from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, matrix_columns, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient
@@ -65,7 +65,7 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         projected = _run_forward(rows, narrow, products, None if matrix is None else matrix.contiguous())
         ctx.save_for_backward(fused, matrix, low, *matrices)
         ctx.places = places
-        return out, projected.view(*out.shape[:-1], -1) if len(projected) else projected
+        return out, out.new_empty(0) if projected is None else projected.view(*out.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, by_projected: torch.Tensor) -> Any:
@@ -93,8 +93,8 @@ def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
 
 def _run_forward(
     rows: torch.Tensor, out: torch.Tensor, products: list[Any], matrix: torch.Tensor | None
-) -> torch.Tensor:
-    """Write ``out [T, I]``; return its product with A, ``[T, S]``, or an empty tensor."""
+) -> torch.Tensor | None:
+    """Write ``out [T, I]``; return its product with A, ``[T, S]``."""
     (tokens, width), rank = out.shape, 0 if matrix is None or len(matrix) > MOST else len(matrix)
     rows_of, columns, warps = (BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS) if rank else (ROWS, COLUMNS, WARPS)
     down, across = triton.cdiv(tokens, rows_of), triton.cdiv(width, columns)
@@ -106,9 +106,9 @@ def _run_forward(
         *(tuple(one) for one, _ in products), **_sizes(products), WIDTH=width, OWN=own, RANK=rank,
         BLOCK=rank_block(rank), ROWS=rows_of, COLUMNS=columns, num_warps=warps, num_stages=BOTH_STAGES,
     )  # fmt: skip
-    if matrix is None:
-        return out.new_empty(0)
-    return sum_chunks(found, out.dtype).view(tokens, rank) if rank else F.linear(out, matrix)
+    if rank:
+        return sum_chunks(found, out.dtype).view(tokens, rank)
+    return None if matrix is None else F.linear(out, matrix)
 
 
 def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +139,7 @@ def _forward(
     """Compute ``OWN`` columns of some tokens, and their product with A."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     first = tl.program_id(1).to(tl.int64) * OWN
-    k, product = tl.arange(0, BLOCK if RANK > 0 else 1), _zeros(BLOCK, ROWS)
+    product = _zeros(BLOCK, ROWS)
     for start in range(0, OWN, COLUMNS):
         column = first + start + tl.arange(0, COLUMNS)
         inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
@@ -149,13 +149,11 @@ def _forward(
         active = (gate * sigmoid(gate) * up).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * stride + column[None, :], active, mask=inside)
         if RANK > 0:
-            of_matrix = (k < RANK)[:, None] & (column < WIDTH)[None, :]
-            factor = tl.load(matrix + k[:, None] * WIDTH + column[None, :], mask=of_matrix, other=0.0)
+            factor = matrix_columns(matrix, column, WIDTH, WIDTH, 1, RANK, BLOCK)
             # Transposed, so that the tile is the right factor. As the left one it would be held by every warp.
             product = tl.dot(factor, tl.trans(active), product, input_precision="ieee")
-    if RANK > 0:
-        target = found + (tl.program_id(1).to(tl.int64) * tokens + row)[None, :] * RANK + k[:, None]
-        tl.store(target, product, mask=(k < RANK)[:, None] & (row < tokens)[None, :])
+    found += tl.program_id(1).to(tl.int64) * tokens * RANK
+    _store(found, product, 1.0, row, tokens, 1, RANK, RANK, BLOCK)
 
 
 @triton.jit
@@ -228,10 +226,10 @@ def _summed(sums, factors, tile, row, tokens, RANK: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def _store(
-    out, sums, scale, column, WIDTH: tl.constexpr, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr
+    out, sums, scale, column, width, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Store ``sums [BLOCK, columns]``, scaled; the strides are those of a rank's and of a column's elements."""
     if RANK > 0:
         k = tl.arange(0, BLOCK)
         place = out + k[:, None] * rank_stride + column[None, :] * column_stride
-        tl.store(place, scale * sums, mask=(k < RANK)[:, None] & (column < WIDTH)[None, :])
+        tl.store(place, scale * sums, mask=(k < RANK)[:, None] & (column < width)[None, :])
