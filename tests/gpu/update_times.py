@@ -34,17 +34,17 @@ RANK, SCALE, EPS, DTYPE, DEVICE = 16, 2.0, 1e-6, torch.bfloat16, "cuda"
 # Settings of a kernel's module to try.
 GRADIENT_NAMES = ("PIECES", "ROWS", "COLUMNS", "WARPS", "STAGES", "PROGRAMS")
 GRADIENTS: list[tuple[int, ...]] = [
-    (1, 64, 128, 4, 3, 264), (1, 64, 128, 4, 2, 264), (2, 64, 128, 4, 3, 264), (2, 32, 128, 4, 3, 264),
-    (2, 32, 128, 4, 2, 528), (2, 64, 128, 4, 2, 528), (4, 32, 128, 4, 2, 264), (2, 64, 128, 8, 2, 264),
+    (2, 64, 128, 4, 2, 264), (1, 64, 128, 4, 4, 264), (1, 128, 128, 4, 2, 264), (1, 32, 128, 4, 3, 528),
+    (1, 64, 128, 8, 3, 264), (2, 32, 128, 4, 3, 264), (1, 64, 128, 4, 3, 396),
 ]  # fmt: skip
 THROUGH_NAMES = ("ROWS", "COLUMNS", "WARPS", "STAGES", "FEWER_STAGES", "PROGRAMS")
 THROUGH: list[tuple[int, ...]] = [
     (32, 128, 4, 3, 3, 528), (64, 128, 8, 2, 2, 264), (64, 64, 4, 2, 2, 264), (32, 64, 4, 4, 4, 1056),
 ]  # fmt: skip
 TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
-    ("heads", adapted_heads, ("ROWS", "WARPS", "PROGRAMS"), [
-        (16, 2, 2048), (16, 2, 4096), (16, 2, 8192), (16, 4, 8192), (32, 4, 2048), (32, 4, 4096), (64, 4, 1024),
-        (64, 4, 2048), (16, 1, 4096),
+    ("heads", adapted_heads, ("ROWS", "WARPS", "STAGES", "PROGRAMS"), [
+        (16, 1, 2, 1024), (16, 1, 2, 4096), (16, 1, 2, 8192), (16, 1, 1, 2048), (16, 1, 3, 2048), (16, 2, 2, 4096),
+        (32, 2, 2, 1024), (32, 2, 2, 2048), (32, 2, 2, 4096), (32, 4, 1, 1024), (64, 4, 2, 1024),
     ]),
     ("heads", narrow_gradients, GRADIENT_NAMES, GRADIENTS),
     ("residual", narrow_gradients, GRADIENT_NAMES, GRADIENTS),

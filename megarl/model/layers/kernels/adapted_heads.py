@@ -21,9 +21,9 @@ from megarl.model.weights.fusion import HeadLayout
 from megarl.triton_support.fast_math import cos_sin
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
-ROWS, WARPS = 16, 2
+ROWS, WARPS, STAGES = 16, 1, 2
 # Programs to launch at least, if the heads allow: enough for every multiprocessor of a GPU to have several.
-PROGRAMS = 1024
+PROGRAMS = 2048
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -78,8 +78,9 @@ def _launch(
     groups = max(n for n in range(1, heads.groups + 1) if not heads.groups % n and _enough(rows, heads.groups // n, n))
     _prepare[(rows, heads.groups // groups)](
         fused, angles, *(weights or (fused, fused)), *parts, eps, tokens, *(tuple(one) for one, _ in products),
-        RANKS=ranks, BLOCKS=tuple(map(rank_block, ranks)), GROUPS=heads.groups, QUERIES=heads.queries, HALF=half,
-        NORM=bool(weights), KEEPS=keeps, OWN=groups, BLOCK=triton.next_power_of_2(half), ROWS=ROWS, num_warps=WARPS,
+        RANKS=ranks, SAME=len(set(ranks)) == 1, RANK_BLOCK=rank_block(max(ranks)), GROUPS=heads.groups,
+        QUERIES=heads.queries, HALF=half, NORM=bool(weights), KEEPS=keeps, OWN=groups,
+        BLOCK=triton.next_power_of_2(half), ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -91,75 +92,73 @@ def _enough(rows: int, programs: int, groups: int) -> bool:
 @triton.jit
 def _prepare(
     fused, angles, query_weight, key_weight, query, key, value, eps, tokens, of_query, of_key, of_value,
-    RANKS: tl.constexpr, BLOCKS: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr,
-    NORM: tl.constexpr, KEEPS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    RANKS: tl.constexpr, SAME: tl.constexpr, RANK_BLOCK: tl.constexpr, GROUPS: tl.constexpr, QUERIES: tl.constexpr,
+    HALF: tl.constexpr, NORM: tl.constexpr, KEEPS: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK).to(tl.int64)
     inside = (row < tokens)[:, None] & (column < HALF)[None, :]
     angle = tl.load(angles + row[:, None] * 2 * HALF + column[None, :], mask=inside, other=0.0)
     cos, sin = cos_sin(angle)
-    query_low = _low(of_query, row, tokens, RANKS[0], BLOCKS[0])
-    key_low = _low(of_key, row, tokens, RANKS[1], BLOCKS[1])
-    value_low = _low(of_value, row, tokens, RANKS[2], BLOCKS[2])
-    SLOTS: tl.constexpr = GROUPS * (QUERIES + 2)
-    for group in range(tl.program_id(1) * OWN, (tl.program_id(1) + 1) * OWN):
-        at = group * (QUERIES + 2)
-        for head in range(group * QUERIES, (group + 1) * QUERIES):
-            first, second = _read(
-                fused, of_query, query_low, row, column, inside, at, head, SLOTS, HALF, KEEPS, RANKS[0], BLOCKS[0]
-            )
-            first, second = _normed(first, second, query_weight, column, eps, HALF, NORM)
-            first, second = first * cos - second * sin, second * cos + first * sin
-            _write(query, row, column, inside, head, GROUPS * QUERIES, HALF, first, second)
-            at += 1
-        first, second = _read(
-            fused, of_key, key_low, row, column, inside, at, group, SLOTS, HALF, KEEPS, RANKS[1], BLOCKS[1]
-        )
-        first, second = _normed(first, second, key_weight, column, eps, HALF, NORM)
-        first, second = first * cos - second * sin, second * cos + first * sin
-        _write(key, row, column, inside, group, GROUPS, HALF, first, second)
-        at += 1
-        first, second = _read(
-            fused, of_value, value_low, row, column, inside, at, group, SLOTS, HALF, False, RANKS[2], BLOCKS[2]
-        )
-        _write(value, row, column, inside, group, GROUPS, HALF, first, second)
+    k = tl.arange(0, RANK_BLOCK)
+    low_of_query = low_rows(of_query[0], of_query[3], row, k, tokens, RANKS[0])
+    low_of_key = low_rows(of_key[0], of_key[3], row, k, tokens, RANKS[1])
+    low_of_value = low_rows(of_value[0], of_value[3], row, k, tokens, RANKS[2])
+    SLOTS: tl.constexpr = OWN * (QUERIES + 2)
+    begin = tl.program_id(1) * SLOTS
+    states = fused + row[:, None] * GROUPS * (QUERIES + 2) * 2 * HALF + column[None, :]
+    next_first, next_second = _load(states + begin * 2 * HALF, inside, HALF)
+    # One loop for heads of all kinds: the next head's states are on their way while this one is computed.
+    for slot in range(begin, begin + SLOTS):
+        first, second = next_first.to(tl.float32), next_second.to(tl.float32)
+        following = tl.minimum(slot + 1, begin + SLOTS - 1)
+        next_first, next_second = _load(states + following * 2 * HALF, inside, HALF)
+        group, within = slot // (QUERIES + 2), slot % (QUERIES + 2)
+        is_query, is_value = within < QUERIES, within == QUERIES + 1
+        head = tl.where(is_query, group * QUERIES + within, group)
+        low = _of_kind(is_query, is_value, low_of_query, low_of_key, low_of_value)
+        scale = _of_kind(is_query, is_value, of_query[2], of_key[2], of_value[2])
+        rank = RANKS[0] if SAME else _of_kind(is_query, is_value, RANKS[0], RANKS[1], RANKS[2])
+        matrix = _of_kind(is_query, is_value, of_query[1], of_key[1], of_value[1]) + head * 2 * HALF * rank
+        first += low_rank_product(low, matrix, scale, column, HALF, 1, rank, rank, RANK_BLOCK)
+        second += low_rank_product(low, matrix + HALF * rank, scale, column, HALF, 1, rank, rank, RANK_BLOCK)
+        if KEEPS:  # noqa: SIM102 (known when the kernel is compiled)
+            if not is_value:
+                _store(states + slot * 2 * HALF, inside, HALF, first, second)
+        if NORM:
+            weight = tl.where(is_query, query_weight, key_weight)
+            first, second = _normed(first, second, weight, is_value, column, eps, HALF)
+        turned = first * cos - second * sin
+        second = tl.where(is_value, second, second * cos + first * sin)
+        first = tl.where(is_value, first, turned)
+        out, heads = _of_kind(is_query, is_value, query, key, value), tl.where(is_query, GROUPS * QUERIES, GROUPS)
+        _store(out + (row[:, None] * heads + head) * 2 * HALF + column[None, :], inside, HALF, first, second)
 
 
 @triton.jit
-def _read(
-    fused, factors, low, row, column, inside, slot, head, SLOTS: tl.constexpr, HALF: tl.constexpr,
-    KEEPS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return both halves of a head with the update, float32. ``head`` is its number among those of its kind."""
-    place = fused + (row[:, None] * SLOTS + slot) * 2 * HALF + column[None, :]
-    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    if RANK > 0:
-        matrix, scale = factors[1] + head * 2 * HALF * RANK, factors[2]
-        first += low_rank_product(low, matrix, scale, column, HALF, 1, RANK, RANK, BLOCK)
-        second += low_rank_product(low, matrix + HALF * RANK, scale, column, HALF, 1, RANK, RANK, BLOCK)
-        if KEEPS:
-            _write(fused, row, column, inside, slot, SLOTS, HALF, first, second)
+def _of_kind(is_query, is_value, of_query, of_key, of_value):
+    return tl.where(is_query, of_query, tl.where(is_value, of_value, of_key))
+
+
+@triton.jit
+def _load(place, inside, HALF: tl.constexpr):
+    return tl.load(place, mask=inside, other=0.0), tl.load(place + HALF, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(place, inside, HALF: tl.constexpr, first, second):
+    tl.store(place, first.to(place.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, second.to(place.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _normed(first, second, weight, is_value, column, eps, HALF: tl.constexpr):
+    """Return both halves of a head behind its norm; a value has none."""
+    root = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)
+    root = tl.where(is_value, 1.0, root)[:, None]
+    of_first = tl.load(weight + column, mask=column < HALF, other=0.0).to(tl.float32)
+    of_second = tl.load(weight + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+    first *= root * tl.where(is_value, 1.0, of_first)[None, :]
+    second *= root * tl.where(is_value, 1.0, of_second)[None, :]
     return first, second
-
-
-@triton.jit
-def _low(factors, row, tokens, RANK: tl.constexpr, BLOCK: tl.constexpr):
-    return low_rows(factors[0], factors[3], row, tl.arange(0, BLOCK), tokens, RANK) if RANK > 0 else 0.0
-
-
-@triton.jit
-def _normed(first, second, weight, column, eps, HALF: tl.constexpr, NORM: tl.constexpr):
-    if NORM:
-        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / (2 * HALF) + eps)[:, None]
-        first *= scale * tl.load(weight + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-        second *= scale * tl.load(weight + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)[None, :]
-    return first, second
-
-
-@triton.jit
-def _write(out, row, column, inside, head, HEADS: tl.constexpr, HALF: tl.constexpr, first, second):
-    place = out + (row[:, None] * HEADS + head) * 2 * HALF + column[None, :]
-    tl.store(place, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(place + HALF, second.to(out.dtype.element_ty), mask=inside)

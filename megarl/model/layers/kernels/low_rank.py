@@ -67,19 +67,19 @@ def low_rank_tile(
 
 @triton.jit
 def low_rank_product(
-    left, matrix, scale, column, width, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr
+    left, matrix, scale, column, width, rank_stride, column_stride, rank, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return what ``low_rank_tile`` does, for ``left``, the rows of ``low``, ``[rows, BLOCK]``."""
-    right = matrix_columns(matrix, column, width, rank_stride, column_stride, RANK, BLOCK)
+    right = matrix_columns(matrix, column, width, rank_stride, column_stride, rank, BLOCK)
     return scale * tl.dot(left, right, input_precision="ieee")
 
 
 @triton.jit
-def matrix_columns(matrix, column, width, rank_stride, column_stride, RANK: tl.constexpr, BLOCK: tl.constexpr):
+def matrix_columns(matrix, column, width, rank_stride, column_stride, rank, BLOCK: tl.constexpr):
     """Return columns of the matrix of ``low_rank_tile``, ``[BLOCK, columns]``, with zeros beyond both its sizes."""
     k = tl.arange(0, BLOCK)
     place = matrix + k[:, None] * rank_stride + column[None, :] * column_stride
-    return tl.load(place, mask=(k < RANK)[:, None] & (column < width)[None, :], other=0.0)
+    return tl.load(place, mask=(k < rank)[:, None] & (column < width)[None, :], other=0.0)
 
 
 @triton.jit

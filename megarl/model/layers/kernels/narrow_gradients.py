@@ -23,12 +23,12 @@ from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
 
 # Tile of a step of one program.
-ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 2
+ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
 # Highest rank. Each program writes the gradients of ``low`` that its features give: with the rank that grows, and what
 # is read once less does not.
 MOST = 32
 # Such tiles of one program, if every part has a multiple of so many: what it finds of ``low`` is written once for all.
-PIECES = 2
+PIECES = 1
 # Programs to launch: enough for every multiprocessor of a GPU to have two.
 PROGRAMS = 264
 # Elements that a program adds up of the gradient of ``low``.
