@@ -56,7 +56,11 @@ def bench_loop(
     """
     out.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"settings": settings.model_dump(), "overrides": list(overrides), "ways": {}}
-    with tempfile.TemporaryDirectory() as runs, tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
+    # A bench that is killed leaves the runs' logs behind.
+    with (
+        tempfile.TemporaryDirectory(dir=out.absolute(), prefix="runs-") as runs,
+        tempfile.TemporaryDirectory(dir=TMPFS) as scratch,
+    ):
         folder = model_folder(settings.model, Path(scratch), settings.layers).absolute()
         path = out.absolute() / LINK if settings.model in SHAPES else folder
         recipes = {way: out / f"loop-{way}.yaml" for way in settings.ways}

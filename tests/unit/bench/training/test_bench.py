@@ -102,6 +102,8 @@ def test_kernels_are_counted_by_kind() -> None:
         "void cudnn::fusion::fmha_reduce_head_ragged<true>(void const*)": "attention",
         "void transformer_engine::dgated_act_kernel<16, true, float>": "norms, RoPE, activations",
         "_heads_backward": "norms, RoPE, activations",
+        "_prepare": "pointwise with adapters",
+        "_through": "pointwise with adapters",
         "_slope": "softmax of logits",
         "_divide": "softmax of logits",
         "_attend": "attention",
