@@ -23,6 +23,7 @@ grep -E "is lost|^step" "$out/loop-side.log" | cut -c1-240
 find "$out" -name "sampler-*.log" -exec grep -h -m 3 -A 25 -E "CUDA error" {} \; | cut -c1-200 | head -n 90
 for dump in "$dumps"/*.core; do
   [ -f "$dump" ] || continue
+  # shellcheck disable=SC2016  # the debugger's own variable
   timeout 90 cuda-gdb -batch -ex "target cudacore $dump" -ex "info cuda kernels" -ex "bt" -ex 'x/8i $pc-64' 2>&1 |
     grep -v -i "^warning" | head -n 60
 done
