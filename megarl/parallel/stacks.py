@@ -14,6 +14,8 @@ import torch
 
 # One list per expert: the matrices that one product reads, whose rows follow each other.
 Groups = Sequence[Sequence[torch.nn.Parameter]]
+# Attributes of a parameter by which its gradient is added where it lies, without autograd.
+STOOD_FOR = "expert_stack", "main_grad", "reduced_early"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,15 @@ def stack_of(first: torch.nn.Parameter, experts: int) -> Stack | None:
         return None
     moved = stack.weights.data_ptr() != first.data_ptr() or stack.gradients.data_ptr() != first.main_grad.data_ptr()
     return None if moved else stack
+
+
+def alias(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Return a leaf of autograd's in a parameter's memory, which stands for the parameter wherever stacks are read."""
+    leaf = parameter.detach().requires_grad_()
+    for name in STOOD_FOR:
+        if hasattr(parameter, name):
+            setattr(leaf, name, getattr(parameter, name))
+    return leaf
 
 
 def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:

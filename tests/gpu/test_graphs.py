@@ -3,7 +3,8 @@
 
 In float32 both must agree. In bfloat16 padding may change which kernel multiplies: the worst error against float32 must
 be at most 1.5 times that without graphs. ``numerics: bitwise`` must give the same bits. Mixtures of experts have graphs
-in 16 bits only.
+in 16 bits only, and are routed by the tokens' places: rounding sends some tokens to other experts, and an expert of few
+tokens then has another gradient. Without graphs its error was 0.6 to 1.7 for six seeds; routed by places, 0.06 to 0.08.
 """
 
 import importlib.util
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.config import ParallelConfig
 from megarl.verify.compare import relative_error
@@ -32,6 +34,8 @@ DTYPES = ("float32", "bfloat16")
 # ``numerics: bitwise``, on ``local``.
 BITWISE = "bitwise"
 BATCHES, LR = (5, 12, 26), 1e-3
+# Added to a chosen expert's logit; far more than logits differ by.
+RAISED = 20.0
 
 
 class Kind(NamedTuple):
@@ -49,6 +53,7 @@ def train_each(folder: str, kinds: list[Kind], world: int) -> dict[Kind, tuple[f
     from megarl.parallel.groups import destroy_groups, init_groups
 
     checks.check_graphs = lambda *given: None
+    route_by_places()
     layout = {"tensor": world} if world > 1 else {}
     groups = init_groups(ParallelConfig(**layout), pick_device("auto"))
 
@@ -72,6 +77,20 @@ def train_each(folder: str, kinds: list[Kind], world: int) -> dict[Kind, tuple[f
             found[kind] = worst(graphed, truth), WORSE * worst(plain, truth)
     destroy_groups()
     return found
+
+
+def route_by_places() -> None:
+    """Let mixtures choose a token's experts by its place in the pack, and weigh them as they do."""
+    routing = TopKRouter.routing
+
+    def routing_by_places(self: Any, logits: torch.Tensor, *given: Any, **named: Any) -> Any:
+        rows = logits.view(-1, logits.shape[-1])
+        places = torch.arange(len(rows), device=rows.device)[:, None]
+        chosen = (7 * places + torch.arange(self.topk, device=rows.device)) % rows.shape[1]
+        raised = torch.zeros_like(rows).scatter_(1, chosen, RAISED)
+        return routing(self, (rows + raised).view_as(logits), *given, **named)
+
+    TopKRouter.routing = routing_by_places
 
 
 def worst(results: list[torch.Tensor], truth: list[torch.Tensor]) -> float:

@@ -47,7 +47,8 @@ class Staging:
             bucket: ``[nbytes]`` uint8 in the memory of another GPU, which this one can access.
             number: its buffer's number; that of the bucket before in the same transfer is another one.
         """
-        stream, kernels = self._stream or torch.cuda.Stream(), torch.cuda.current_stream()
+        # torch hands out streams again and again: of this priority none is one that others compute on.
+        stream, kernels = self._stream or torch.cuda.Stream(priority=-1), torch.cuda.current_stream()
         self._stream = stream
         if self._last is not None:
             before = self._slots[self._last]

@@ -81,7 +81,8 @@ def _grouped(linears: Sequence[_ExpertLora], name: str) -> GroupedAdapters:
     """
     first, last = linears[0].adapters[name], linears[-1].adapters[name]
     known = linears[0].grouped.get(name)
-    if known is None or (known.adapters[0], known.adapters[-1]) != (first, last):
+    # Other parameters than before take a CUDA graph's gradients.
+    if known is None or not known.is_of(first, last):
         known = linears[0].grouped[name] = GroupedAdapters([linear.adapters[name] for linear in linears])
     return known
 

@@ -45,6 +45,12 @@ class GroupedAdapters:
             *([[adapter.lora_B[key]] for adapter in adapters] for key in one.keys),
         ]
 
+    def is_of(self, first: AdapterMatrices, last: AdapterMatrices) -> bool:
+        """Return True if these are the first and the last expert's adapter, with the same parameters as at first."""
+        key, held = first.keys[0], self.stacks[1]
+        same = self.adapters[0] is first and self.adapters[-1] is last
+        return same and held[0][0] is first.lora_B[key] and held[-1][0] is last.lora_B[key]
+
     def __call__(self, out: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Add the adapters' part to ``out [T, O]``, from ``tokens [T, I]``."""
         one = self.adapters[0]

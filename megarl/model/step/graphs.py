@@ -15,6 +15,7 @@ a capture may not touch that stream. A second capture, without gradients, serves
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from megarl.model.layers.gpt import inner_model
 from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.schedule import RunChunk
 from megarl.parallel import token_exchange
+from megarl.parallel.stacks import alias
 
 # Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2
@@ -119,12 +121,7 @@ class GraphedChunk:
         if not self._exact:
             packed = packed.padded_to(_sequences(packed), _longest(packed))
         tokens, positions = item.tokens_T[None].clone(), item.positions_T[None].clone()
-
-        def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
-            leaves = {name: parameter.detach().requires_grad_() for name, parameter in self._trained.items()}
-            feed = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": packed}
-            return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
-
+        run = partial(self._run, tokens, positions, packed)
         by_hidden = self._warm_up(run)
         # The graphs' pool cannot use memory that the warm-up left in torch's cache.
         torch.cuda.empty_cache()
@@ -143,6 +140,14 @@ class GraphedChunk:
         return Captured(
             tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, addresses, kept, anchor
         )
+
+    def _run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, packed: PackedSequences
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Run the model on aliases of its trained parameters. Return its output, and the aliases."""
+        leaves = {name: alias(parameter) for name, parameter in self._trained.items()}
+        feed = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": packed}
+        return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
 
     def _outside_the_pool(self) -> list[torch.Tensor]:
         """Return the RoPE table and mcore buffers that the graphs read; mcore drops them when they grow."""

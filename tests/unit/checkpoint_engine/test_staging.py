@@ -37,7 +37,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     log: list[str] = []
     kernels = Stream("kernels", log)
     stand_ins: dict[str, Any] = {
-        "Stream": lambda: Stream("copies", log),
+        "Stream": lambda priority: Stream("copies", log),
         "current_stream": lambda: kernels,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda: log.append("host waits for all"),

@@ -3,6 +3,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class Stage:
             # A step that was launched before may still read the slot.
             self._before = torch.cuda.Event()
             self._before.record()
-            self._stream = torch.cuda.Stream(device)
+            self._stream = _own_stream(device)
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
@@ -51,3 +52,14 @@ class Stage:
         if self._stream is not None:
             self._stream.synchronize()
         return receipt
+
+
+@cache
+def _own_stream(device: torch.device) -> Any:
+    """Return the stream of all transfers into a device.
+
+    torch hands out 32 streams of each priority again and again. With tensor parallelism vLLM computes on one of the
+    default priority. A transfer on that one would wait for a step of this rank, and its broadcast for that of another,
+    which may wait for the broadcast.
+    """
+    return torch.cuda.Stream(device, priority=-1)
