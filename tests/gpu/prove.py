@@ -22,7 +22,7 @@ release. Stages:
     updates[:WORD,...]                  `tests.gpu.update_times`
     script:FILE                         a shell script
     sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`
-    shared[:SHAPE]                      `tests.gpu.share_base`: one copy of the base for trainer and engine
+    shared[:SHAPE[:NUMERICS]]           `tests.gpu.share_base`: one copy of the base for trainer and engine
     twice[:SETTING,...]                 `megarl train` twice with the same seeds, `numerics: bitwise`
     loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
     bitwise-ops[:NAME,...]              `tests.gpu.bitwise_ops`: each operation of `numerics: bitwise`

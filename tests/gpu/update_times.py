@@ -20,9 +20,11 @@ from megarl.bench.shapes import SHAPES, Shape
 from megarl.lora.layers.products import Layout, add_wide, project_through
 from megarl.model.layers.kernels import (
     adapted_heads,
+    adapted_norm,
     adapted_swiglu,
     heads,
     narrow_gradients,
+    norm,
     residual,
     swiglu,
     through_gradients,
@@ -52,10 +54,18 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
         (32, 64, 2, 2, 4096), (32, 64, 2, 3, 2048), (16, 64, 1, 2, 4096), (16, 128, 1, 2, 4096), (64, 64, 4, 2, 1024),
         (64, 64, 4, 1, 1024),
     ]),
-    ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "STEP_WARPS", "PROGRAMS"), [
-        (32, 64, 4, 800), (16, 64, 4, 528), (32, 128, 8, 264),
+    ("SwiGLU", adapted_swiglu, ("FEW",), [(0,)]),
+    ("SwiGLU", adapted_swiglu, ("LOW_ROWS", "LOW_COLUMNS", "LOW_WARPS", "LOW_PROGRAMS"), [
+        (32, 64, 4, 528), (16, 128, 4, 264), (16, 128, 4, 528), (32, 128, 4, 264), (64, 128, 8, 264), (16, 256, 8, 264),
+        (16, 256, 8, 132),
     ]),
-    ("A of q, k, v", through_gradients, THROUGH_NAMES, THROUGH),
+    ("norm", adapted_norm, ("ROWS", "COLUMNS", "WARPS"), [
+        (16, 128, 2), (16, 128, 4), (16, 256, 8), (16, 512, 4), (16, 512, 8), (16, 1024, 8), (32, 128, 4), (32, 256, 8),
+    ]),
+    ("norm", adapted_norm, ("STEP_ROWS", "STEP_COLUMNS", "STEP_WARPS", "STEP_STAGES", "PROGRAMS"), [
+        (64, 64, 4, 3, 264), (64, 64, 4, 3, 1056), (64, 128, 4, 3, 264), (64, 128, 8, 3, 528), (128, 64, 4, 3, 264),
+        (32, 64, 4, 4, 528), (32, 128, 4, 3, 528),
+    ]),
     ("A of the output", through_gradients, THROUGH_NAMES, THROUGH),
     ("residual", residual, ("ROWS", "COLUMNS", "WARPS"), [(16, 128, 4), (16, 256, 4), (32, 64, 4), (64, 64, 4)]),
 ]  # fmt: skip
@@ -74,7 +84,7 @@ def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
     yield "heads", given, *heads_of(tokens, layout)
     given = draw((tokens, 2 * inner), (tokens, 2 * RANK), (inner, RANK), (inner, RANK), (RANK, inner))
     yield "SwiGLU", given, *swiglus(layout)
-    yield "A of q, k, v", draw((tokens, hidden), (3 * RANK, hidden)), project_through, _TwoProducts.apply
+    yield "norm", draw((tokens, hidden), (3 * RANK, hidden)), *norms(hidden)
     yield "A of the output", draw((tokens, rows[0]), (RANK, rows[0])), project_through, _TwoProducts.apply
     yield "residual", draw((tokens, hidden), (tokens, hidden), (tokens, RANK), (hidden, RANK)), *sums(layout)
 
@@ -92,6 +102,20 @@ def heads_of(tokens: int, layout: HeadLayout) -> tuple[Compute, Compute]:
     def apart(states: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
         wide = add_wide(states, low, matrices, qkv)
         return list(heads.prepare_heads(wide, angles, weights, EPS, layout))
+
+    return fused, apart
+
+
+def norms(hidden: int) -> tuple[Compute, Compute]:
+    """Return the norm in front of the projection of q, k and v, and its product with A."""
+    [weight] = draw((hidden,))
+
+    def fused(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        return list(adapted_norm.rms_norm_projected(states, weight, EPS, matrix))
+
+    def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        normed, beside = norm.rms_norm_beside(states, weight, EPS)
+        return [*project_through(normed, matrix), beside]
 
     return fused, apart
 

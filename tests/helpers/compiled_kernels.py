@@ -13,8 +13,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
-# Shapes of ``update_kernels``: with both adapters, and with the second one alone.
-SHAPES = [(384, 32, 16), (130, 0, 40)]
+# Shapes of ``update_kernels``: with both adapters, of a low rank too, and with the second one alone.
+SHAPES = [(384, 32, 16), (384, 16, 16), (130, 0, 40)]
 
 
 class _NoGpu:

@@ -127,6 +127,24 @@ def beside_errors(width: int, first: int, second: int, dtype: torch.dtype, devic
     return _errors(_draw(dtype, device, (TOKENS, 1, width)), ours, theirs)
 
 
+def norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of RMSNorm in front of a linear with an A of the sum of both ranks."""
+    from megarl.model.layers.kernels import adapted_norm as kernels
+
+    weight = torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
+
+    def ours(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        with mock.patch.object(kernels, "COLUMNS", 64):  # so that a program has several steps
+            outs = kernels.rms_norm_projected(hidden, weight, EPS, matrix)
+        return [out * 1.0 for out in outs]
+
+    def theirs(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        normed = F.rms_norm(hidden, (width,), weight.to(hidden.dtype), EPS)
+        return [normed, F.linear(normed, matrix), hidden]
+
+    return _errors(_draw(dtype, device, (TOKENS, 1, width), (first + second, width)), ours, theirs)
+
+
 def _draw(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> Tensors:
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in shapes]
@@ -152,14 +170,22 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors)
+MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors, norm_errors)
 
 
 def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
-    from megarl.model.layers.kernels import adapted_heads, adapted_swiglu, norm, residual, through_gradients
+    from megarl.model.layers.kernels import (
+        adapted_heads,
+        adapted_norm,
+        adapted_swiglu,
+        norm,
+        residual,
+        through_gradients,
+    )
 
     places = {
+        adapted_norm: "rms_norm_projected",
         adapted_heads: "prepare_adapted_heads",
         adapted_swiglu: "adapted_swiglu",
         norm: "rms_norm_beside",

@@ -34,16 +34,25 @@ class RMSNorm(torch.nn.Module):
 
         return norm.rms_norm(hidden, self.weight, self.eps)
 
-    def beside(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of ``hidden``, and ``hidden`` for the residual stream.
+    def beside(
+        self, hidden: torch.Tensor, matrix: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the norm of ``hidden``, ``hidden`` for the residual stream, and the norm's product with A, or None.
 
-        One kernel computes the norm's gradient and adds the residual stream's.
+        One kernel computes the norm's gradient and adds the residual stream's, and what comes through A.
+
+        Args:
+            hidden: ``[..., H]``.
+            matrix: every A of the linear behind the norm, ``[R, H]``; None for no product.
         """
         if self.weight.requires_grad or not wants_kernels(hidden):
-            return self(hidden), hidden
-        from megarl.model.layers.kernels import norm
+            return self(hidden), hidden, None
+        from megarl.model.layers.kernels import adapted_norm, norm
 
-        return norm.rms_norm_beside(hidden, self.weight, self.eps)
+        if matrix is None or not adapted_norm.takes(matrix):
+            return *norm.rms_norm_beside(hidden, self.weight, self.eps), None
+        normed, low, hidden = adapted_norm.rms_norm_projected(hidden, self.weight, self.eps, matrix)
+        return normed, hidden, low
 
 
 def local_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

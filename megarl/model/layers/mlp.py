@@ -27,9 +27,16 @@ class PackedMLP(MLP):
         super().__init__(config.with_bias(True) if self.biased else config, *args, **kwargs)
 
     def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+        self,
+        hidden_states: torch.Tensor,
+        per_token_scale: torch.Tensor | None = None,
+        low: torch.Tensor | None = None,
+        **kwargs: Any,
     ) -> Outcome:
-        """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias or update that is still to be added."""
+        """Return ``[T, 1, hidden]`` (T/TP tokens under SP) and the bias or update that is still to be added.
+
+        ``low`` is the product of ``hidden_states`` and ``projection``, where that is not None.
+        """
         if traced() and per_token_scale is None:
             fused, bias = self.linear_fc1(hidden_states)
             fused = fused if bias is None else fused + bias
@@ -37,13 +44,18 @@ class PackedMLP(MLP):
         if self.biased or per_token_scale is not None or not pointwise.wants_kernels(hidden_states):
             return super().forward(hidden_states, per_token_scale, **kwargs)
         if self.leaves_updates:
-            return self._adapted(hidden_states)
+            return self._adapted(hidden_states, low)
         fused, _ = self.linear_fc1(hidden_states)
         return self.linear_fc2(self._activate(fused))
 
-    def _adapted(self, hidden: torch.Tensor) -> Outcome:
+    def projection(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return every A of ``linear_fc1``, ``[R, H]``, if ``forward`` takes the product of its input with them."""
+        takes = self.leaves_updates and not self.biased and pointwise.wants_kernels(hidden)
+        return projection(self.linear_fc1) if takes else None
+
+    def _adapted(self, hidden: torch.Tensor, low: torch.Tensor | None) -> Outcome:
         """Return what ``forward`` does, with all that adapters add to the wide activations left to SwiGLU's kernel."""
-        (fused, update), matrix = apart(self.linear_fc1, hidden), projection(self.linear_fc2)
+        (fused, update), matrix = apart(self.linear_fc1, hidden, low), projection(self.linear_fc2)
         if update is None and matrix is None:
             return apart(self.linear_fc2, self._activate(fused))
         from megarl.model.layers.kernels.adapted_swiglu import adapted_swiglu

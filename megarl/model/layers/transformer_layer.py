@@ -61,20 +61,30 @@ class PackedLayer(TransformerLayer):
         """
         if not (self._own or self.compiles):
             return super().forward(hidden_states, *args, **kwargs)
-        hidden, normed = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
-        return add(hidden, self.mlp(normed)), None
+        hidden, normed, more = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
+        return add(hidden, self.mlp(normed, **more)), None
 
-    def attended(self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the hidden states behind attention, and the MLP's input."""
-        normed, hidden = beside(self.input_layernorm, hidden)
-        attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed)
-        normed, hidden = beside(self.pre_mlp_layernorm, add(hidden, attention))
-        return hidden, normed
+    def attended(
+        self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the hidden states behind attention, the MLP's input, and what else it takes."""
+        normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
+        attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed, **more)
+        normed, hidden, more = beside(self.pre_mlp_layernorm, add(hidden, attention), self.mlp)
+        return hidden, normed, more
 
 
-def beside(norm: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of hidden states, and hidden states for the residual stream."""
-    return norm.beside(hidden) if hasattr(norm, "beside") else (norm(hidden), hidden)
+def beside(norm: Any, hidden: torch.Tensor, behind: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the norm of hidden states, hidden states for the residual stream, and what else the next module takes.
+
+    That is the norm's product with every A of its first linear, ``low``, if ``behind.projection`` names them. Without a
+    gradient of the hidden states, as in the first layer, the linear forms it.
+    """
+    if not hasattr(norm, "beside"):
+        return norm(hidden), hidden, {}
+    projects = hidden.requires_grad and hasattr(behind, "projection")
+    normed, hidden, low = norm.beside(hidden, behind.projection(hidden) if projects else None)
+    return normed, hidden, {} if low is None else {"low": low}
 
 
 def add(residual: torch.Tensor, output: Outcome) -> torch.Tensor:

@@ -10,7 +10,7 @@ from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.packed_config import PackedConfig
 from megarl.model.layers.pointwise import apply_rope, has_kernels, wants_kernels
 from megarl.model.layers.regions import traced
-from megarl.model.layers.updates import Outcome, Update, apart
+from megarl.model.layers.updates import Outcome, Update, apart, projection
 from megarl.model.weights.fusion import head_layout, split_heads
 
 # Least head_dim of which the kernel that adds an update has tiles: a product needs 16 columns of a half.
@@ -40,10 +40,18 @@ class PackedSelfAttention(SelfAttention):
         *,
         rotary_pos_emb: torch.Tensor,
         packed_seq_params: PackedSequences,
+        low: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Outcome:
-        """Attend, as ``LatentAttention.forward`` does. ``rotary_pos_emb`` is ``[T, 1, 1, head_dim]``."""
-        query, key, value = self._heads_of(hidden_states, rotary_pos_emb)
+        """Attend, as ``LatentAttention.forward`` does.
+
+        Args:
+            hidden_states, attention_mask, packed_seq_params: see there.
+            rotary_pos_emb: ``[T, 1, 1, head_dim]``.
+            low: the product of ``hidden_states`` and ``projection``, where that is not None.
+            kwargs: ignored.
+        """
+        query, key, value = self._heads_of(hidden_states, rotary_pos_emb, low)
         # A traced attention keeps no weights that could be recomputed.
         recomputed = self.checkpoint_core_attention and self.training and not traced()
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
@@ -51,10 +59,20 @@ class PackedSelfAttention(SelfAttention):
         leaves = self.leaves_updates and wants_kernels(out)
         return apart(self.linear_proj, out) if leaves else self.linear_proj(out)
 
-    def _heads_of(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def projection(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return every A of ``linear_qkv``, ``[R, H]``, if ``forward`` takes the product of its input with them."""
+        return projection(self.linear_qkv) if self._takes_updates(hidden) else None
+
+    def _takes_updates(self, hidden: torch.Tensor) -> bool:
+        """Return True if a kernel adds the update of ``linear_qkv``."""
+        return wants_kernels(hidden) and self._has_kernel(hidden) and self._heads.head_dim >= LEAST_WIDTH
+
+    def _heads_of(
+        self, hidden: torch.Tensor, angles: torch.Tensor, low: torch.Tensor | None
+    ) -> tuple[torch.Tensor, ...]:
         """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""
-        leaves = wants_kernels(hidden) and self._has_kernel(hidden) and self._heads.head_dim >= LEAST_WIDTH
-        fused, update = apart(self.linear_qkv, hidden) if leaves else self.linear_qkv(hidden)
+        takes = self._takes_updates(hidden)
+        fused, update = apart(self.linear_qkv, hidden, low) if takes else self.linear_qkv(hidden)
         if isinstance(update, Update):
             from megarl.model.layers.kernels.adapted_heads import prepare_adapted_heads
 

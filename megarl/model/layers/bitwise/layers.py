@@ -29,9 +29,11 @@ class BitwiseNorm(RMSNorm):
         """Normalise the last dimension."""
         return ops.rms_norm(hidden.view(-1, hidden.shape[-1]), self.weight, self.eps).view(hidden.shape)
 
-    def beside(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of ``hidden``, and ``hidden``."""
-        return self(hidden), hidden
+    def beside(
+        self, hidden: torch.Tensor, matrix: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return the norm of ``hidden``, ``hidden``, and None."""
+        return self(hidden), hidden, None
 
 
 class _Linear:
@@ -96,7 +98,7 @@ class BitwiseMLP(PackedMLP):
     """Gated MLP."""
 
     def forward(
-        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **kwargs: Any
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return ``[T, 1, hidden]``, and None for the bias that mcore would add."""
         fused, _ = self.linear_fc1(hidden_states)

@@ -40,14 +40,14 @@ def rms_norm_beside(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 
 def gradient_of(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the gradient of ``hidden [T, H]``, from that of the result; the root is computed anew."""
-    _, inverse = _result(hidden, weight, eps)
+    _, inverse = normed_rows(hidden, weight, eps)
     return _by_hidden(gradient, hidden, weight, inverse)
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out, inverse = _result(hidden, weight, eps)
+        out, inverse = normed_rows(hidden, weight, eps)
         ctx.save_for_backward(hidden, weight, inverse)
         return out
 
@@ -83,7 +83,7 @@ def _by_hidden(
     return by_hidden
 
 
-def _result(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def normed_rows(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm, and one over the root of each row, float32."""
     rows, out = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
     inverse = rows.new_empty(len(rows), dtype=torch.float32)
