@@ -26,6 +26,7 @@ from megarl.model.layers.kernels import (
     narrow_gradients,
     norm,
     residual,
+    residual_norm,
     swiglu,
     through_gradients,
 )
@@ -55,6 +56,9 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
         (64, 64, 4, 1, 1024),
     ]),
     ("SwiGLU", adapted_swiglu, ("FEW",), [(0,)]),
+    ("sum and norm", residual_norm, ("ROWS", "COLUMNS", "WARPS"), [
+        (16, 128, 4), (16, 128, 2), (16, 512, 8), (16, 1024, 8), (32, 128, 4), (32, 256, 8),
+    ]),
     ("SwiGLU", adapted_swiglu, ("LOW_ROWS", "LOW_COLUMNS", "LOW_WARPS", "LOW_PROGRAMS"), [
         (32, 64, 4, 528), (16, 128, 4, 264), (16, 128, 4, 528), (32, 128, 4, 264), (64, 128, 8, 264), (16, 256, 8, 264),
         (16, 256, 8, 132),
@@ -82,6 +86,8 @@ def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
     rows = [count * shape.head_dim for count in (shape.heads, shape.kv_heads, shape.kv_heads)]
     given = draw((tokens, 1, sum(rows)), (tokens, 1, 3 * RANK), *((count, RANK) for count in rows))
     yield "heads", given, *heads_of(tokens, layout)
+    given = draw((tokens, hidden), (tokens, hidden), (tokens, RANK), (hidden, RANK), (2 * RANK, hidden))
+    yield "sum and norm", given, *summed_norms(hidden)
     given = draw((tokens, 2 * inner), (tokens, 2 * RANK), (inner, RANK), (inner, RANK), (RANK, inner))
     yield "SwiGLU", given, *swiglus(layout)
     yield "norm", draw((tokens, hidden), (3 * RANK, hidden)), *norms(hidden)
@@ -116,6 +122,21 @@ def norms(hidden: int) -> tuple[Compute, Compute]:
     def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
         normed, beside = norm.rms_norm_beside(states, weight, EPS)
         return [*project_through(normed, matrix), beside]
+
+    return fused, apart
+
+
+def summed_norms(hidden: int) -> tuple[Compute, Compute]:
+    """Return the sum behind attention, the norm in front of the MLP, and its product with A."""
+    [weight] = draw((hidden,))
+
+    def fused(stream: torch.Tensor, out: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        update = Update(low, (Part(matrices[0], 0, SCALE),))
+        return list(residual_norm.add_and_norm(stream, out, update, weight, EPS, matrices[1]))
+
+    def apart(stream: torch.Tensor, out: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
+        total = residual.add_adapted(stream, out, Update(low, (Part(matrices[0], 0, SCALE),)))
+        return list(adapted_norm.rms_norm_projected(total, weight, EPS, matrices[1]))
 
     return fused, apart
 

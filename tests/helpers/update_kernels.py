@@ -145,6 +145,31 @@ def norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device:
     return _errors(_draw(dtype, device, (TOKENS, 1, width), (first + second, width)), ours, theirs)
 
 
+def sum_norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of the sum with the residual stream, of rank ``first``, and its norm in front of an A."""
+    from megarl.model.layers.kernels import residual_norm as kernels
+    from megarl.model.layers.updates import Part, Update
+
+    rank, weight = first or second, torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
+    shapes = (TOKENS, 1, width), (TOKENS, 1, width), (TOKENS, 1, rank), (width, rank), (first + second, width)
+
+    def ours(
+        residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, a: torch.Tensor
+    ) -> Tensors:
+        with mock.patch.object(kernels, "COLUMNS", 64):
+            outs = kernels.add_and_norm(residual, out, Update(low, (Part(wide, 0, SCALE),)), weight, EPS, a)
+        return [one * 1.0 for one in outs]
+
+    def theirs(
+        residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, wide: torch.Tensor, a: torch.Tensor
+    ) -> Tensors:
+        total = residual + (out + SCALE * (low @ wide.t()))
+        normed = F.rms_norm(total, (width,), weight.to(total.dtype), EPS)
+        return [normed, F.linear(normed, a), total]
+
+    return _errors(_draw(dtype, device, *shapes), ours, theirs)
+
+
 def _draw(dtype: torch.dtype, device: str, *shapes: tuple[int, ...]) -> Tensors:
     generator = torch.Generator(device).manual_seed(0)
     return [torch.randn(*shape, device=device, generator=generator).to(dtype) for shape in shapes]
@@ -170,7 +195,7 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors, norm_errors)
+MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors, norm_errors, sum_norm_errors)
 
 
 def count_updates() -> dict[str, int]:
@@ -181,6 +206,7 @@ def count_updates() -> dict[str, int]:
         adapted_swiglu,
         norm,
         residual,
+        residual_norm,
         through_gradients,
     )
 
@@ -190,6 +216,7 @@ def count_updates() -> dict[str, int]:
         adapted_swiglu: "adapted_swiglu",
         norm: "rms_norm_beside",
         residual: "add_adapted",
+        residual_norm: "add_and_norm",
         through_gradients: "through_gradients",
     }
     return count_calls({name: (module, name) for module, name in places.items()})
@@ -209,10 +236,12 @@ def with_kernels(on: bool) -> None:
 def compare_models() -> None:
     """Compare logprobs and gradients of small models with those without kernels."""
     from megarl.verify.inputs.tiny_model import write_random
-    from tests.helpers.bitwise_layers import CONFIGS, results
+    from tests.helpers.bitwise_configs import SMALL, configs
+    from tests.helpers.bitwise_layers import results
 
     counts = count_updates()
-    for config in CONFIGS:
+    # The first layer's norm of hidden states has no gradient.
+    for config in configs(SMALL | {"vocab_size": 160, "num_hidden_layers": 2}).values():
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_random(config, Path(scratch) / "model")
             with_kernels(False)

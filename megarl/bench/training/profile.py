@@ -15,7 +15,7 @@ KINDS = {
     "matrix products": r"^_(matmul|shrink|expand)$|nvjet|gemm|cutlass|splitK|xmma|aten::(add|b|)mm",
     "softmax of logits": r"^_(sums|slope|divide)$|log_softmax",
     "norms, RoPE, activations": r"rms_?norm|layer_norm|rope|act_kernel|^_(heads|swiglu|norm|rotate)(_|$)|triton_|silu",
-    "pointwise with adapters": r"^_(prepare|forward|backward|add|gradients|through|slopes|slopes_of_a|sum)$",
+    "pointwise with adapters": r"^_(prepare|forward|backward|add|add_norm|gradients|through|slopes|slopes_of_a|sum)$",
     "optimizer": r"multi_tensor|adam",
     "copies, sums, zeros": r"elementwise|[mM]em(cpy|set)|[cC]at|[fF]ill|copy|reduce|index|scatter|gather|aten::",
 }

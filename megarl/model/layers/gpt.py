@@ -14,6 +14,7 @@ from megarl.model.layers.experts.spec import release_graphs
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import SwiGLU, rms_norm, wants_kernels
 from megarl.model.layers.regions import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megarl.model.layers.updates import Update
 from megarl.parallel.mcore import without_class_warnings
 
 
@@ -52,6 +53,18 @@ class RMSNorm(torch.nn.Module):
         if matrix is None or not adapted_norm.takes(matrix):
             return *norm.rms_norm_beside(hidden, self.weight, self.eps), None
         normed, low, hidden = adapted_norm.rms_norm_projected(hidden, self.weight, self.eps, matrix)
+        return normed, hidden, low
+
+    def beside_sum(
+        self, residual: torch.Tensor, states: torch.Tensor, update: Update, matrix: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return what ``beside`` does for the sum of the residual stream, a linear's output and its update."""
+        from megarl.model.layers.kernels import adapted_norm, residual_norm
+        from megarl.model.layers.kernels.residual import add_adapted
+
+        if self.weight.requires_grad or matrix is None or not adapted_norm.takes(matrix):
+            return self.beside(add_adapted(residual, states, update), matrix)
+        normed, low, hidden = residual_norm.add_and_norm(residual, states, update, self.weight, self.eps, matrix)
         return normed, hidden, low
 
 

@@ -70,7 +70,7 @@ class PackedLayer(TransformerLayer):
         """Return the hidden states behind attention, the MLP's input, and what else it takes."""
         normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
         attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed, **more)
-        normed, hidden, more = beside(self.pre_mlp_layernorm, add(hidden, attention), self.mlp)
+        normed, hidden, more = beside_sum(self.pre_mlp_layernorm, hidden, attention, self.mlp)
         return hidden, normed, more
 
 
@@ -82,8 +82,27 @@ def beside(norm: Any, hidden: torch.Tensor, behind: Any) -> tuple[torch.Tensor, 
     """
     if not hasattr(norm, "beside"):
         return norm(hidden), hidden, {}
+    return _with_low(*norm.beside(hidden, _projection(behind, hidden)))
+
+
+def beside_sum(
+    norm: Any, residual: torch.Tensor, output: Outcome, behind: Any
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return what ``beside`` does for the residual plus a module's output and its bias or update."""
+    states, rest = output
+    if not (isinstance(rest, Update) and hasattr(norm, "beside_sum")):
+        return beside(norm, add(residual, output), behind)
+    return _with_low(*norm.beside_sum(residual, states, rest, _projection(behind, states)))
+
+
+def _projection(behind: Any, hidden: torch.Tensor) -> torch.Tensor | None:
     projects = hidden.requires_grad and hasattr(behind, "projection")
-    normed, hidden, low = norm.beside(hidden, behind.projection(hidden) if projects else None)
+    return behind.projection(hidden) if projects else None
+
+
+def _with_low(
+    normed: torch.Tensor, hidden: torch.Tensor, low: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     return normed, hidden, {} if low is None else {"low": low}
 
 

@@ -64,11 +64,25 @@ class _ProjectedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor) -> Any:
         """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``."""
-        hidden, weight, inverse, matrix, low = ctx.saved_tensors
-        narrow = as_rows(by_low)
-        by_hidden = _by_hidden(as_rows(by_normed), narrow, as_rows(beside), hidden, weight, inverse, matrix, low)
-        needed = ctx.needs_input_grad[3]
-        return by_hidden, None, None, _by_matrix(narrow, hidden, weight, inverse, matrix) if needed else None
+        by_hidden, by_matrix = norm_gradients(by_normed, by_low, beside, *ctx.saved_tensors)
+        return by_hidden, None, None, by_matrix
+
+
+def norm_gradients(
+    by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
+    inverse: torch.Tensor, matrix: torch.Tensor, low: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``.
+
+    Args:
+        by_normed, by_low, beside: those of what ``rms_norm_projected`` returns.
+        hidden, weight, matrix: its arguments.
+        inverse: one over the root of each row of ``hidden``, float32 ``[T]``.
+        low: the product with A.
+    """
+    narrow = as_rows(by_low)
+    by_hidden = _by_hidden(as_rows(by_normed), narrow, as_rows(beside), hidden, weight, inverse, matrix, low)
+    return by_hidden, _by_matrix(narrow, hidden, weight, inverse, matrix)
 
 
 def _by_hidden(
@@ -120,23 +134,26 @@ def _slopes(
     total = tl.sum(through.to(tl.float32) * projected, 1)
     for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = there[:, None] & (column < WIDTH)[None, :]
-        states = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        slope = tl.load(by_normed + row[:, None] * by_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        inside, states, slope, scale = _read(hidden, by_normed, weight, row, column, tokens, stride, by_stride, WIDTH)
         total += tl.sum(slope * scale[None, :] * states, 1) * root
     along = root * total / WIDTH
     for start in range(0, WIDTH, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
-        inside = there[:, None] & (column < WIDTH)[None, :]
-        states = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        slope = tl.load(by_normed + row[:, None] * by_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        scale = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        inside, states, slope, scale = _read(hidden, by_normed, weight, row, column, tokens, stride, by_stride, WIDTH)
         factor = matrix_columns(matrix, column, WIDTH, WIDTH, 1, RANK, BLOCK)
         slope = tl.dot(through, factor, slope, input_precision="ieee") * scale[None, :]
         value = root[:, None] * (slope - states * along[:, None])
         value += tl.load(beside + row[:, None] * beside_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
         tl.store(out + row[:, None] * WIDTH + column[None, :], value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _read(hidden, by_normed, weight, row, column, tokens, stride, by_stride, WIDTH: tl.constexpr):
+    """Return which places of a tile there are, its states and their gradient behind the norm, and its weights."""
+    inside = (row < tokens)[:, None] & (column < WIDTH)[None, :]
+    states = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(by_normed + row[:, None] * by_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return inside, states, slope, tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
