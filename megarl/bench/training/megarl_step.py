@@ -15,8 +15,12 @@ from megarl.bench.training.clock import Clock, MarkedLoss
 from megarl.bench.training.settings import BenchSettings
 from megarl.build import build_model
 from megarl.config import LossConfig
+from megarl.errors import MegarlError, first_few
 from megarl.loss import build_loss
 from megarl.model.megatron_model import MegatronModel
+
+# Updates after which every matrix has had a gradient: a new adapter's B is 0, so that A has none in the first one.
+UPDATES = 2
 
 
 class MegarlStep:
@@ -37,6 +41,7 @@ class MegarlStep:
         self._loss = build_loss(LossConfig(importance_cap=None))
         self._clock: Clock | None = None
         self._marks = marks_passes(settings)
+        self._checked = False
         self.chunks = self._model.chunks
         if self._marks and not settings.cuda_graphs:  # a graph replays kernels without calling modules
             self._model.chunks[-1].register_forward_pre_hook(self._mark_start)
@@ -50,8 +55,10 @@ class MegarlStep:
         loss = MarkedLoss(self._loss, clock) if self._marks else self._loss
         metrics = self._model.forward_backward(self._batch, loss)
         clock.mark("backward" if self._marks else "passes")
-        self._model.optim_step(self._model.config.train.learning_rate)
+        updated = self._model.optim_step(self._model.config.train.learning_rate)
         clock.mark("optimizer")
+        self.info |= {name: updated[name] for name in ("grad_tensors", "adapter_tensors")}
+        self._check_gradients()
         self.info["entropy"] = metrics["entropy"]  # waits for the device
         self.info |= {name: value for name, value in self._model.measured().items() if name == "compilations"}
 
@@ -59,6 +66,15 @@ class MegarlStep:
         """Run a pass without gradient, as for the old policy's logprobs, and store the mean logprob."""
         self._clock = None
         self.info["logprob"] = float(np.concatenate(self._model.forward(self._batch)).mean())
+
+    def _check_gradients(self) -> None:
+        """Refuse to measure a step that trains a part of its adapter only, once, while the contender warms up."""
+        updates, never = self._model.optimizer.coverage.never() if not self._checked else (0, [])
+        if updates < UPDATES:
+            return
+        self._checked = True
+        if never:
+            raise MegarlError(f"{len(never)} matrices of the adapter get no gradient:\n{first_few(never)}")
 
     def _mark_start(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._clock is not None:

@@ -120,7 +120,7 @@ class TrainConfig(Section):
     """Project (MLflow: experiment) of the run in trackers that have projects."""
     require_gradients: bool = True
     """The run stops if, after three updates that had a gradient, a matrix of the adapter had none in any of them.
-    Matrices of routed experts may have none, since they may get no tokens."""
+    Some routed experts' matrices may have none, since they may get no tokens, but not those of all experts."""
     max_mismatch: float | None = Field(None, gt=0.0)
     """The run stops if a step's mean |sampler - trainer| logprob difference exceeds this."""
     resume: str | None = None

@@ -2,6 +2,7 @@
 """Read the measurements of an update on the host; remember which matrices of an adapter had a gradient."""
 
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,8 +57,18 @@ class GradientRecord:
         return self._names(self._last)
 
     def never(self) -> tuple[int, list[str]]:
-        """Return the number of updates, and the names of the matrices whose gradient was 0 in all of them."""
-        return self.updates, self._names(self._ever)
+        """Return the number of updates, and the names of the matrices whose gradient was 0 in all of them.
+
+        An expert's matrix is left out if another expert's in the same place had a gradient: an expert that no token is
+        routed to has none. Some expert of each layer gets every token.
+        """
+        reached = {_place(name) for name, mark in zip(self.names, self._ever, strict=True) if mark}
+        return self.updates, [name for name in self._names(self._ever) if _place(name) not in reached]
 
     def _names(self, marks: np.ndarray) -> list[str]:
         return [name for name, mark in zip(self.names, marks, strict=True) if not mark]
+
+
+def _place(name: str) -> str:
+    """Return a matrix's name without the number of its expert."""
+    return re.sub(r"\.experts\.\d+\.", ".experts.", name)

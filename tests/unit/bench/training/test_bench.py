@@ -2,6 +2,7 @@
 """Test `megarl bench train`: its counts, its refusals, and one whole comparison on the CPU."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,13 @@ from megarl.bench.settings import model_config
 from megarl.bench.training import train
 from megarl.bench.training.batch import make_samples
 from megarl.bench.training.flops import work_per_token
+from megarl.bench.training.megarl_step import MegarlStep
 from megarl.bench.training.profile import by_kind, pauses
 from megarl.bench.training.settings import parse_settings
 from megarl.cli.main import main
-from megarl.errors import CheckpointError, ConfigError
+from megarl.errors import CheckpointError, ConfigError, MegarlError
 from megarl.folder_lock import FolderLock
+from megarl.model.optimizer.gradient_record import GradientRecord
 
 
 def test_operations_equal_what_torch_counts_in_hugging_face() -> None:
@@ -161,3 +164,13 @@ def test_two_benches_do_not_mix_their_results_in_one_folder(tmp_path) -> None:
     with pytest.raises(CheckpointError, match="is in use by process"):
         train.bench_train(parse_settings("tiny", []), tmp_path, profile=False)
     lock.release()
+
+
+def test_a_step_that_trains_a_part_of_its_adapter_is_not_measured() -> None:
+    step, record = object.__new__(MegarlStep), GradientRecord(["q.lora_A.weight", "q.lora_B.weight"])
+    step._checked, step._model = False, SimpleNamespace(optimizer=SimpleNamespace(coverage=record))  # type: ignore[assignment]
+    record.take(torch.tensor([1.0, 0.0, 1.0]))
+    step._check_gradients()  # as B was 0, A has no gradient
+    record.take(torch.tensor([1.0, 0.0, 1.0]))
+    with pytest.raises(MegarlError, match=r"1 matrices of the adapter get no gradient:\s+q.lora_A.weight"):
+        step._check_gradients()
