@@ -4,7 +4,8 @@
 In float32 both must agree. In bfloat16 padding may change which kernel multiplies: the worst error against float32 must
 be at most 1.5 times that without graphs. ``numerics: bitwise`` must give the same bits. Mixtures of experts have graphs
 in 16 bits only, and are routed by the tokens' places: rounding sends some tokens to other experts, and an expert of few
-tokens then has another gradient. Without graphs its error was 0.6 to 1.7 for six seeds; routed by places, 0.06 to 0.08.
+tokens then has another gradient. On a CPU, without graphs, the worst matrix was off by 0.6 to 1.7 for six seeds; routed
+by places, by 0.06 to 0.08.
 """
 
 import importlib.util
