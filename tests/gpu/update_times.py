@@ -26,7 +26,6 @@ from megarl.model.layers.kernels import (
     narrow_gradients,
     norm,
     residual,
-    residual_norm,
     swiglu,
     through_gradients,
 )
@@ -56,7 +55,7 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
         (64, 64, 4, 1, 1024),
     ]),
     ("SwiGLU", adapted_swiglu, ("FEW",), [(0,)]),
-    ("sum and norm", residual_norm, ("ROWS", "COLUMNS", "WARPS"), [
+    ("sum and norm", adapted_norm, ("ROWS", "COLUMNS", "WARPS"), [
         (16, 128, 4), (16, 128, 2), (16, 512, 8), (16, 1024, 8), (32, 128, 4), (32, 256, 8),
     ]),
     ("SwiGLU", adapted_swiglu, ("LOW_ROWS", "LOW_COLUMNS", "LOW_WARPS", "LOW_PROGRAMS"), [
@@ -132,7 +131,7 @@ def summed_norms(hidden: int) -> tuple[Compute, Compute]:
 
     def fused(stream: torch.Tensor, out: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
         update = Update(low, (Part(matrices[0], 0, SCALE),))
-        return list(residual_norm.add_and_norm(stream, out, update, weight, EPS, matrices[1]))
+        return list(adapted_norm.add_and_norm(stream, out, update, weight, EPS, matrices[1]))
 
     def apart(stream: torch.Tensor, out: torch.Tensor, low: torch.Tensor, *matrices: torch.Tensor) -> Tensors:
         total = residual.add_adapted(stream, out, Update(low, (Part(matrices[0], 0, SCALE),)))

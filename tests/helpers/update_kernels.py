@@ -147,7 +147,7 @@ def norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device:
 
 def sum_norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
     """Return the errors of the sum with the residual stream, of rank ``first``, and its norm in front of an A."""
-    from megarl.model.layers.kernels import residual_norm as kernels
+    from megarl.model.layers.kernels import adapted_norm as kernels
     from megarl.model.layers.updates import Part, Update
 
     rank, weight = first or second, torch.linspace(-0.5, 2.0, width, device=device).to(dtype)
@@ -206,20 +206,18 @@ def count_updates() -> dict[str, int]:
         adapted_swiglu,
         norm,
         residual,
-        residual_norm,
         through_gradients,
     )
 
     places = {
-        adapted_norm: "rms_norm_projected",
         adapted_heads: "prepare_adapted_heads",
         adapted_swiglu: "adapted_swiglu",
         norm: "rms_norm_beside",
         residual: "add_adapted",
-        residual_norm: "add_and_norm",
         through_gradients: "through_gradients",
     }
-    return count_calls({name: (module, name) for module, name in places.items()})
+    found = {name: (module, name) for module, name in places.items()}
+    return count_calls(found | {name: (adapted_norm, name) for name in ("rms_norm_projected", "add_and_norm")})
 
 
 def with_kernels(on: bool) -> None:

@@ -59,12 +59,12 @@ class RMSNorm(torch.nn.Module):
         self, residual: torch.Tensor, states: torch.Tensor, update: Update, matrix: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return what ``beside`` does for the sum of the residual stream, a linear's output and its update."""
-        from megarl.model.layers.kernels import adapted_norm, residual_norm
+        from megarl.model.layers.kernels import adapted_norm
         from megarl.model.layers.kernels.residual import add_adapted
 
         if self.weight.requires_grad or matrix is None or not adapted_norm.takes(matrix):
             return self.beside(add_adapted(residual, states, update), matrix)
-        normed, low, hidden = residual_norm.add_and_norm(residual, states, update, self.weight, self.eps, matrix)
+        normed, low, hidden = adapted_norm.add_and_norm(residual, states, update, self.weight, self.eps, matrix)
         return normed, hidden, low
 
 
