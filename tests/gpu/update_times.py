@@ -22,6 +22,7 @@ from megarl.model.layers.kernels import (
     adapted_heads,
     adapted_norm,
     adapted_swiglu,
+    chunk_sums,
     heads,
     narrow_gradients,
     norm,
@@ -54,21 +55,15 @@ TILES: list[tuple[str, ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
         (32, 64, 2, 2, 4096), (32, 64, 2, 3, 2048), (16, 64, 1, 2, 4096), (16, 128, 1, 2, 4096), (64, 64, 4, 2, 1024),
         (64, 64, 4, 1, 1024),
     ]),
-    ("SwiGLU", adapted_swiglu, ("FEW",), [(0,)]),
     ("sum and norm", adapted_norm, ("ROWS", "COLUMNS", "WARPS"), [
         (16, 128, 4), (16, 128, 2), (16, 512, 8), (16, 1024, 8), (32, 128, 4), (32, 256, 8),
     ]),
-    ("SwiGLU", adapted_swiglu, ("LOW_ROWS", "LOW_COLUMNS", "LOW_WARPS", "LOW_PROGRAMS"), [
-        (32, 64, 4, 528), (16, 128, 4, 264), (16, 128, 4, 528), (32, 128, 4, 264), (64, 128, 8, 264), (16, 256, 8, 264),
-        (16, 256, 8, 132),
+    ("SwiGLU", adapted_swiglu, ("STEP_ROWS", "STEP_COLUMNS", "STEP_WARPS", "PROGRAMS"), [
+        (32, 64, 4, 800), (32, 128, 8, 400), (16, 64, 4, 400), (64, 64, 4, 400),
     ]),
-    ("norm", adapted_norm, ("ROWS", "COLUMNS", "WARPS"), [
-        (16, 128, 2), (16, 128, 4), (16, 256, 8), (16, 512, 4), (16, 512, 8), (16, 1024, 8), (32, 128, 4), (32, 256, 8),
-    ]),
-    ("norm", adapted_norm, ("STEP_ROWS", "STEP_COLUMNS", "STEP_WARPS", "STEP_STAGES", "PROGRAMS"), [
-        (64, 64, 4, 3, 264), (64, 64, 4, 3, 1056), (64, 128, 4, 3, 264), (64, 128, 8, 3, 528), (128, 64, 4, 3, 264),
-        (32, 64, 4, 4, 528), (32, 128, 4, 3, 528),
-    ]),
+    ("norm", through_gradients, THROUGH_NAMES, THROUGH),
+    ("SwiGLU", chunk_sums, ("FEW_ROWS", "FEW_WARPS", "COLUMNS"), [(0, 0, 128), (8, 2, 256), (8, 4, 256), (8, 1, 64)]),
+    ("heads", narrow_gradients, ("LOW_TILE",), [(512,), (2048,)]),
     ("A of the output", through_gradients, THROUGH_NAMES, THROUGH),
     ("residual", residual, ("ROWS", "COLUMNS", "WARPS"), [(16, 128, 4), (16, 256, 4), (32, 64, 4), (64, 64, 4)]),
 ]  # fmt: skip

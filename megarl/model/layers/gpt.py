@@ -48,9 +48,9 @@ class RMSNorm(torch.nn.Module):
         """
         if self.weight.requires_grad or not wants_kernels(hidden):
             return self(hidden), hidden, None
-        from megarl.model.layers.kernels import adapted_norm, norm
+        from megarl.model.layers.kernels import adapted_norm, norm, through_gradients
 
-        if matrix is None or not adapted_norm.takes(matrix):
+        if matrix is None or not through_gradients.takes(matrix):
             return *norm.rms_norm_beside(hidden, self.weight, self.eps), None
         normed, low, hidden = adapted_norm.rms_norm_projected(hidden, self.weight, self.eps, matrix)
         return normed, hidden, low
@@ -59,10 +59,10 @@ class RMSNorm(torch.nn.Module):
         self, residual: torch.Tensor, states: torch.Tensor, update: Update, matrix: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return what ``beside`` does for the sum of the residual stream, a linear's output and its update."""
-        from megarl.model.layers.kernels import adapted_norm
+        from megarl.model.layers.kernels import adapted_norm, through_gradients
         from megarl.model.layers.kernels.residual import add_adapted
 
-        if self.weight.requires_grad or matrix is None or not adapted_norm.takes(matrix):
+        if self.weight.requires_grad or matrix is None or not through_gradients.takes(matrix):
             return self.beside(add_adapted(residual, states, update), matrix)
         normed, low, hidden = adapted_norm.add_and_norm(residual, states, update, self.weight, self.eps, matrix)
         return normed, hidden, low

@@ -6,8 +6,6 @@ its tiles by the second linear's A, if that has a low rank. The backward kernel 
 through the second linear's A, and forms the gradients of the first one's B and of that A while it has the tiles. So
 none of these products moves a wide activation through memory again, and the result of SwiGLU need not be kept.
 
-Of a low rank it forms the gradient of the first one's ``low`` as well.
-
 Shape letters: T tokens, I features of the gate on this rank, S rank of the second adapter.
 """
 
@@ -21,7 +19,6 @@ import triton.language as tl
 from megarl import progress
 from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
 from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, matrix_columns, rank_block
-from megarl.model.layers.kernels.narrow_gradients import add_up
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient
@@ -34,10 +31,6 @@ BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS, BOTH_STAGES = 32, 64, 2, 2
 MOST, BOTH_PROGRAMS = 32, 2048
 # Tile of a step of a backward program, which has fewer columns for high ranks.
 STEP_ROWS, STEP_COLUMNS, STEP_WARPS = 32, 64, 4
-# Highest rank of which a backward program writes what its columns give to the gradient of ``low``; its tile of a step.
-# With the rank that grows, and what a product of its own would read again does not.
-FEW = 16
-LOW_ROWS, LOW_COLUMNS, LOW_WARPS, LOW_PROGRAMS = 32, 128, 8, 264
 # Sums that a backward program has in its registers at most.
 SUMS = 8192
 # Backward programs to launch: enough for every multiprocessor of a GPU to have several.
@@ -81,12 +74,12 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         fused, matrix, low, *matrices = ctx.saved_tensors
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)
         products = [*_products(fused, low, ctx.places, matrices), behind]
-        by_fused, sums, by_low = _run_backward(fused, by_out, products, low, ctx.places, matrices)
+        by_fused, sums = _run_backward(fused, by_out, products)
         width, ranks = by_out.shape[-1], [rank for _, rank in products]
         of_gate, of_up, of_behind = sums.split([width * rank for rank in ranks])
         by_b = (of.view(width, rank) if rank else None for of, rank in zip((of_gate, of_up), ranks, strict=False))
         by_a = None if matrix is None else of_behind.view(matrix.shape)
-        return by_fused, by_a, by_low, None, *by_b
+        return by_fused, by_a, low_gradient(by_fused, low, ctx.places, matrices), None, *by_b
 
 
 def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list[Any]:
@@ -118,36 +111,23 @@ def _run_forward(
     return None if matrix is None else F.linear(out, matrix)
 
 
-def _run_backward(
-    fused: torch.Tensor, by_out: torch.Tensor, products: list[Any], low: Any, places: Any, matrices: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the gradients of ``fused``, of the products' matrices one after the other, flat, and of ``low``."""
+def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of ``fused``, and those of the products' matrices one after the other, flat."""
     by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
     rows, by_rows = as_rows(fused), as_rows(by_out)
     (tokens, width), sizes = by_rows.shape, _sizes(products)
-    of_gate, of_up, _ = sizes["RANKS"]
-    most = max(of_gate, of_up)
-    few = low is not None and most <= FEW
-    step_rows, columns, warps, launched = STEP_ROWS, STEP_COLUMNS, STEP_WARPS, PROGRAMS
-    if few:
-        step_rows, columns, warps, launched = LOW_ROWS, LOW_COLUMNS, LOW_WARPS, LOW_PROGRAMS
+    columns = STEP_COLUMNS
     while columns > LEAST and sum(sizes["BLOCKS"]) * columns > SUMS:
         columns //= 2
     across = triton.cdiv(width, columns)
-    own, chunks = share_tokens(tokens, launched // across, step_rows)
+    own, chunks = share_tokens(tokens, PROGRAMS // across, STEP_ROWS)
     sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
-    lows = rows.new_empty(2 * across if few else 0, tokens, most, dtype=torch.float32)
     _backward[(chunks, across)](
-        rows, by_rows, by_fused, sums, lows, tokens, own, rows.stride(0), by_rows.stride(0),
-        *(tuple(one) for one, _ in products), **sizes, MOST=most if few else 0, WIDTH=width, ROWS=step_rows,
-        COLUMNS=columns, num_warps=warps,
+        rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0),
+        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns,
+        num_warps=STEP_WARPS,
     )  # fmt: skip
-    if not few:
-        return by_fused, sum_chunks(sums, fused.dtype), low_gradient(by_fused, low, places, matrices)
-    starts = [place[0] if place else 0 for place in places]
-    settings = {"RANKS": (of_gate, of_up, 0), "LOWS": (*starts, 0), "FIRST": (0, across, 2 * across, 2 * across)}
-    by_low, by_matrices = add_up(lows, sums, settings, low)
-    return by_fused, by_matrices, by_low
+    return by_fused, sum_chunks(sums, fused.dtype)
 
 
 @triton.jit
@@ -178,12 +158,10 @@ def _forward(
 
 @triton.jit
 def _backward(
-    fused, by_out, by_fused, sums, lows, tokens, own, fused_stride, stride, of_gate, of_up, behind,
-    RANKS: tl.constexpr, BLOCKS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    fused, by_out, by_fused, sums, tokens, own, fused_stride, stride, of_gate, of_up, behind,
+    RANKS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute some columns of ``own`` tokens, tile by tile; what they give to ``low`` if ``MOST`` is not 0."""
-    of_low = lows + tl.program_id(1).to(tl.int64) * tokens * MOST
+    """Compute some columns of ``own`` tokens, tile by tile."""
     column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(0).to(tl.int64) * own
     by_gates, by_ups = _zeros(BLOCKS[0], COLUMNS), _zeros(BLOCKS[1], COLUMNS)
@@ -204,10 +182,6 @@ def _backward(
         target = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
         tl.store(target, by_gate, mask=inside)
         tl.store(target + WIDTH, by_up, mask=inside)
-        if MOST > 0:
-            _store_low(of_low, of_gate, by_gate, row, column, tokens, WIDTH, MOST, RANKS[0], BLOCKS[0])
-            of_up_low = of_low + tl.num_programs(1).to(tl.int64) * tokens * MOST
-            _store_low(of_up_low, of_up, by_up, row, column, tokens, WIDTH, MOST, RANKS[1], BLOCKS[1])
         by_gates = _summed(by_gates, of_gate, by_gate, row, tokens, RANKS[0], BLOCKS[0])
         by_ups = _summed(by_ups, of_up, by_up, row, tokens, RANKS[1], BLOCKS[1])
         if RANKS[2] > 0:
@@ -232,18 +206,6 @@ def _updated(
             factors[0], factors[1], factors[2], factors[3], row, column, tokens, WIDTH, 1, RANK, RANK, BLOCK
         )
     return values
-
-
-@triton.jit
-def _store_low(
-    out, factors, tile, row, column, tokens, WIDTH: tl.constexpr, MOST: tl.constexpr, RANK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Store what a tile gives to the gradient of ``low``: ``tile @ matrix[column]``."""
-    if RANK > 0:
-        factor = matrix_columns(factors[1], column, WIDTH, 1, RANK, RANK, BLOCK)
-        product = tl.dot(factor, tl.trans(tile), input_precision="ieee")
-        _store(out, product, factors[2], row, tokens, 1, MOST, RANK, BLOCK)
 
 
 @triton.jit

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Tile of a step of one program.
+# Tile of a step of one program, and where few programs have found something.
 ROWS, COLUMNS, WARPS = 32, 128, 4
+FEW_ROWS, FEW_WARPS = 8, 2
 
 
 def share_tokens(tokens: int, programs: int, tile: int) -> tuple[int, int]:
@@ -21,8 +22,9 @@ def share_tokens(tokens: int, programs: int, tile: int) -> tuple[int, int]:
 def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over programs of ``found [programs, N]`` float32, contiguous, rounded once: ``[N]``."""
     out = found.new_empty(found.shape[1], dtype=dtype)
+    rows, warps = (FEW_ROWS, FEW_WARPS) if len(found) <= FEW_ROWS else (ROWS, WARPS)
     if len(out):
-        _sum[(triton.cdiv(len(out), COLUMNS),)](found, out, *found.shape, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
+        _sum[(triton.cdiv(len(out), COLUMNS),)](found, out, *found.shape, ROWS=rows, COLUMNS=COLUMNS, num_warps=warps)
     return out
 
 

@@ -84,12 +84,12 @@ def narrow_gradients(
         BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
         **settings,
     )  # fmt: skip
-    by_low, by_matrices = add_up(lows, sums, settings, low)
+    by_low, by_matrices = _add_up(lows, sums, settings, low)
     pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
     return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 
 
-def add_up(
+def _add_up(
     lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], low: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradient of ``low [..., R]``, and those of all matrices one after the other, flat.
@@ -97,8 +97,7 @@ def add_up(
     Args:
         lows, sums: what the programs found for their features and tokens, ``[blocks, T, highest rank]`` and
             ``[programs, N]``, float32.
-        settings: ``RANKS``, ``LOWS`` and ``FIRST``, each with a number for each part: its rank, its first column of
-            ``low``, and its first block; and where the next part's blocks would begin.
+        settings: see ``_settings``.
         low: ``low``.
     """
     (_, tokens, most), (programs, width) = lows.shape, sums.shape

@@ -41,7 +41,7 @@ def rms_norm_beside(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> t
 def gradient_of(gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the gradient of ``hidden [T, H]``, from that of the result; the root is computed anew."""
     _, inverse = normed_rows(hidden, weight, eps)
-    return _by_hidden(gradient, hidden, weight, inverse)
+    return by_states(gradient, hidden, weight, inverse)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         hidden, weight, inverse = ctx.saved_tensors
-        return _by_hidden(gradient, hidden, weight, inverse), None, None
+        return by_states(gradient, hidden, weight, inverse), None, None
 
 
 class _RMSNormBeside(torch.autograd.Function):
@@ -65,10 +65,10 @@ class _RMSNormBeside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor, beside: torch.Tensor) -> Any:
         hidden, weight, inverse = ctx.saved_tensors
-        return _by_hidden(gradient, hidden, weight, inverse, beside), None, None
+        return by_states(gradient, hidden, weight, inverse, beside), None, None
 
 
-def _by_hidden(
+def by_states(
     gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor,
     beside: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add what comes through A to the gradient of a linear's input, and form the gradient of A, in one pass.
 
-As products of their own the two read the input, and read and write its gradient, one after the other.
+As products of their own the two read the input, and read and write its gradient, one after the other. Behind an RMSNorm
+the kernel forms the input from the norm's, so that it need not be kept.
 
 Shape letters: T tokens, I input features of the linear, R rows of A.
 """
@@ -30,8 +31,9 @@ def takes(matrix: torch.Tensor) -> bool:
 
 
 def through_gradients(
-    by_hidden: torch.Tensor, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor
-) -> torch.Tensor:
+    by_hidden: torch.Tensor, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Add ``by_low @ matrix`` to ``by_hidden``, in float32, rounded once; return A's gradient, ``by_low.T @ hidden``.
 
     Args:
@@ -39,6 +41,7 @@ def through_gradients(
         by_low: ``[T, R]``.
         hidden: ``[..., I]``, T tokens.
         matrix: A, ``[R, I]``.
+        norm: ``hidden`` times these, by rows (float32 ``[T]``) and by columns (``[I]``), is the linear's input.
 
     Returns:
         ``[R, I]``.
@@ -50,8 +53,9 @@ def through_gradients(
     own, programs = share_tokens(len(rows), PROGRAMS // across, ROWS)
     sums = rows.new_empty(programs, rank * width, dtype=torch.float32)
     _through[(programs, across)](
-        by_hidden, narrow, rows, matrix.contiguous(), sums, len(rows), own, by_hidden.stride(0), narrow.stride(0),
-        rows.stride(0), WIDTH=width, RANK=rank, BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
+        by_hidden, narrow, rows, *(norm or (rows, rows)), matrix.contiguous(), sums, len(rows), own,
+        by_hidden.stride(0), narrow.stride(0), rows.stride(0), NORM=norm is not None, WIDTH=width, RANK=rank,
+        BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
         num_stages=STAGES if rank <= NARROW else FEWER_STAGES,
     )  # fmt: skip
     return sum_chunks(sums, matrix.dtype).view(rank, width)
@@ -59,8 +63,9 @@ def through_gradients(
 
 @triton.jit
 def _through(
-    by_hidden, by_low, hidden, matrix, sums, tokens, own, by_stride, low_stride, stride, WIDTH: tl.constexpr,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    by_hidden, by_low, hidden, inverse, weight, matrix, sums, tokens, own, by_stride, low_stride, stride,
+    NORM: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of ``own`` tokens, tile by tile."""
     column, k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
@@ -78,5 +83,11 @@ def _through(
         slope = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         slope = tl.dot(low, factor, slope, input_precision="ieee")
         tl.store(place, slope.to(by_hidden.dtype.element_ty), mask=inside)
+        if NORM:
+            # Not the tile: it lies in shared memory as the product wants it, and the columns' factors can wait.
+            root = tl.load(inverse + row, mask=row < tokens, other=0.0)
+            low = (low.to(tl.float32) * root[:, None]).to(low.dtype)
         by_matrix = tl.dot(tl.trans(tile), low, by_matrix, input_precision="ieee")
+    if NORM:
+        by_matrix *= tl.load(weight + column, mask=across, other=0.0).to(tl.float32)[:, None]
     tl.store(sums + tl.program_id(0).to(tl.int64) * RANK * WIDTH + at, tl.trans(by_matrix), mask=of_matrix)
