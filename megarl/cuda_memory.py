@@ -5,13 +5,22 @@ import pickle
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 
 # Position of the device's index in the arguments of torch's ``rebuild_cuda_tensor``.
 DEVICE = 6
 # Bytes to which the tensors of one copy are aligned; those of the largest dtype.
 ALIGNED = 16
+# numpy's dtype -> torch's.
+TORCH_TYPES: dict[Any, torch.dtype] = {
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.bool_): torch.bool,
+}
 # What a process offers to the others, to see whether they can read it.
 WORD = 0x6D656761726C
 
@@ -88,18 +97,35 @@ def download(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return wait
 
 
-def upload_together(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return contiguous host tensors on a device, as ``upload`` does, but by one copy, and in one piece of memory.
+class Upload:
+    """Host arrays that go to a device by one copy, and lie there in one piece of memory.
 
     To begin a copy takes the host microseconds, in which a GPU may have nothing to do.
+
+    Attributes:
+        arrays: to be filled; then call ``send``.
     """
-    starts = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in tensors), initial=0))
-    joined = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
-    def views(whole: torch.Tensor) -> list[torch.Tensor]:
-        pieces = zip(starts, tensors, strict=False)
-        return [whole[start : start + one.nbytes].view(one.dtype).view(one.shape) for start, one in pieces]
+    def __init__(self, sizes: Sequence[tuple[int, Any]], device: torch.device) -> None:
+        """Make arrays, with unset values, of so many elements and these dtypes (of ``TORCH_TYPES``)."""
+        self._device, self._types = device, [np.dtype(dtype) for _, dtype in sizes]
+        lengths = [count * dtype.itemsize for (count, _), dtype in zip(sizes, self._types, strict=True)]
+        starts = list(accumulate((-(-length // ALIGNED) * ALIGNED for length in lengths), initial=0))
+        self._joined = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._parts = [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+        whole = self._joined.numpy()
+        self.arrays = [whole[part].view(dtype) for part, dtype in zip(self._parts, self._types, strict=True)]
 
-    for view, tensor in zip(views(joined), tensors, strict=True):
-        view.copy_(tensor)
-    return views(joined.to(device, non_blocking=True))
+    def send(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the whole memory on the device, uint8, and the arrays there. They must not change afterwards."""
+        there = self._joined.to(self._device, non_blocking=True)
+        parts = zip(self._parts, self._types, strict=True)
+        return there, [there[part].view(TORCH_TYPES[dtype]) for part, dtype in parts]
+
+
+def upload_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Return one-dimensional arrays on a device, by one copy; see ``Upload``."""
+    together = Upload([(len(array), array.dtype) for array in arrays], device)
+    for target, array in zip(together.arrays, arrays, strict=True):
+        target[:] = array
+    return together.send()[1]

@@ -21,7 +21,7 @@ class ActiveTokens:
     """
 
     def __init__(self, gradients: Sequence[torch.Tensor], chunk: int | None) -> None:
-        """Find them. The host waits for the device.
+        """Find them. The host waits for the device once.
 
         Args:
             gradients: ``[T]`` each; a token is active if one of them is not 0.
@@ -30,11 +30,13 @@ class ActiveTokens:
         marks, *others = (gradient != 0 for gradient in gradients)
         for other in others:
             marks = marks | other
-        counts = None if chunk is None else download(_counts(marks, chunk))
-        self._index, self._chunk = marks.nonzero().squeeze(1), chunk
-        self._counts: list[int] = [] if counts is None else counts().tolist()
-        self.count = len(self._index)
+        counts = download(_counts(marks, chunk or max(1, len(marks))))
+        self._chunk, self._counts = chunk, counts().tolist()
+        self.count = sum(self._counts)
         self._all = self.count == len(marks)
+        if not self._all:
+            # Of known size, so that the host need not wait again.
+            self._index = marks.nonzero_static(size=self.count).squeeze(1)
 
     def of(self, tensor: torch.Tensor, part: slice) -> torch.Tensor:
         """Return rows of ``tensor [T, ...]``: those of a slice of the active tokens."""

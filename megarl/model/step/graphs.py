@@ -26,15 +26,13 @@ from torch.func import functional_call
 from megarl.errors import UnsupportedError
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
-from megarl.model.step.micro_batch import MicroBatch
+from megarl.model.step.micro_batch import MicroBatch, power_of_two
 from megarl.model.step.schedule import RunChunk
 from megarl.parallel import token_exchange
 from megarl.parallel.stacks import alias
 
 # Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2
-# Least number of sequences that a captured pack has room for.
-FEWEST_SEQUENCES = 16
 # Number of sizes that T may have within a token budget, and the multiple that fast kernels want T to be.
 SIZES, ALIGNED = 8, 16
 # Gradients of up to this many elements are added together in few kernels.
@@ -46,8 +44,7 @@ class Captured:
     """One captured shape.
 
     Attributes:
-        tokens, positions: int64 ``[1, T]`` inputs; filled before a replay.
-        bounds: int32 ``[sequences + 1]`` input; filled before a replay.
+        inputs: the micro-batch's memory; filled before a replay.
         forward, backward: the graphs; ``backward`` is None without gradients.
         hidden: output of the forward pass, ``[T, 1, hidden]``.
         by_hidden: gradient of ``hidden``; filled before the backward pass.
@@ -56,9 +53,7 @@ class Captured:
         anchor: a scalar that requires a gradient, so that autograd calls the backward pass.
     """
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    bounds: torch.Tensor
+    inputs: torch.Tensor
     forward: torch.cuda.CUDAGraph
     backward: torch.cuda.CUDAGraph | None
     hidden: torch.Tensor
@@ -66,15 +61,6 @@ class Captured:
     addresses: list[int]
     kept: list[torch.Tensor]
     anchor: torch.Tensor
-
-    def fill(self, item: MicroBatch) -> None:
-        """Copy a micro-batch into the graph's inputs."""
-        self.tokens.copy_(item.tokens_T[None])
-        self.positions.copy_(item.positions_T[None])
-        filled = item.packed.cu_seqlens_q
-        assert filled is not None
-        self.bounds[: len(filled)] = filled
-        self.bounds[len(filled) :] = self.tokens.shape[1]
 
 
 class GraphedChunk:
@@ -99,7 +85,7 @@ class GraphedChunk:
         if captured is None or captured.addresses != addresses:
             with token_exchange.captured():
                 captured = self._captured[key] = self._capture(item, addresses)
-        captured.fill(item)
+        captured.inputs.copy_(item.inputs.memory)
         if captured.backward is None:
             captured.forward.replay()
             return captured.hidden
@@ -113,15 +99,18 @@ class GraphedChunk:
         """Return all that a graph fixes: the shape, whether there are gradients, each layer's active adapter."""
         shape: Hashable = item.packed.lengths
         if not self._exact:
-            shape = len(item.tokens_T), _sequences(item.packed), _longest(item.packed)
+            shape = len(item.tokens_T), len(item.inputs.bounds), _longest(item.packed)
         return torch.is_grad_enabled(), tuple(module.active for module in self._adapted), shape
 
     def _capture(self, item: MicroBatch, addresses: list[int]) -> Captured:
-        packed = item.packed
-        if not self._exact:
-            packed = packed.padded_to(_sequences(packed), _longest(packed))
-        tokens, positions = item.tokens_T[None].clone(), item.positions_T[None].clone()
-        run = partial(self._run, tokens, positions, packed)
+        memory = item.inputs.memory.clone()
+        tokens, positions, bounds = (
+            _same_part(memory, item.inputs.memory, one) for one in (item.tokens_T, item.positions_T, item.inputs.bounds)
+        )
+        if self._exact:
+            bounds = bounds[: len(item.packed.lengths) + 1]
+        longest = max(item.packed.lengths) if self._exact else _longest(item.packed)
+        run = partial(self._run, tokens[None], positions[None], item.packed.bounded(bounds, longest))
         by_hidden = self._warm_up(run)
         # The graphs' pool cannot use memory that the warm-up left in torch's cache.
         torch.cuda.empty_cache()
@@ -134,12 +123,8 @@ class GraphedChunk:
                 backward = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(backward, pool=self._pool):
                     self._add_gradients(torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True))
-        bounds = packed.cu_seqlens_q
-        assert bounds is not None
         kept, anchor = self._outside_the_pool(), hidden.new_zeros((), requires_grad=True)
-        return Captured(
-            tokens, positions, bounds, forward, backward, hidden.detach(), by_hidden, addresses, kept, anchor
-        )
+        return Captured(memory, forward, backward, hidden.detach(), by_hidden, addresses, kept, anchor)
 
     def _run(
         self, tokens: torch.Tensor, positions: torch.Tensor, packed: PackedSequences
@@ -249,13 +234,11 @@ def token_unit(budget: int, multiple: int) -> int:
     return -(-budget // (SIZES * step)) * step
 
 
-def _sequences(packed: PackedSequences) -> int:
-    return max(FEWEST_SEQUENCES, _power_of_two(len(packed.lengths)))
+def _same_part(copied: torch.Tensor, memory: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """Return in a copy of uint8 memory what ``part`` is in the memory."""
+    start = part.data_ptr() - memory.data_ptr()
+    return copied[start : start + part.nbytes].view(part.dtype)
 
 
 def _longest(packed: PackedSequences) -> int:
-    return min(_power_of_two(max(packed.lengths)), sum(packed.lengths))
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return min(power_of_two(max(packed.lengths)), sum(packed.lengths))

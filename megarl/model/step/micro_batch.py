@@ -7,23 +7,41 @@ Shape letters: T packed input tokens of a micro-batch on this rank, S sequences,
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import numpy as np
 import torch
 
-from megarl.cuda_memory import upload_together
+from megarl.cuda_memory import Upload, upload_together
 from megarl.errors import DataError
 from megarl.loss.base import TokenBatch
 from megarl.loss.sequences import Sequences
-from megarl.model.layers.attention.core import PackedSequences, bounds_of
-from megarl.model.layers.attention.zigzag import padded_length, rank_tokens
+from megarl.model.layers.attention.core import PackedSequences
+from megarl.model.layers.attention.zigzag import padded_length, rank_runs, rank_tokens
 from megarl.model.step.packing import PackedBatch, flat_offsets
 from megarl.types import Sample
 
 # Fields that all samples of a micro-batch have, or none.
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "reference_logprobs")
 FIELDS = ("group", *LOGPROBS)
+# Least number of sequences that the bounds on the device have room for; otherwise it is a power of two.
+FEWEST_SEQUENCES = 16
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a micro-batch feeds to the model, on the device; see ``MicroBatch``.
+
+    Attributes:
+        memory: uint8; holds the tensors. It has the same size for packs of the same T and room.
+        bounds: bounds of the sequences, then those of empty ones as far as there is room, int32.
+    """
+
+    memory: torch.Tensor
+    tokens_T: torch.Tensor
+    positions_T: torch.Tensor
+    bounds: torch.Tensor
+    packed: PackedSequences
 
 
 @dataclass(frozen=True)
@@ -40,14 +58,16 @@ class Outputs:
 class MicroBatch:
     """This rank's part of one packed micro-batch, on the device.
 
+    Its tensors are made when the first of them is asked for. A device that runs another micro-batch, or this one's
+    layers, need not wait for those that come later.
+
     Attributes:
+        samples: index in the batch of each sequence of the whole pack; the pack's padding comes after them.
+        make_inputs, make_outputs: make the tensors.
         tokens_T: int64 inputs. Padding lies at the end of each sequence (CP), and at the end of the pack as a sequence
             of its own. No other token attends to it.
         positions_T: int64, position of each token within its sequence.
         packed: the sequences' bounds, for attention.
-        samples: index in the batch of each sequence of the whole pack; the pack's padding comes after them.
-        make_outputs: makes the four below. They are made when the first is asked for: the device has the layers to
-            compute meanwhile.
         response_R: packed positions whose next token the policy chose, int64.
         labels_R: those next tokens, int64.
         places_R: positions of those tokens in the vector over all response tokens of the batch, int64 (see
@@ -55,11 +75,25 @@ class MicroBatch:
         loss_tokens: per-token inputs of the loss.
     """
 
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
-    packed: PackedSequences
     samples: tuple[int, ...]
+    make_inputs: Callable[[], Inputs]
     make_outputs: Callable[[], Outputs]
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        return self.make_inputs()
+
+    @property
+    def tokens_T(self) -> torch.Tensor:
+        return self.inputs.tokens_T
+
+    @property
+    def positions_T(self) -> torch.Tensor:
+        return self.inputs.positions_T
+
+    @property
+    def packed(self) -> PackedSequences:
+        return self.inputs.packed
 
     @cached_property
     def _outputs(self) -> Outputs:
@@ -91,45 +125,59 @@ def micro_batches(
 
 def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, device: torch.device) -> MicroBatch:
     chosen = [batch.samples[index] for index in indices]
-    lengths = _padded_lengths(batch, chosen)
-    starts = np.cumsum([0, *lengths])
-    tokens = np.zeros(starts[-1], dtype=np.int64)
-    for start, sample in zip(starts, chosen, strict=False):
-        tokens[start : start + len(sample.tokens) - 1] = sample.tokens[:-1]
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    held = rank_tokens(lengths, batch.context, context_rank)
     for name in FIELDS:
         _given([getattr(sample, name) for sample in chosen], name)  # every rank finds the error before any runs
-    inputs = [_tensor(tokens[held], np.int64), _tensor(positions[held], np.int64), bounds_of(lengths)]
-    tokens_T, positions_T, bounds = upload_together(inputs, device)
-    return MicroBatch(
-        tokens_T=tokens_T,
-        positions_T=positions_T,
-        packed=PackedSequences.from_lengths(
-            lengths, device, context=batch.context, context_rank=context_rank, bounds=bounds
-        ),
-        samples=indices,
-        make_outputs=partial(_outputs, batch, indices, chosen, starts, held, device),
+    given = (batch, chosen, context_rank, device)
+    return MicroBatch(indices, partial(_inputs, *given), partial(_outputs, indices, *given))
+
+
+def _inputs(batch: PackedBatch, chosen: list[Sample], context_rank: int, device: torch.device) -> Inputs:
+    """Return what ``MicroBatch.make_inputs`` makes."""
+    lengths = _padded_lengths(batch, chosen)
+    count = sum(lengths) // batch.context
+    sizes = [(count, np.int64), (count, np.int64), (sequence_room(len(lengths)) + 1, np.int32)]
+    upload = Upload(sizes, device)
+    tokens, positions, bounds = upload.arrays
+    runs = rank_runs(lengths, batch.context, context_rank)
+    table, per_sequence, at = _positions(power_of_two(max(lengths))), len(runs) // len(lengths), 0
+    for place, run in enumerate(runs):
+        end, sequence = at + run.length, place // per_sequence
+        positions[at:end] = table[run.before : run.keys]
+        fed = chosen[sequence].tokens[:-1][run.before : run.keys] if sequence < len(chosen) else ()
+        tokens[at : at + len(fed)] = fed
+        tokens[at + len(fed) : end] = 0
+        at = end
+    bounds[0], bounds[len(lengths) + 1 :] = 0, sum(lengths)
+    np.cumsum(lengths, out=bounds[1 : len(lengths) + 1])
+    memory, (tokens_T, positions_T, room) = upload.send()
+    packed = PackedSequences.from_lengths(
+        lengths, device, context=batch.context, context_rank=context_rank, bounds=room[: len(lengths) + 1]
     )
+    return Inputs(memory, tokens_T, positions_T, room, packed)
+
+
+def sequence_room(count: int) -> int:
+    """Return the number of sequences for which the bounds of ``count`` have room."""
+    return max(FEWEST_SEQUENCES, power_of_two(count))
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is at least ``count``."""
+    return 1 << (count - 1).bit_length()
+
+
+@cache
+def _positions(count: int) -> np.ndarray:
+    return np.arange(count)
 
 
 def _outputs(
-    batch: PackedBatch,
-    indices: tuple[int, ...],
-    chosen: list[Sample],
-    starts: np.ndarray,
-    held: np.ndarray,
-    device: torch.device,
+    indices: tuple[int, ...], batch: PackedBatch, chosen: list[Sample], context_rank: int, device: torch.device
 ) -> Outputs:
-    """Return what ``MicroBatch.make_outputs`` makes.
-
-    Args:
-        batch: the whole batch.
-        indices, chosen: the micro-batch's samples.
-        starts: first position of each sequence in the whole pack, int64, and the pack's length.
-        held: positions of this rank's tokens.
-        device: where the tensors go.
-    """
+    """Return what ``MicroBatch.make_outputs`` makes."""
+    lengths = _padded_lengths(batch, chosen)
+    starts = np.cumsum([0, *lengths])
+    held = rank_tokens(lengths, batch.context, context_rank)
     here = np.full(starts[-1], -1)
     here[held] = np.arange(len(held))
     # For all response tokens of the micro-batch, in sample order: their position on this rank (-1: elsewhere), and the
@@ -139,7 +187,7 @@ def _outputs(
     offsets, counts = flat_offsets(batch), batch.response_tokens
     places = _joined([np.arange(offsets[index], offsets[index] + counts[index]) for index in indices])
     labels = _joined([sample.tokens[sample.response_mask] for sample in chosen])
-    used = [_tensor(values[kept], np.int64) for values in (response, labels, places)]
+    used = [values[kept].astype(np.int64, copy=False) for values in (response, labels, places)]
     given = _loss_inputs(batch, indices, chosen, kept)
     response_R, labels_R, places_R, *moved = upload_together([*used, *given.values()], device)
     by_name = dict(zip(given, moved, strict=True))
@@ -159,14 +207,14 @@ def _padded_lengths(batch: PackedBatch, chosen: list[Sample]) -> tuple[int, ...]
 
 def _loss_inputs(
     batch: PackedBatch, indices: tuple[int, ...], chosen: list[Sample], kept: np.ndarray
-) -> dict[str, torch.Tensor]:
+) -> dict[str, np.ndarray]:
     """Return what the loss gets for each token, by ``TokenBatch``'s names; no logprobs that the samples do not have."""
     counts = [int(sample.response_mask.sum()) for sample in chosen]
     advantages = [np.broadcast_to(sample.advantage, count) for sample, count in zip(chosen, counts, strict=True)]
     values = {"weights_T": np.repeat(batch.weights_S[list(indices)], counts), "advantages_T": _joined(advantages)}
     fields = {f"{name}_T": _given([getattr(sample, name) for sample in chosen], name) for name in LOGPROBS}
     values |= {name: _joined(field) for name, field in fields.items() if field is not None}
-    return {name: _tensor(value[kept], np.float32) for name, value in values.items()}
+    return {name: value[kept].astype(np.float32, copy=False) for name, value in values.items()}
 
 
 def _sequences(chosen: list[Sample], kept: np.ndarray, device: torch.device) -> Sequences:
@@ -191,7 +239,3 @@ def _given(values: list, name: str) -> list | None:
 
 def _joined(parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _tensor(array: np.ndarray, dtype: type) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype))

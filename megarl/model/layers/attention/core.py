@@ -104,17 +104,20 @@ class PackedSequences(PackedSeqParams):
         query_room, key_room = (bounds.new_empty(max(n, 2), 0) for n in (self.longest_query, self.longest_key))
         return TracedPack(bounds, rows, host, query_room, key_room, self.key_rows).mark()
 
-    def padded_to(self, sequences: int, longest: int) -> "PackedSequences":
-        """Copy with empty sequences added, up to ``sequences``, and ``longest`` as the limit (for CUDA graphs)."""
-        assert self.context == 1 and self.cu_seqlens_q is not None
-        bounds = self.cu_seqlens_q.new_full((sequences + 1,), sum(self.lengths))
-        bounds[: len(self.lengths) + 1] = self.cu_seqlens_q
-        padded = copy.copy(self)
+    def bounded(self, bounds: torch.Tensor, longest: int) -> "PackedSequences":
+        """Copy with other bounds, which may go on with empty sequences, and ``longest`` as the limit (for CUDA graphs).
+
+        Args:
+            bounds: int32 ``[at least as many]``.
+            longest: no sequence is longer.
+        """
+        assert self.context == 1
+        copied = copy.copy(self)
         for cached in ("thd", "traced"):
-            padded.__dict__.pop(cached, None)
-        padded.cu_seqlens_q = padded.cu_seqlens_kv = padded.query_bounds = padded.key_bounds = bounds
-        padded.max_seqlen_q = padded.max_seqlen_kv = padded.longest_query = padded.longest_key = longest
-        return padded
+            copied.__dict__.pop(cached, None)
+        copied.cu_seqlens_q = copied.cu_seqlens_kv = copied.query_bounds = copied.key_bounds = bounds
+        copied.max_seqlen_q = copied.max_seqlen_kv = copied.longest_query = copied.longest_key = longest
+        return copied
 
 
 def bounds_of(lengths: tuple[int, ...]) -> torch.Tensor:
