@@ -110,6 +110,8 @@ def apply_lora(
             wrapped = _wrap(layer, linear, names, groups)
             matrices = _matrices(wrapped, parts, config.lora_dropout, seed, dtype, groups)
             wrapped.adapters[name] = matrices.requires_grad_(trainable)
+            if trainable:
+                wrapped.make_room(matrices)
         slots += [Slot(part, kind_of(linear), wrapped, matrices) for part in parts if part]
     for part, wrap in vocabulary:
         wrapped = wrap()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import triton
 
 from megarl.bench.shapes import SHAPES, Shape
-from megarl.lora.layers.products import Layout, add_wide, project_through
+from megarl.lora.layers.products import Layout, add_wide, project, project_through
 from megarl.model.layers.kernels import (
     adapted_heads,
     adapted_norm,
@@ -115,7 +115,7 @@ def norms(hidden: int) -> tuple[Compute, Compute]:
 
     def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
         normed, beside = norm.rms_norm_beside(states, weight, EPS)
-        return [*project_through(normed, matrix), beside]
+        return [normed, project(normed, matrix), beside]
 
     return fused, apart
 

@@ -7,6 +7,7 @@ Run as a program (`python -m tests.helpers.update_kernels`), it uses float32 on 
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -140,9 +141,46 @@ def norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device:
 
     def theirs(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
         normed = F.rms_norm(hidden, (width,), weight.to(hidden.dtype), EPS)
-        return [normed, F.linear(normed, matrix), hidden]
+        # What comes back through A is the linear's affair.
+        return [normed, F.linear(normed.detach(), matrix), hidden]
 
     return _errors(_draw(dtype, device, (TOKENS, 1, width), (first + second, width)), ours, theirs)
+
+
+def linear_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
+    """Return the errors of a frozen linear beside an A of the sum of both ranks, whose gradients lie in one piece."""
+    from megarl.lora.layers.beside import _LinearBeside, with_rows_behind
+    from megarl.lora.layers.products import project
+    from megarl.model.layers.updates import in_one_piece, with_room
+
+    rank, out = first + second, 64
+    [weight] = _draw(dtype, device, (out, width))
+    joined = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    room = with_rows_behind(joined, rank)
+    assert (room is None) == (rank % 8 > 0) and torch.equal(joined, weight)
+
+    class Together(torch.autograd.Function):
+        """Return what it gets; its gradients lie in one piece, as the kernels make them."""
+
+        @staticmethod
+        def forward(ctx: Any, wide: torch.Tensor, low: torch.Tensor) -> Any:
+            return wide.clone(), low.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            made = with_room(gradients[0], rank)
+            for target, gradient in zip(made, gradients, strict=True):
+                target.copy_(gradient)
+            assert in_one_piece(*made) is not None and in_one_piece(*gradients) is None
+            return made
+
+    def ours(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        return list(Together.apply(*_LinearBeside.apply(hidden, project(hidden, matrix), joined, matrix, room)))
+
+    def theirs(hidden: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        return [F.linear(hidden, weight.to(hidden.dtype)), F.linear(hidden, matrix)]
+
+    return _errors(_draw(dtype, device, (TOKENS, 1, width), (rank, width)), ours, theirs)
 
 
 def sum_norm_errors(width: int, first: int, second: int, dtype: torch.dtype, device: str) -> Errors:
@@ -165,7 +203,7 @@ def sum_norm_errors(width: int, first: int, second: int, dtype: torch.dtype, dev
     ) -> Tensors:
         total = residual + (out + SCALE * (low @ wide.t()))
         normed = F.rms_norm(total, (width,), weight.to(total.dtype), EPS)
-        return [normed, F.linear(normed, a), total]
+        return [normed, F.linear(normed.detach(), a), total]
 
     return _errors(_draw(dtype, device, *shapes), ours, theirs)
 
@@ -195,7 +233,16 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result - exact).norm() / max(exact.norm(), torch.finfo(torch.float32).tiny))
 
 
-MEASURES = (swiglu_errors, heads_errors, residual_errors, beside_errors, through_errors, norm_errors, sum_norm_errors)
+MEASURES = (
+    swiglu_errors,
+    heads_errors,
+    residual_errors,
+    beside_errors,
+    through_errors,
+    norm_errors,
+    linear_errors,
+    sum_norm_errors,
+)
 
 
 def count_updates() -> dict[str, int]:
@@ -222,11 +269,11 @@ def count_updates() -> dict[str, int]:
 
 def with_kernels(on: bool) -> None:
     """Use the kernels, or do not, whatever the tensors."""
-    from megarl.lora.layers import products
+    from megarl.lora.layers import parallel_linear, products
     from megarl.model.layers import gpt, mlp, pointwise
     from megarl.model.layers.attention import self_attention
 
-    for module in (pointwise, gpt, mlp.pointwise, products, self_attention):
+    for module in (pointwise, gpt, mlp.pointwise, products, parallel_linear, self_attention):
         for name in {"has_kernels", "wants_kernels"} & set(vars(module)):
             setattr(module, name, lambda tensor: on)
 

@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from megarl.lora.layers.dropout import drop_inputs
 from megarl.lora.layers.grouped_experts import GroupedAdapters
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, mark_parameter
-from megarl.lora.layers.parallel_linear import ParallelLoraLinear, drop_inputs
+from megarl.lora.layers.parallel_linear import ParallelLoraLinear
 from megarl.model.layers.experts.grouped import Adapt, NotTogether
 from megarl.model.layers.regions import (
     copy_to_tensor_model_parallel_region,

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megarl import progress
+from megarl.lora.layers.beside import unhooked
 from megarl.lora.layers.products import Layout, assemble, b_gradients, factor
 from megarl.model.layers.updates import product
 from megarl.parallel.token_exchange import exchange_of
@@ -29,7 +30,7 @@ def can_overlap(base: torch.nn.Module) -> bool:
     """
     if not isinstance(base, (ColumnParallelLinear, RowParallelLinear)):
         return False
-    if base._forward_hooks or base._forward_pre_hooks or base._backward_hooks or base._backward_pre_hooks:
+    if not unhooked(base):
         return False
     alone = base.is_expert or getattr(base, "gather_output", False) or not getattr(base, "input_is_parallel", True)
     return bool(base.sequence_parallel) and not alone and not base.weight.requires_grad

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.families.base import Fusion
+from megarl.lora.layers.beside import linear_beside, with_bias, with_rows_behind
+from megarl.lora.layers.dropout import drop_inputs
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
-from megarl.lora.layers.products import Layout, add_wide, project_through, update_of, wide_matrix
+from megarl.lora.layers.products import Layout, add_wide, project, project_through, update_of, wide_matrix
 from megarl.lora.layers.state import WithBaseNames
-from megarl.lora.layers.traced_dropout import dropout as traced_dropout
 from megarl.lora.layers.traced_linear import adapted_linear
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
+from megarl.model.layers.pointwise import wants_kernels
 from megarl.model.layers.regions import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -47,12 +47,13 @@ class ParallelLoraLinear(WithBaseNames):
     mcore reads from a linear (``weight``, ``sequence_parallel``, ...) come from the base.
 
     Each subclass sets ``split_A`` and ``split_B``, the dimensions that are split over the ranks of ``axis``; None means
-    replicated.
+    replicated. ``splits_inputs``: each rank of ``axis`` has features of its own.
     """
 
     split_A: ClassVar[int | None] = None
     split_B: ClassVar[int | None] = None
     axis: ClassVar[Axis] = "tensor"
+    splits_inputs: ClassVar[bool] = False
     place = 0
 
     def __init__(
@@ -64,6 +65,7 @@ class ParallelLoraLinear(WithBaseNames):
         self.fusion, self.heads = fusion, heads
         self.group = group
         self.active: str | None = None
+        self.room: torch.Tensor | None = None
         self.adapters = torch.nn.ModuleDict()
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +128,9 @@ class ParallelLoraLinear(WithBaseNames):
         matrix_a.uniform_(-bound, bound, generator=generator_of(part.name, seed))
         return {"A": matrix_a, "B": torch.zeros(part.padded or part.out_features, part.rank)}
 
+    def make_room(self, adapter: AdapterMatrices) -> None:
+        """Prepare the base's weight for an adapter that is trained. Called once the adapter is there."""
+
     def mark(self, matrix: torch.nn.Parameter, split: int | None) -> None:
         """Set the attributes by which mcore reduces, clips and counts a matrix."""
         mark_parameter(matrix, split, bool(self.base_layer.sequence_parallel))
@@ -155,7 +160,7 @@ class _LinearLora(ParallelLoraLinear):
         out, bias = self.base_layer(hidden, *args, **kwargs)
         return self.widen(adapter, out, self._whole(low)), bias
 
-    def apart(self, hidden: torch.Tensor, low: torch.Tensor | None = None) -> Outcome:
+    def apart(self, hidden: torch.Tensor, low: torch.Tensor | None = None, *, through: bool = True) -> Outcome:
         """Return the base's output and the update to be added; whole outputs where an update cannot be left.
 
         See ``megarl.model.layers.updates``.
@@ -165,11 +170,12 @@ class _LinearLora(ParallelLoraLinear):
         adapter = self.current()
         if low is None:
             dropped = drop_inputs(self, adapter.dropout, hidden)
-            if dropped is hidden and hidden.requires_grad:
-                hidden, low = project_through(hidden, adapter.matrix_a())
-            else:
-                low = adapter.lower(dropped)
-        out, bias = self.base_layer(hidden)
+            through = dropped is hidden and hidden.requires_grad
+            low = project(hidden, adapter.matrix_a()) if through else adapter.lower(dropped)
+        if through:
+            (out, bias), low = linear_beside(self.base_layer, hidden, low, adapter.matrix_a(), self.room)
+        else:
+            out, bias = self.base_layer(hidden)
         if bias is not None:
             return self.widen(adapter, out, low), bias
         return out, update_of(low, self.matrices_b(adapter), self.layout(adapter))
@@ -183,28 +189,33 @@ class _LinearLora(ParallelLoraLinear):
 
     def _leaves(self) -> bool:
         """Return True if a kernel can add the update: on one rank, of ranks that a tile can hold."""
-        base = self.base_layer
-        if not self.active or self.group.size() > 1 or not isinstance(base, TRACED) or traced():
+        if not self.active or traced() or not self._alone():
             return False
         return max(self.adapters[self.active].ranks) <= MOST_RANKS
+
+    def _alone(self) -> bool:
+        """Return True if the base is one frozen matrix on one rank, whose product can be formed here."""
+        base = self.base_layer
+        return self.group.size() == 1 and isinstance(base, TRACED) and not base.weight.requires_grad
+
+    def make_room(self, adapter: AdapterMatrices) -> None:
+        """Let an adapter's A lie behind the base's weight; see ``linear_beside``. Moves the weight."""
+        if wants_kernels(self.base_layer.weight) and self._alone():
+            rows = max(start + rank for start, rank in zip(adapter.starts, adapter.ranks, strict=True))
+            self.room = with_rows_behind(self.base_layer.weight, rows)
 
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
         weight = self.base_layer.weight
         wide, scale = wide_matrix(self.matrices_b(adapter), weight.shape[0], self.layout(adapter))
         out, _ = adapted_linear(hidden, weight, adapter.matrix_a(), wide, scale)
-        return self._with_bias(out)
+        return with_bias(self.base_layer, out)
 
     def _overlapped(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, with collectives that run beside the products; under sequence parallelism."""
         matrices, layout = self.matrices_b(adapter), self.layout(adapter)
         weight, matrix_a = self.base_layer.weight, adapter.matrix_a()
-        return self._with_bias(self.linear(hidden, weight, matrix_a, matrices, layout, self.group))
-
-    def _with_bias(self, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add the base's bias, or return it beside ``out``, as the base does."""
-        bias = self.base_layer.bias
-        return (out, bias) if bias is None or self.base_layer.skip_bias_add else (out + bias, None)
+        return with_bias(self.base_layer, self.linear(hidden, weight, matrix_a, matrices, layout, self.group))
 
     def _bitwise(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
         from megarl.lora.layers.bitwise import adapted_linear
@@ -269,6 +280,7 @@ class RowParallelLora(_LinearLora):
     """Adapter of a layer whose inputs are split over TP. Under SP its output is split along the sequence."""
 
     split_A = 1
+    splits_inputs = True
     linear = staticmethod(row_linear)
 
     def complete(self, low: torch.Tensor) -> torch.Tensor:
@@ -276,19 +288,3 @@ class RowParallelLora(_LinearLora):
         if self.base_layer.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
-
-
-def drop_inputs(layer: ParallelLoraLinear, dropout: float, hidden: torch.Tensor) -> torch.Tensor:
-    """Apply dropout to the adapter's input.
-
-    TP ranks that hold the same tokens and features must drop the same ones. They use the default generator, which mcore
-    seeds alike on TP ranks. Ranks that hold different ones use mcore's tracker.
-    """
-    if not (layer.training and dropout > 0.0):
-        return hidden
-    if not isinstance(layer, RowParallelLora) and not layer.base_layer.sequence_parallel:
-        return traced_dropout(hidden, dropout, False, layer.place)[0] if traced() else F.dropout(hidden, dropout)
-    if traced():
-        return traced_dropout(hidden, dropout, True, layer.place)[0]
-    with get_cuda_rng_tracker().fork():
-        return F.dropout(hidden, dropout)

@@ -129,11 +129,37 @@ def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.T
     return _ProjectThrough.apply(hidden, matrix)
 
 
+def project(hidden: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """Return ``hidden @ matrix.T``, through which only ``matrix`` gets a gradient (see ``beside``)."""
+    return _Project.apply(hidden, matrix)
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, matrix)
+        return F.linear(hidden, matrix)
+
+    @staticmethod
+    def backward(ctx: Any, by_low: torch.Tensor) -> Any:
+        """Return no gradient of ``hidden``, and that of A, ``[R, I]``."""
+        hidden, matrix = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return None, None
+        rows = _rows(by_low)
+        if wants_kernels(hidden):
+            from megarl.model.layers.kernels import through_gradients as kernel
+
+            if kernel.takes(matrix):
+                return None, kernel.through_gradients(None, rows, hidden, matrix)
+        return None, rows.t() @ _rows(hidden)
+
+
 class _ProjectThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(hidden, matrix)
-        return hidden.detach(), torch.nn.functional.linear(hidden, matrix)
+        return hidden.detach(), F.linear(hidden, matrix)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

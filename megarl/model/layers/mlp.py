@@ -61,7 +61,8 @@ class PackedMLP(MLP):
         from megarl.model.layers.kernels.adapted_swiglu import adapted_swiglu
 
         assert update is None or isinstance(update, Update)  # without biases
-        return apart(self.linear_fc2, *adapted_swiglu(fused, update, matrix))
+        # The kernel adds what comes back through A itself.
+        return apart(self.linear_fc2, *adapted_swiglu(fused, update, matrix), through=False)
 
     def _activate(self, fused: torch.Tensor) -> torch.Tensor:
         """Return ``silu(gate) * up``, by megarl's kernel where there is one."""

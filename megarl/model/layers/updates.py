@@ -48,15 +48,17 @@ class Update(NamedTuple):
 Outcome = tuple[torch.Tensor, torch.Tensor | Update | None]
 
 
-def apart(linear: Any, hidden: torch.Tensor, low: torch.Tensor | None = None) -> Outcome:
+def apart(linear: Any, hidden: torch.Tensor, low: torch.Tensor | None = None, *, through: bool = True) -> Outcome:
     """Call a linear; leave its adapter's update to the caller if the linear can.
 
     Args:
         linear: any of mcore's linears, with or without adapters.
         hidden: ``[..., I]``.
         low: the product of ``hidden`` and ``projection(linear)``, where that is not None.
+        through: the gradient of ``hidden`` takes in what comes back through ``low``. What made ``low`` then gets its
+            gradient for A alone. False if that adds to the gradient of ``hidden`` itself.
     """
-    return linear.apart(hidden, low) if hasattr(linear, "apart") else linear(hidden)
+    return linear.apart(hidden, low, through=through) if hasattr(linear, "apart") else linear(hidden)
 
 
 def projection(linear: Any) -> torch.Tensor | None:
@@ -75,6 +77,27 @@ def flattened(update: Update | None, count: int) -> tuple[Any, ...]:
     return low, places, *(part and part.matrix for part in parts)
 
 
+def with_room(like: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for ``like [..., O]``, and for ``[..., columns]`` with a row behind each of the first's.
+
+    So one product takes both, ``in_one_piece``.
+    """
+    whole = like.new_empty(*like.shape[:-1], like.shape[-1] + columns)
+    return whole[..., : like.shape[-1]], whole[..., like.shape[-1] :]
+
+
+def in_one_piece(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor | None:
+    """Return ``[T, O + columns]`` if two tensors lie as ``with_room`` made them; else None."""
+    width, columns = wide.shape[-1], narrow.shape[-1]
+    stride, tokens = width + columns, wide.numel() // width
+    apart_by = narrow.data_ptr() - wide.data_ptr()
+    rows = wide.stride(0) == narrow.stride(0) == stride and wide.numel() == wide.shape[0] * width
+    if not rows or apart_by != width * wide.itemsize or wide.stride(-1) != 1 or narrow.stride(-1) != 1:
+        return None
+    same = wide.untyped_storage().data_ptr() == narrow.untyped_storage().data_ptr()
+    return wide.as_strided((tokens, stride), (stride, 1)) if same else None
+
+
 def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:
     """Return ``scale * left @ right``, scaled inside the product, before rounding."""
     return torch.addmm(right.new_empty(()), left, right, beta=0, alpha=scale)
@@ -86,6 +109,7 @@ def update_gradients(
     places: Sequence[Any],
     matrices: Sequence[torch.Tensor | None],
     heads: HeadLayout | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return the gradients of an update's ``low`` and of each matrix, from that of the linear's output; on a GPU.
 
@@ -94,45 +118,49 @@ def update_gradients(
         low, places, matrices: as ``flattened`` returns them.
         heads: set if the parts are queries, keys and values, which lie head by head. Otherwise the parts lie one after
             the other, and are equally wide.
+        into: memory for the gradient of ``low``, in its shape.
     """
     from megarl.model.layers.kernels import narrow_gradients as kernel
 
     if kernel.takes(matrices):
-        return kernel.narrow_gradients(by_out, low, places, matrices, heads)
+        return kernel.narrow_gradients(by_out, low, places, matrices, heads, into)
     rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
     if heads is not None:
-        return _gradients_by_heads(rows, low, below, places, matrices, heads)
+        return _gradients_by_heads(rows, low, below, places, matrices, heads, into)
     by_matrices = [
         None if matrix is None else product(piece.t(), below[:, place[0] :][:, : matrix.shape[1]], place[1])
         for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True)
     ]
-    return (low_gradient(by_out, low, places, matrices), *by_matrices)
+    return (low_gradient(by_out, low, places, matrices, into), *by_matrices)
 
 
 def low_gradient(
-    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None]
-) -> torch.Tensor | None:
+    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None],
+    into: torch.Tensor | None = None,
+) -> torch.Tensor | None:  # fmt: skip
     """Return the gradient of an update's ``low``; its parts lie one after the other, and are equally wide.
 
     Args:
-        by_out, low, places, matrices: see ``update_gradients``.
+        by_out, low, places, matrices, into: see ``update_gradients``.
     """
     if low is None:
         return None
     rows, seen = by_out.reshape(-1, by_out.shape[-1]), set[int]()
-    by_low = low.new_empty(len(rows), low.shape[-1])
+    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
+    narrow = by_low.view(len(rows), -1)
     for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True):
         if matrix is not None:
             start, scale = place
-            columns = by_low[:, start : start + matrix.shape[1]]
+            columns = narrow[:, start : start + matrix.shape[1]]
             torch.addmm(columns, piece, matrix, beta=start in seen, alpha=scale, out=columns)
             seen.add(start)
-    return by_low.view(low.shape)
+    return by_low
 
 
 def _gradients_by_heads(
-    rows: torch.Tensor, low: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout
-) -> tuple[torch.Tensor | None, ...]:
+    rows: torch.Tensor, low: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout,
+    into: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Do what ``update_gradients`` does by two products with one matrix ``[O, R]`` that holds every part's B."""
     scales = {place[1] for place in places if place}
     common = scales.pop() if len(scales) == 1 else 1.0
@@ -152,4 +180,6 @@ def _gradients_by_heads(
             slot.mul_(factor)
             by_matrix = by_matrix * factor
         by_matrices.append(by_matrix)
-    return (product(rows, wide, common).view(low.shape), *by_matrices)
+    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
+    torch.addmm(wide.new_empty(()), rows, wide, beta=0, alpha=common, out=by_low.view(len(rows), -1))
+    return (by_low, *by_matrices)

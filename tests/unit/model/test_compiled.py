@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from megarl.errors import UnsupportedError
-from megarl.lora.layers.traced_dropout import dropout
+from megarl.lora.layers.dropout import dropout
 from megarl.lora.layers.traced_linear import adapted_linear
 from megarl.model.layers.attention.core import PackedSequences, attend_runs
 from megarl.model.layers.attention.traced_attention import attend

@@ -16,7 +16,7 @@ import triton.language as tl
 from megarl import progress
 from megarl.model.layers.kernels.heads import empty_parts, gradient_of
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_product, low_rows, rank_block
-from megarl.model.layers.updates import Update, flattened, update_gradients
+from megarl.model.layers.updates import Update, flattened, update_gradients, with_room
 from megarl.model.weights.fusion import HeadLayout
 from megarl.triton_support.fast_math import cos_sin
 
@@ -63,8 +63,10 @@ class _AdaptedHeads(torch.autograd.Function):
         progress.made()
         fused, angles, low, *matrices = ctx.saved_tensors
         matrices, weights = matrices[:3], matrices[3:]
-        by_fused = gradient_of(gradients, fused, angles, weights, *ctx.settings)
-        by_low, *by_matrices = update_gradients(by_fused, low, ctx.places, matrices, ctx.settings[1])
+        wide, narrow = with_room(fused, low.shape[-1])
+        eps, heads = ctx.settings
+        by_fused = gradient_of(gradients, fused, angles, weights, eps, heads, wide)
+        by_low, *by_matrices = update_gradients(by_fused, low, ctx.places, matrices, heads, narrow)
         return by_fused, None, None, None, None, by_low, None, *by_matrices
 
 

@@ -19,7 +19,7 @@ from megarl.model.layers.kernels.low_rank import factors_of, low_rank_product, l
 from megarl.model.layers.kernels.norm import by_states, normed_rows
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
-from megarl.model.layers.updates import Update, flattened, update_gradients
+from megarl.model.layers.updates import Update, flattened, update_gradients, with_room
 
 # Tile of a step of a program.
 ROWS, COLUMNS, WARPS = 16, 256, 4
@@ -37,8 +37,8 @@ def rms_norm_projected(
         matrix: every A of the linear behind the norm, ``[R, H]``.
 
     Returns:
-        The norm ``[..., H]``, its product with A ``[..., R]``, and ``hidden`` for the residual stream. Pass the first
-        to the base of the linear and nowhere else.
+        The norm ``[..., H]``, its product with A ``[..., R]``, and ``hidden`` for the residual stream. What comes back
+        through the second is for A alone: the linear's gradient of the first takes it in (``updates.apart``).
     """
     return _ProjectedNorm.apply(hidden, weight, eps, matrix)
 
@@ -94,26 +94,27 @@ class _AddAndNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_normed: torch.Tensor, by_projected: torch.Tensor, beside: torch.Tensor) -> Any:
         progress.made()
-        *of_norm, low, added = ctx.saved_tensors
-        by_total, by_matrix = _gradients_of(by_normed, by_projected, beside, *of_norm)
-        by_low, by_added = update_gradients(by_total, low, ctx.places, [added])
+        total, weight, inverse, matrix, low, added = ctx.saved_tensors
+        wide, narrow = with_room(beside, low.shape[-1])
+        by_total, by_matrix = _gradients_of(by_normed, by_projected, beside, total, weight, inverse, matrix, wide)
+        by_low, by_added = update_gradients(by_total, low, ctx.places, [added], into=narrow)
         return by_total, by_total, None, None, by_matrix, by_low, None, by_added
 
 
 def _gradients_of(
     by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
-    inverse: torch.Tensor, matrix: torch.Tensor,
+    inverse: torch.Tensor, matrix: torch.Tensor, into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``.
 
     Args:
-        by_normed, by_low, beside: those of what ``rms_norm_projected`` returns; the first is overwritten.
+        by_normed, by_low, beside: those of what ``rms_norm_projected`` returns.
         hidden, weight, matrix: its arguments.
         inverse: one over the root of each row of ``hidden``, float32 ``[T]``.
+        into: memory for the first.
     """
-    rows = as_rows(by_normed)
-    by_matrix = through_gradients(rows, as_rows(by_low), hidden, matrix, (inverse, weight))
-    return by_states(rows, hidden, weight, inverse, beside), by_matrix
+    by_matrix = through_gradients(None, as_rows(by_low), hidden, matrix, (inverse, weight))
+    return by_states(by_normed, hidden, weight, inverse, beside, into), by_matrix
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
 from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_tile, matrix_columns, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
-from megarl.model.layers.updates import Update, flattened, low_gradient
+from megarl.model.layers.updates import Update, flattened, low_gradient, with_room
 from megarl.triton_support.fast_math import sigmoid
 
 # Tile of a forward program; tile of a step of one that also projects, with a warp for 16 rows, as its products want it.
@@ -74,12 +74,13 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         fused, matrix, low, *matrices = ctx.saved_tensors
         behind = factors_of(by_projected, matrix, (0, 1.0), fused, along=0)
         products = [*_products(fused, low, ctx.places, matrices), behind]
-        by_fused, sums = _run_backward(fused, by_out, products)
+        by_fused, narrow = with_room(fused, 0 if low is None else low.shape[-1])
+        sums = _run_backward(fused, by_out, products, by_fused)
         width, ranks = by_out.shape[-1], [rank for _, rank in products]
         of_gate, of_up, of_behind = sums.split([width * rank for rank in ranks])
         by_b = (of.view(width, rank) if rank else None for of, rank in zip((of_gate, of_up), ranks, strict=False))
         by_a = None if matrix is None else of_behind.view(matrix.shape)
-        return by_fused, by_a, low_gradient(by_fused, low, ctx.places, matrices), None, *by_b
+        return by_fused, by_a, low_gradient(by_fused, low, ctx.places, matrices, narrow), None, *by_b
 
 
 def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list[Any]:
@@ -111,9 +112,10 @@ def _run_forward(
     return None if matrix is None else F.linear(out, matrix)
 
 
-def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of ``fused``, and those of the products' matrices one after the other, flat."""
-    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+def _run_backward(
+    fused: torch.Tensor, by_out: torch.Tensor, products: list[Any], by_fused: torch.Tensor
+) -> torch.Tensor:
+    """Write the gradient of ``fused``; return those of the products' matrices one after the other, flat."""
     rows, by_rows = as_rows(fused), as_rows(by_out)
     (tokens, width), sizes = by_rows.shape, _sizes(products)
     columns = STEP_COLUMNS
@@ -123,11 +125,11 @@ def _run_backward(fused: torch.Tensor, by_out: torch.Tensor, products: list[Any]
     own, chunks = share_tokens(tokens, PROGRAMS // across, STEP_ROWS)
     sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
     _backward[(chunks, across)](
-        rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0),
+        rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0), as_rows(by_fused).stride(0),
         *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns,
         num_warps=STEP_WARPS,
     )  # fmt: skip
-    return by_fused, sum_chunks(sums, fused.dtype)
+    return sum_chunks(sums, fused.dtype)
 
 
 @triton.jit
@@ -158,7 +160,7 @@ def _forward(
 
 @triton.jit
 def _backward(
-    fused, by_out, by_fused, sums, tokens, own, fused_stride, stride, of_gate, of_up, behind,
+    fused, by_out, by_fused, sums, tokens, own, fused_stride, stride, by_stride, of_gate, of_up, behind,
     RANKS: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of ``own`` tokens, tile by tile."""
@@ -179,7 +181,7 @@ def _backward(
         up = _updated(place + WIDTH, of_up, row, column, inside, tokens, WIDTH, RANKS[1], BLOCKS[1])
         by_gate, by_up = slopes(slope, gate, up)
         by_gate, by_up = by_gate.to(by_fused.dtype.element_ty), by_up.to(by_fused.dtype.element_ty)
-        target = by_fused + row[:, None] * 2 * WIDTH + column[None, :]
+        target = by_fused + row[:, None] * by_stride + column[None, :]
         tl.store(target, by_gate, mask=inside)
         tl.store(target + WIDTH, by_up, mask=inside)
         by_gates = _summed(by_gates, of_gate, by_gate, row, tokens, RANKS[0], BLOCKS[0])

@@ -48,7 +48,8 @@ def result_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute ``prepare_heads`` without autograd; T is the first dimension. ``weights`` is empty without norms."""
     parts = empty_parts(fused, heads)
-    _launch(_heads_forward, parts, fused.contiguous(), angles.contiguous(), weights, eps, heads)
+    fused = fused.contiguous()
+    _launch(_heads_forward, parts, fused, angles.contiguous(), weights, eps, heads, fused.stride(0))
     return parts
 
 
@@ -61,12 +62,20 @@ def empty_parts(fused: torch.Tensor, heads: HeadLayout) -> tuple[torch.Tensor, t
 
 def gradient_of(
     gradients: tuple[torch.Tensor, ...], fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float,
-    heads: HeadLayout,
+    heads: HeadLayout, into: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of ``fused``, from those of queries, keys and values. ``weights`` is empty without norms."""
-    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format)
+    """Return the gradient of ``fused``, from those of queries, keys and values.
+
+    Args:
+        gradients: those of ``result_of``.
+        fused, angles, eps, heads: its arguments.
+        weights: likewise; empty without norms.
+        into: memory for the result, in the shape of ``fused``; T is its first dimension.
+    """
+    by_fused = torch.empty_like(fused, memory_format=torch.contiguous_format) if into is None else into
     parts = (*(gradient.contiguous() for gradient in gradients), by_fused)
-    _launch(_heads_backward, parts, fused.contiguous(), angles.contiguous(), weights, eps, heads)
+    stride = by_fused.stride(0)
+    _launch(_heads_backward, parts, fused.contiguous(), angles.contiguous(), weights, eps, heads, stride)
     return by_fused
 
 
@@ -89,7 +98,7 @@ class _SplitHeads(torch.autograd.Function):
 
 def _launch(
     kernel: Any, parts: tuple[torch.Tensor, ...], fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float,
-    heads: HeadLayout,
+    heads: HeadLayout, stride: int,
 ) -> None:  # fmt: skip
     slots, half = heads.groups * (heads.queries + 2), heads.head_dim // 2
     grid = (fused.shape[0], triton.cdiv(slots, SLOTS))
@@ -99,6 +108,7 @@ def _launch(
         *(weights or (fused, fused)),
         *parts,
         eps,
+        stride,
         GROUPS=heads.groups,
         QUERIES=heads.queries,
         HALF=half,
@@ -111,12 +121,13 @@ def _launch(
 
 @triton.jit
 def _heads_forward(
-    fused, angles, query_weight, key_weight, query, key, value, eps,
+    fused, angles, query_weight, key_weight, query, key, value, eps, stride,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot, column, inside, is_query, is_value, place = _locate(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+    row = fused + token * stride
+    slot, column, inside, is_query, is_value, place = _locate(row, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORM:
@@ -143,12 +154,13 @@ def _heads_forward(
 
 @triton.jit
 def _heads_backward(
-    fused, angles, query_weight, key_weight, by_query, by_key, by_value, by_fused, eps,
+    fused, angles, query_weight, key_weight, by_query, by_key, by_value, by_fused, eps, stride,
     GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    slot, column, inside, is_query, is_value, place = _locate(by_fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+    row = by_fused + token * stride
+    slot, column, inside, is_query, is_value, place = _locate(row, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
     group, within = slot // (QUERIES + 2), slot % (QUERIES + 2)
     at_query = _rows(by_query, token, GROUPS * QUERIES, group * QUERIES + within, column, HALF)
     at_key = _rows(by_key, token, GROUPS, group, column, HALF)
@@ -160,7 +172,8 @@ def _heads_backward(
     back_first = first * cos + second * sin
     back_second = second * cos - first * sin
     if NORM:
-        _, _, _, _, _, source = _locate(fused, token, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
+        row = fused + token * GROUPS * (QUERIES + 2) * 2 * HALF
+        _, _, _, _, _, source = _locate(row, GROUPS, QUERIES, HALF, BLOCK, SLOTS)
         was_first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         was_second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         scale = _inverse_rms(was_first, was_second, eps, HALF)
@@ -177,15 +190,14 @@ def _heads_backward(
 
 @triton.jit
 def _locate(
-    fused, token, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
+    row, GROUPS: tl.constexpr, QUERIES: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr
 ):  # fmt: skip
-    """Locate this program's heads, and the first halves of their features in the fused tensor."""
+    """Locate this program's heads, and the first halves of their features in a row of the fused tensor."""
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
     column = tl.arange(0, BLOCK)
     inside = (slot < GROUPS * (QUERIES + 2))[:, None] & (column < HALF)[None, :]
     within = slot % (QUERIES + 2)
-    place = fused + (token * GROUPS * (QUERIES + 2) + slot[:, None]) * 2 * HALF + column[None, :]
+    place = row + slot[:, None] * 2 * HALF + column[None, :]
     return slot, column, inside, within < QUERIES, within == QUERIES + 1, place
 
 

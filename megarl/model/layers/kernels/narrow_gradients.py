@@ -66,6 +66,7 @@ def narrow_gradients(
     places: Sequence[Any],
     matrices: Sequence[torch.Tensor | None],
     heads: HeadLayout | None = None,
+    into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return what ``updates.update_gradients`` does; parts may share columns of ``low``. Each is rounded once."""
     rows, narrow = as_rows(by_out), as_rows(low)
@@ -84,33 +85,32 @@ def narrow_gradients(
         BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
         **settings,
     )  # fmt: skip
-    by_low, by_matrices = _add_up(lows, sums, settings, low)
+    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
+    by_matrices = _add_up(lows, sums, settings, by_low)
     pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
     return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 
 
-def _add_up(
-    lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], low: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of ``low [..., R]``, and those of all matrices one after the other, flat.
+def _add_up(lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], by_low: torch.Tensor) -> torch.Tensor:
+    """Write the gradient of ``low``; return those of all matrices one after the other, flat.
 
     Args:
         lows, sums: what the programs found for their features and tokens, ``[blocks, T, highest rank]`` and
             ``[programs, N]``, float32.
         settings: see ``_settings``.
-        low: ``low``.
+        by_low: memory for the first, ``[..., R]``.
     """
     (_, tokens, most), (programs, width) = lows.shape, sums.shape
-    by_low, by_matrices = torch.empty_like(low, memory_format=torch.contiguous_format), low.new_empty(width)
-    columns = triton.next_power_of_2(low.shape[-1])
+    narrow, by_matrices = by_low.view(tokens, -1), by_low.new_empty(width)
+    columns = triton.next_power_of_2(narrow.shape[1])
     few = max(1, LOW_TILE // columns)
     of_low = triton.cdiv(tokens, few)
     _sum[(of_low + triton.cdiv(width, chunk_sums.COLUMNS),)](
-        lows, by_low, tokens, low.shape[-1], sums, by_matrices, programs, width, of_low, MOST=most, ROWS=few,
-        COLUMNS=columns, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS, num_warps=chunk_sums.WARPS,
-        **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
+        lows, narrow, tokens, narrow.shape[1], narrow.stride(0), sums, by_matrices, programs, width, of_low, MOST=most,
+        ROWS=few, COLUMNS=columns, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS,
+        num_warps=chunk_sums.WARPS, **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
     )  # fmt: skip
-    return by_low, by_matrices
+    return by_matrices
 
 
 def _by_heads(heads: HeadLayout) -> Places:
@@ -216,21 +216,21 @@ def _chosen(block, FIRST: tl.constexpr, of_first, of_second, of_third):
 
 @triton.jit
 def _sum(
-    lows, by_low, tokens, columns, sums, by_matrices, programs, width, of_low, RANKS: tl.constexpr,
+    lows, by_low, tokens, columns, stride, sums, by_matrices, programs, width, of_low, RANKS: tl.constexpr,
     LOWS: tl.constexpr, FIRST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK_ROWS: tl.constexpr, CHUNK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add up what the programs of ``_gradients`` found. The first ``of_low`` programs do it for ``low``."""
     program = tl.program_id(0)
     if program < of_low:
-        _sum_low(lows, by_low, program, tokens, columns, RANKS, LOWS, FIRST, MOST, ROWS, COLUMNS)
+        _sum_low(lows, by_low, program, tokens, columns, stride, RANKS, LOWS, FIRST, MOST, ROWS, COLUMNS)
     else:
         sum_columns(sums, by_matrices, program - of_low, programs, width, CHUNK_ROWS, CHUNK_COLUMNS)
 
 
 @triton.jit
 def _sum_low(
-    lows, by_low, block, tokens, columns, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr,
+    lows, by_low, block, tokens, columns, stride, RANKS: tl.constexpr, LOWS: tl.constexpr, FIRST: tl.constexpr,
     MOST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Add up the gradient of ``low`` of some tokens. Parts may share columns."""
@@ -241,7 +241,7 @@ def _sum_low(
     total = _added(total, lows, row, column - LOWS[1], tokens, FIRST[1], FIRST[2], RANKS[1], MOST)
     total = _added(total, lows, row, column - LOWS[2], tokens, FIRST[2], FIRST[3], RANKS[2], MOST)
     inside = (row < tokens)[:, None] & (column < columns)[None, :]
-    tl.store(by_low + row[:, None] * columns + column[None, :], total.to(by_low.dtype.element_ty), mask=inside)
+    tl.store(by_low + row[:, None] * stride + column[None, :], total.to(by_low.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -70,14 +70,14 @@ class _RMSNormBeside(torch.autograd.Function):
 
 def by_states(
     gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, inverse: torch.Tensor,
-    beside: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None, into: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return the gradient of ``hidden``, plus ``beside``."""
-    by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    rows, along = as_rows(hidden), as_rows(gradient)
+    """Return the gradient of ``hidden``, plus ``beside``; in the memory ``into``, if that is given."""
+    by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if into is None else into
+    rows, along, out = as_rows(hidden), as_rows(gradient), as_rows(by_hidden)
     added = along if beside is None else as_rows(beside)
     _norm_backward[(len(rows),)](
-        rows, weight, inverse, along, by_hidden, added, rows.stride(0), along.stride(0), added.stride(0),
+        rows, weight, inverse, along, out, added, rows.stride(0), along.stride(0), added.stride(0), out.stride(0),
         BESIDE=beside is not None, **row_settings(rows.shape[1], FEATURES_OF_A_WARP),
     )  # fmt: skip
     return by_hidden
@@ -108,8 +108,8 @@ def _norm_forward(hidden, weight, inverse, out, eps, stride, out_stride, WIDTH: 
 
 @triton.jit
 def _norm_backward(
-    hidden, weight, inverse, by_out, by_hidden, beside, stride, out_stride, beside_stride, BESIDE: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    hidden, weight, inverse, by_out, by_hidden, beside, stride, out_stride, beside_stride, by_stride,
+    BESIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -122,4 +122,4 @@ def _norm_backward(
     by_value = root * (slope - normed * along)
     if BESIDE:
         by_value += tl.load(beside + token * beside_stride + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(by_hidden + token * WIDTH + column, by_value.to(by_hidden.dtype.element_ty), mask=inside)
+    tl.store(by_hidden + token * by_stride + column, by_value.to(by_hidden.dtype.element_ty), mask=inside)

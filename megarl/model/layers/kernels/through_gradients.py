@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Add what comes through A to the gradient of a linear's input, and form the gradient of A, in one pass.
+"""Form the gradient of A; in the same pass add what comes through A to the gradient of a linear's input.
 
 As products of their own the two read the input, and read and write its gradient, one after the other. Behind an RMSNorm
-the kernel forms the input from the norm's, so that it need not be kept.
+the kernel forms the input from the norm's, so that it need not be kept. Where the linear's own product takes in what
+comes through A (``megarl.lora.layers.beside``), A's gradient is formed alone.
 
 Shape letters: T tokens, I input features of the linear, R rows of A.
 """
@@ -31,13 +32,13 @@ def takes(matrix: torch.Tensor) -> bool:
 
 
 def through_gradients(
-    by_hidden: torch.Tensor, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor,
+    by_hidden: torch.Tensor | None, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor,
     norm: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Add ``by_low @ matrix`` to ``by_hidden``, in float32, rounded once; return A's gradient, ``by_low.T @ hidden``.
+    """Return A's gradient, ``by_low.T @ hidden``; add ``by_low @ matrix`` to ``by_hidden``, in float32, rounded once.
 
     Args:
-        by_hidden: ``[T, I]``, 16-bit, contiguous rows; overwritten.
+        by_hidden: ``[T, I]``, 16-bit, contiguous rows; overwritten. None to add nothing.
         by_low: ``[T, R]``.
         hidden: ``[..., I]``, T tokens.
         matrix: A, ``[R, I]``.
@@ -51,10 +52,11 @@ def through_gradients(
     columns = min(COLUMNS, SUMS // block)
     across = triton.cdiv(width, columns)
     own, programs = share_tokens(len(rows), PROGRAMS // across, ROWS)
+    added = rows if by_hidden is None else by_hidden
     sums = rows.new_empty(programs, rank * width, dtype=torch.float32)
     _through[(programs, across)](
-        by_hidden, narrow, rows, *(norm or (rows, rows)), matrix.contiguous(), sums, len(rows), own,
-        by_hidden.stride(0), narrow.stride(0), rows.stride(0), NORM=norm is not None, WIDTH=width, RANK=rank,
+        added, narrow, rows, *(norm or (rows, rows)), matrix.contiguous(), sums, len(rows), own, added.stride(0),
+        narrow.stride(0), rows.stride(0), ADDS=by_hidden is not None, NORM=norm is not None, WIDTH=width, RANK=rank,
         BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
         num_stages=STAGES if rank <= NARROW else FEWER_STAGES,
     )  # fmt: skip
@@ -64,14 +66,15 @@ def through_gradients(
 @triton.jit
 def _through(
     by_hidden, by_low, hidden, inverse, weight, matrix, sums, tokens, own, by_stride, low_stride, stride,
-    NORM: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ADDS: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute some columns of ``own`` tokens, tile by tile."""
     column, k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     across = column < WIDTH
     at, of_matrix = k[:, None] * WIDTH + column[None, :], (k < RANK)[:, None] & across[None, :]
-    factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
+    if ADDS:
+        factor = tl.load(matrix + at, mask=of_matrix, other=0.0)
     by_matrix = tl.zeros((COLUMNS, BLOCK), tl.float32)
     begin = tl.program_id(0).to(tl.int64) * own
     for start in range(0, own, ROWS):
@@ -79,10 +82,11 @@ def _through(
         inside = (row < tokens)[:, None] & across[None, :]
         tile = tl.load(hidden + row[:, None] * stride + column[None, :], mask=inside, other=0.0)
         low = low_rows(by_low, low_stride, row, k, tokens, RANK)
-        place = by_hidden + row[:, None] * by_stride + column[None, :]
-        slope = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        slope = tl.dot(low, factor, slope, input_precision="ieee")
-        tl.store(place, slope.to(by_hidden.dtype.element_ty), mask=inside)
+        if ADDS:
+            place = by_hidden + row[:, None] * by_stride + column[None, :]
+            slope = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            slope = tl.dot(low, factor, slope, input_precision="ieee")
+            tl.store(place, slope.to(by_hidden.dtype.element_ty), mask=inside)
         if NORM:
             # Not the tile: it lies in shared memory as the product wants it, and the columns' factors can wait.
             root = tl.load(inverse + row, mask=row < tokens, other=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout for code that torch.compile traces: it drops the same elements as uncompiled code with the same seed.
+"""Dropout of adapters' inputs; in code that torch.compile traces it drops the same elements as in uncompiled code.
 
 Compiled kernels draw random numbers of their own, from other generators than mcore's. So dropout is an operator that
 the compiler does not look into. It draws from the same generators in the same order as ``F.dropout``, recomputation
@@ -9,7 +9,10 @@ included.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megarl.model.layers.regions import traced
 
 
 @torch.library.custom_op("megarl::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
@@ -46,3 +49,20 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple:
 
 
 dropout.register_autograd(_differentiate, setup_context=_save)
+
+
+def drop_inputs(layer: Any, probability: float, hidden: torch.Tensor) -> torch.Tensor:
+    """Apply dropout to the input of an adapter of ``layer``, a ``ParallelLoraLinear``.
+
+    TP ranks that hold the same tokens and features must drop the same ones. They use the default generator, which mcore
+    seeds alike on TP ranks. Ranks that hold different ones use mcore's tracker.
+    """
+    if not (layer.training and probability > 0.0):
+        return hidden
+    own = layer.splits_inputs or layer.base_layer.sequence_parallel
+    if traced():
+        return dropout(hidden, probability, own, layer.place)[0]
+    if not own:
+        return F.dropout(hidden, probability)
+    with get_cuda_rng_tracker().fork():
+        return F.dropout(hidden, probability)
