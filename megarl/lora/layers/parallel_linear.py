@@ -200,9 +200,11 @@ class _LinearLora(ParallelLoraLinear):
 
     def make_room(self, adapter: AdapterMatrices) -> None:
         """Let an adapter's A lie behind the base's weight; see ``linear_beside``. Moves the weight."""
-        if wants_kernels(self.base_layer.weight) and self._alone():
-            rows = max(start + rank for start, rank in zip(adapter.starts, adapter.ranks, strict=True))
-            self.room = with_rows_behind(self.base_layer.weight, rows)
+        weight = self.base_layer.weight
+        rows = self.layout(adapter).columns
+        held = self.room is not None and len(self.room) >= len(weight) + rows
+        if not held and wants_kernels(weight) and self._alone():
+            self.room = with_rows_behind(weight, rows)
 
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
