@@ -82,7 +82,7 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
 
     from megarl.config import ParallelConfig
     from megarl.lora import apply_lora
-    from megarl.lora.layers import parallel_linear
+    from megarl.lora.layers import dropout as dropping
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import init_groups, leave_layout
 
@@ -101,7 +101,7 @@ def drop_masks(folder: str) -> dict[str, list[torch.Tensor]]:
             return kept
 
         with pytest.MonkeyPatch.context() as patch:  # not torch's own F: the base model has dropouts too
-            patch.setattr(parallel_linear, "F", SimpleNamespace(**vars(parallel_linear.F) | {"dropout": recorded}))
+            patch.setattr(dropping, "F", SimpleNamespace(**vars(dropping.F) | {"dropout": recorded}))
             model.forward_backward(model.pack(make_samples(2, SHAPE["vocab_size"]), np.ones(2)), SurrogateLoss())
             model.forward(model.pack(make_samples(2, SHAPE["vocab_size"])))
         results["SP" if sequence else "no SP"] = masks
