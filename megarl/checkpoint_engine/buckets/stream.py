@@ -22,6 +22,7 @@ from megarl.checkpoint_engine.buckets.filling import (
     tensor_bytes,
     view_of,
 )
+from megarl.checkpoint_engine.buckets.host_copies import bring_early
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
 from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, listed, together
 from megarl.errors import WeightSyncError
@@ -113,6 +114,7 @@ class Outbox:
             self.sender.put(bucket.to_bytes(self._book), payload)
             self.stages.end("wire")
         if on_gpu:
+            bring_early()
             # The last bucket is full; it may still be on its way when the manifest is made.
             self.sender.settle(torch.cuda.current_stream().record_event())
         self.stages.end("wire")
@@ -216,12 +218,12 @@ class Inbox:
         """
         if self._manifest is None:
             raise WeightSyncError("the transfer was not read to its end")
+        sent, checksum = self._manifest, self._manifest.checksum  # while a GPU still works
         if self._on_gpu:
             self._receiver.settle()
         self.stages.end("load")
-        arrived, sent = joined(self._parts), self._manifest
+        arrived = joined(self._parts)
         self.stages.end("hash")
-        checksum = sent.checksum
         if (arrived.digests, arrived.places.identity) != (sent.tensors.digests, sent.tensors.places.identity):
             _compare(arrived, sent.tensors)
             checksum = arrived.checksum(sent.adapter_config)

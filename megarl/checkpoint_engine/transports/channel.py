@@ -22,6 +22,8 @@ from megarl.network import connect, listen, own_address
 # Tags of messages: hello (token, receiver's index), bucket, end of transfer; acknowledgement, receipt, failure.
 HELLO, BUCKET, END, ACK, RECEIPT, FAILED = (tag.encode() for tag in "HBEARF")
 _HEAD = struct.Struct("<cQ")
+# Bytes that are read at once.
+AT_ONCE = 2**16
 
 
 def message_of(tag: bytes, data: bytes) -> bytes:
@@ -35,6 +37,8 @@ class Line:
     def __init__(self, peer: socket.socket, name: str) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self._name = peer, name
+        # What has come and is not yet read: messages that were sent together take one system call.
+        self._held = bytearray()
 
     def send(self, tag: bytes, data: bytes, deadline: float) -> None:
         """Send a message. Raises ``WeightSyncError`` if the other end is gone or does not read in time."""
@@ -53,13 +57,24 @@ class Line:
         tag, size = _HEAD.unpack(self._exactly(_HEAD.size, deadline))
         return tag, self._exactly(size, deadline)
 
+    @property
+    def holds(self) -> bool:
+        """True if something has come that is not yet read; the socket says nothing of it."""
+        return bool(self._held)
+
     def wait(self) -> bool:
         """Wait, however long, until a message comes. Returns False if the connection is closed instead."""
-        try:
-            self.socket.settimeout(None)
-            return bool(self.socket.recv(1, socket.MSG_PEEK))
-        except OSError:
-            return False
+        return bool(self.peek(None))
+
+    def peek(self, seconds: float | None) -> bytes:
+        """Wait so long for the next message; return its tag, or nothing if the connection is closed or none came."""
+        if not self._held:
+            try:
+                self.socket.settimeout(seconds)
+                self._held += self.socket.recv(AT_ONCE)
+            except OSError:  # a killed process may leave a reset connection
+                return b""
+        return bytes(self._held[:1])
 
     def check(self) -> None:
         """Raise ``WeightSyncError`` if the other end has closed the connection."""
@@ -76,20 +91,20 @@ class Line:
         self.socket.close()
 
     def _exactly(self, size: int, deadline: float) -> bytes:
-        data = bytearray(size)
-        view, done = memoryview(data), 0
         try:
-            while done < size:
+            while len(self._held) < size:
                 self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                count = self.socket.recv_into(view[done:])
-                if not count:
+                came = self.socket.recv(max(AT_ONCE, size - len(self._held)))
+                if not came:
                     raise WeightSyncError(f"{self._name} is gone")
-                done += count
+                self._held += came
         except TimeoutError as error:
             raise WeightSyncError(f"{self._name} did not answer in time") from error
         except OSError as error:
             raise WeightSyncError(f"{self._name} is gone: {error}") from error
-        return bytes(data)
+        data = bytes(self._held[:size])
+        del self._held[:size]
+        return data
 
 
 class Hub:
@@ -155,13 +170,7 @@ class Hub:
     def check(self) -> None:
         """Raise ``WeightSyncError`` if a receiver has failed or is gone."""
         for index in self._readable(self._lines.keys(), 0.0):
-            line = self._lines[index]
-            line.socket.settimeout(1.0)
-            try:
-                head = line.socket.recv(_HEAD.size, socket.MSG_PEEK)
-            except OSError:  # a killed process may leave a reset connection
-                head = b""
-            if head[:1] in (b"", FAILED):
+            if self._lines[index].peek(1.0) in (b"", FAILED):
                 self._message(index, b"", time.monotonic() + 1.0)
 
     def close(self) -> None:
@@ -174,13 +183,15 @@ class Hub:
 
     def _readable(self, indices: Iterable[int], seconds: float) -> list[int]:
         """Wait so long until a message has come, or until a connection is closed; return their indices."""
-        waiting = {self._lines[index].socket.fileno(): index for index in indices}
+        lines = {index: self._lines[index] for index in indices}
+        held = [index for index, line in lines.items() if line.holds]
+        waiting = {line.socket.fileno(): index for index, line in lines.items() if not line.holds}
         if -1 in waiting:
             raise WeightSyncError("the sender is closed")
         poll = select.poll()  # unlike epoll, it needs no system call before the wait
         for number in waiting:
             poll.register(number, select.POLLIN)
-        return [waiting[number] for number, _ in poll.poll(seconds * 1e3)]
+        return held + [waiting[number] for number, _ in poll.poll(0.0 if held else seconds * 1e3)]
 
     def _message(self, index: int, wanted: bytes, deadline: float) -> bytes:
         tag, data = self._lines[index].receive(deadline)

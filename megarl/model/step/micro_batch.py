@@ -30,7 +30,7 @@ FEWEST_SEQUENCES = 16
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a micro-batch feeds to the model, on the device; see ``MicroBatch``.
+    """Hold what a micro-batch feeds to the model, on the device; see ``MicroBatch``.
 
     Attributes:
         memory: uint8; holds the tensors. It has the same size for packs of the same T and room.

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megarl.checkpoint_engine.transports.channel import BUCKET, Hub, open_line
+from megarl.checkpoint_engine.transports.channel import ACK, BUCKET, FAILED, RECEIPT, Hub, message_of, open_line
 from megarl.checkpoint_engine.transports.collective import wait
 from megarl.errors import WeightSyncError
 
@@ -42,6 +42,38 @@ def test_a_receiver_notices_that_the_sender_is_gone_without_taking_a_message() -
     with pytest.raises(WeightSyncError, match="the sender is gone"):
         line.check()
     line.close()
+
+
+def test_messages_that_came_together_are_read_one_by_one() -> None:
+    hub, soon = Hub(2, 5.0), time.monotonic() + 5
+    lines = [open_line(hub.endpoint(), index) for index in range(2)]
+    hub.connect(soon)
+    large = bytes(300_000)
+    for index, line in enumerate(lines):
+        line.write(message_of(ACK, b"read") + message_of(RECEIPT, large + bytes([index])), soon)
+    assert hub.collect(ACK, soon) == [b"read", b"read"]
+    hub.check()
+    lines[0].close()  # what it sent before still counts
+    assert hub.collect(RECEIPT, soon) == [large + b"\0", large + b"\1"]
+    with pytest.raises(WeightSyncError, match="receiver 0 is gone"):
+        hub.check()
+    # The reason for a failure is found behind a message that was read.
+    lines[1].write(message_of(ACK, b"") + message_of(FAILED, b"no slot is idle"), soon)
+    assert hub._lines[1].peek(1.0) == ACK and hub._message(1, ACK, soon) == b""
+    with pytest.raises(WeightSyncError, match="receiver 1: no slot is idle"):
+        hub._lines.pop(0)
+        hub.check()
+    hub.close()
+
+
+def test_half_a_message_is_waited_for_until_the_deadline() -> None:
+    hub = Hub(1, 5.0)
+    line = open_line(hub.endpoint(), 0)
+    hub.connect(time.monotonic() + 5)
+    line.write(message_of(RECEIPT, b"all of it")[:11], time.monotonic() + 5)
+    with pytest.raises(WeightSyncError, match="receiver 0 did not answer in time"):
+        hub.collect(RECEIPT, time.monotonic() + 0.2)
+    hub.close()
 
 
 class Event:

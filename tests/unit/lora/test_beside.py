@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from megarl.lora.layers.beside import linear_beside, unhooked, with_rows_behind
 from megarl.lora.layers.products import project
 from megarl.model.layers.updates import in_one_piece, with_room
+from tests.helpers.in_one_piece import InOnePiece
 
 TOKENS, INPUTS, OUTPUTS, RANK = 5, 24, 16, 8
 
 
 class Base(torch.nn.Module):
-    """What mcore's linears have that ``linear_beside`` looks at."""
+    """Has what ``linear_beside`` looks at of mcore's linears."""
 
     def __init__(self, skip_bias_add: bool | None) -> None:
         super().__init__()
@@ -27,21 +28,6 @@ class Base(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> Any:
         out = F.linear(hidden, self.weight)
         return (out, self.bias) if self.bias is None or self.skip_bias_add else (out + self.bias, None)
-
-
-class InOnePiece(torch.autograd.Function):
-    """Returns what it gets. Its gradients lie as megarl's kernels make them."""
-
-    @staticmethod
-    def forward(ctx: Any, wide: torch.Tensor, low: torch.Tensor) -> Any:
-        return wide.clone(), low.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        made = with_room(gradients[0], gradients[1].shape[-1])
-        for target, gradient in zip(made, gradients, strict=True):
-            target.copy_(gradient)
-        return made
 
 
 @pytest.mark.parametrize("skip_bias_add", [None, False, True])
