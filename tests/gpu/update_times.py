@@ -2,8 +2,9 @@
 """Time the kernels that add adapters' products, and the same with products of their own.
 
 `python3 -m tests.gpu.update_times [tiles] [SHAPE ...]`: named shapes of `megarl bench train` (qwen3-0.6b, qwen3-8b).
-Prints microseconds of one layer, forward and backward in a CUDA graph, without the linears' bases, and milliseconds of
-all layers that the kernels save. With `tiles` instead: microseconds with other tiles than those the kernels have.
+Prints microseconds of one layer, forward and backward in a CUDA graph, without the linears' bases but where a linear is
+named, and milliseconds of all layers that the kernels save. With `tiles` instead: microseconds with other tiles than
+those the kernels have.
 """
 
 import statistics
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 import triton
 
 from megarl.bench.shapes import SHAPES, Shape
+from megarl.lora.layers.beside import linear_beside, with_rows_behind
 from megarl.lora.layers.products import Layout, add_wide, project, project_through
 from megarl.model.layers.kernels import (
     adapted_heads,
@@ -32,6 +34,7 @@ from megarl.model.layers.kernels import (
 )
 from megarl.model.layers.updates import Part, Update
 from megarl.model.weights.fusion import HeadLayout
+from tests.helpers.in_one_piece import InOnePiece
 
 RANK, SCALE, EPS, DTYPE, DEVICE = 16, 2.0, 1e-6, torch.bfloat16, "cuda"
 # Settings of a kernel's module to try.
@@ -85,6 +88,7 @@ def cases(shape: Shape) -> Iterator[tuple[str, Tensors, Compute, Compute]]:
     given = draw((tokens, 2 * inner), (tokens, 2 * RANK), (inner, RANK), (inner, RANK), (RANK, inner))
     yield "SwiGLU", given, *swiglus(layout)
     yield "norm", draw((tokens, hidden), (3 * RANK, hidden)), *norms(hidden)
+    yield "linear beside A", draw((tokens, hidden), (3 * RANK, hidden)), *linears(hidden, sum(rows))
     yield "A of the output", draw((tokens, rows[0]), (RANK, rows[0])), project_through, _TwoProducts.apply
     yield "residual", draw((tokens, hidden), (tokens, hidden), (tokens, RANK), (hidden, RANK)), *sums(layout)
 
@@ -116,6 +120,22 @@ def norms(hidden: int) -> tuple[Compute, Compute]:
     def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
         normed, beside = norm.rms_norm_beside(states, weight, EPS)
         return [normed, project(normed, matrix), beside]
+
+    return fused, apart
+
+
+def linears(hidden: int, outputs: int) -> tuple[Compute, Compute]:
+    """Return a frozen linear beside an A, and the way of both gradients to their input."""
+    base = torch.nn.Linear(hidden, outputs, bias=False, device=DEVICE, dtype=DTYPE).requires_grad_(False)
+    room = with_rows_behind(base.weight, 3 * RANK)
+
+    def fused(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        (out, _), low = linear_beside(base, states, project(states, matrix), matrix, room)
+        return list(InOnePiece.apply(out, low))
+
+    def apart(states: torch.Tensor, matrix: torch.Tensor) -> Tensors:
+        states, low = project_through(states, matrix)
+        return list(InOnePiece.apply(base(states), low))
 
     return fused, apart
 
