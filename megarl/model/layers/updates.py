@@ -44,6 +44,8 @@ class Update(NamedTuple):
     parts: tuple[Part | None, ...]
 
 
+# Elements of which the rows that ``with_room`` makes are multiples: Triton then compiles kernels for aligned rows.
+ALIGNED = 16
 # A linear's output, and a bias or an update that is not yet added.
 Outcome = tuple[torch.Tensor, torch.Tensor | Update | None]
 
@@ -82,20 +84,20 @@ def with_room(like: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Ten
 
     So one product takes both, ``in_one_piece``.
     """
-    whole = like.new_empty(*like.shape[:-1], like.shape[-1] + columns)
-    return whole[..., : like.shape[-1]], whole[..., like.shape[-1] :]
+    width = like.shape[-1]
+    whole = like.new_empty(*like.shape[:-1], -(-(width + columns) // ALIGNED) * ALIGNED)
+    return whole[..., :width], whole[..., width : width + columns]
 
 
 def in_one_piece(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor | None:
     """Return ``[T, O + columns]`` if two tensors lie as ``with_room`` made them; else None."""
-    width, columns = wide.shape[-1], narrow.shape[-1]
-    stride, tokens = width + columns, wide.numel() // width
-    apart_by = narrow.data_ptr() - wide.data_ptr()
-    rows = wide.stride(0) == narrow.stride(0) == stride and wide.numel() == wide.shape[0] * width
-    if not rows or apart_by != width * wide.itemsize or wide.stride(-1) != 1 or narrow.stride(-1) != 1:
+    (rows, *_, width), columns, stride = wide.shape, narrow.shape[-1], wide.stride(0)
+    behind = narrow.data_ptr() - wide.data_ptr() == width * wide.itemsize
+    fits = stride == narrow.stride(0) >= width + columns and wide.numel() == rows * width
+    if not (behind and fits and wide.stride(-1) == narrow.stride(-1) == 1):
         return None
     same = wide.untyped_storage().data_ptr() == narrow.untyped_storage().data_ptr()
-    return wide.as_strided((tokens, stride), (stride, 1)) if same else None
+    return wide.as_strided((rows, width + columns), (stride, 1)) if same else None
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:

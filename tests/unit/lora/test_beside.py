@@ -82,7 +82,7 @@ def test_rows_that_cublas_is_slow_at_get_no_room(outputs: int, rows: int) -> Non
 def test_pieces_are_told_from_what_only_looks_like_them() -> None:
     wide, narrow = with_room(torch.zeros(TOKENS, 1, OUTPUTS), RANK)
     whole = in_one_piece(wide, narrow)
-    assert whole is not None and whole.shape == (TOKENS, OUTPUTS + RANK)
+    assert whole is not None and whole.shape == (TOKENS, OUTPUTS + RANK) and whole.stride() == (32, 1)
     wide.fill_(1.0)
     narrow.fill_(2.0)
     assert torch.equal(whole, torch.tensor([1.0] * OUTPUTS + [2.0] * RANK).expand(TOKENS, -1))
