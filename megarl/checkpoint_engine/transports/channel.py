@@ -69,11 +69,8 @@ class Line:
     def peek(self, seconds: float | None) -> bytes:
         """Wait so long for the next message; return its tag, or nothing if the connection is closed or none came."""
         if not self._held:
-            try:
-                self.socket.settimeout(seconds)
-                self._held += self.socket.recv(AT_ONCE)
-            except OSError:  # a killed process may leave a reset connection
-                return b""
+            with contextlib.suppress(OSError):  # a killed process may leave a reset connection
+                self._take(seconds)
         return bytes(self._held[:1])
 
     def check(self) -> None:
@@ -90,14 +87,18 @@ class Line:
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
+    def _take(self, seconds: float | None, size: int = AT_ONCE) -> bool:
+        """Wait so long for more, and hold it; return False if the connection is closed. Raises ``OSError``."""
+        self.socket.settimeout(seconds)
+        came = self.socket.recv(max(AT_ONCE, size))
+        self._held += came
+        return bool(came)
+
     def _exactly(self, size: int, deadline: float) -> bytes:
         try:
             while len(self._held) < size:
-                self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-                came = self.socket.recv(max(AT_ONCE, size - len(self._held)))
-                if not came:
+                if not self._take(max(deadline - time.monotonic(), 1e-3), size - len(self._held)):
                     raise WeightSyncError(f"{self._name} is gone")
-                self._held += came
         except TimeoutError as error:
             raise WeightSyncError(f"{self._name} did not answer in time") from error
         except OSError as error:

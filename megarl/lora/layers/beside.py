@@ -57,6 +57,7 @@ class _TakeIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_hidden: torch.Tensor, by_low: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [..., I]``, not over that of the linear, and of ``low [..., R]``."""
         (matrix,) = ctx.saved_tensors
         narrow = by_low.reshape(-1, by_low.shape[-1])
         whole = torch.addmm(by_hidden.reshape(-1, by_hidden.shape[-1]), narrow, matrix)
@@ -74,6 +75,7 @@ class _LinearBeside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_out: torch.Tensor, by_low: torch.Tensor) -> Any:
+        """Return the gradients of ``hidden [..., I]`` and of ``low [..., R]``, from those of the output and ``low``."""
         progress.made()
         weight, matrix = ctx.saved_tensors
         whole = in_one_piece(by_out, by_low)

@@ -143,16 +143,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_low: torch.Tensor) -> Any:
         """Return no gradient of ``hidden``, and that of A, ``[R, I]``."""
-        hidden, matrix = ctx.saved_tensors
-        if not ctx.needs_input_grad[1]:
-            return None, None
-        rows = _rows(by_low)
-        if wants_kernels(hidden):
-            from megarl.model.layers.kernels import through_gradients as kernel
-
-            if kernel.takes(matrix):
-                return None, kernel.through_gradients(None, rows, hidden, matrix)
-        return None, rows.t() @ _rows(hidden)
+        return None, _by_a(None, _rows(by_low), *ctx.saved_tensors) if ctx.needs_input_grad[1] else None
 
 
 class _ProjectThrough(torch.autograd.Function):
@@ -166,14 +157,24 @@ class _ProjectThrough(torch.autograd.Function):
         """Return the gradients of ``hidden [..., I]``, over that of the base layer, and of A, ``[R, I]``."""
         hidden, matrix = ctx.saved_tensors
         by_hidden, by_low = (gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
-        if ctx.needs_input_grad[1] and wants_kernels(by_hidden):
-            from megarl.model.layers.kernels import through_gradients as kernel
+        if not ctx.needs_input_grad[1]:
+            return by_hidden.addmm_(by_low, matrix).view(hidden.shape), None
+        by_matrix = _by_a(by_hidden, by_low, hidden, matrix)
+        return by_hidden.view(hidden.shape), by_matrix
 
-            if kernel.takes(matrix):
-                by_matrix = kernel.through_gradients(by_hidden, by_low, hidden, matrix)
-                return by_hidden.view(hidden.shape), by_matrix
-        by_matrix = by_low.t() @ _rows(hidden) if ctx.needs_input_grad[1] else None
-        return by_hidden.addmm_(by_low, matrix).view(hidden.shape), by_matrix
+
+def _by_a(
+    by_hidden: torch.Tensor | None, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor
+) -> torch.Tensor:
+    """Return A's gradient; add what comes through A to ``by_hidden [T, I]``, unless that is None."""
+    if wants_kernels(by_low):
+        from megarl.model.layers.kernels import through_gradients as kernel
+
+        if kernel.takes(matrix):
+            return kernel.through_gradients(by_hidden, by_low, hidden, matrix)
+    if by_hidden is not None:
+        by_hidden.addmm_(by_low, matrix)
+    return by_low.t() @ _rows(hidden)
 
 
 class _AddWide(torch.autograd.Function):

@@ -124,45 +124,41 @@ def update_gradients(
     """
     from megarl.model.layers.kernels import narrow_gradients as kernel
 
+    into = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
     if kernel.takes(matrices):
         return kernel.narrow_gradients(by_out, low, places, matrices, heads, into)
     rows, below = by_out.reshape(-1, by_out.shape[-1]), low.reshape(-1, low.shape[-1])
     if heads is not None:
-        return _gradients_by_heads(rows, low, below, places, matrices, heads, into)
+        return _gradients_by_heads(rows, below, places, matrices, heads, into)
     by_matrices = [
         None if matrix is None else product(piece.t(), below[:, place[0] :][:, : matrix.shape[1]], place[1])
         for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True)
     ]
-    return (low_gradient(by_out, low, places, matrices, into), *by_matrices)
+    return (low_gradient(by_out, places, matrices, into), *by_matrices)
 
 
 def low_gradient(
-    by_out: torch.Tensor, low: torch.Tensor | None, places: Sequence[Any], matrices: Sequence[torch.Tensor | None],
-    into: torch.Tensor | None = None,
-) -> torch.Tensor | None:  # fmt: skip
-    """Return the gradient of an update's ``low``; its parts lie one after the other, and are equally wide.
+    by_out: torch.Tensor, places: Sequence[Any], matrices: Sequence[torch.Tensor | None], into: torch.Tensor
+) -> torch.Tensor:
+    """Write the gradient of an update's ``low``, and return it; its parts lie one after the other, equally wide.
 
     Args:
-        by_out, low, places, matrices, into: see ``update_gradients``.
+        by_out, places, matrices, into: see ``update_gradients``.
     """
-    if low is None:
-        return None
     rows, seen = by_out.reshape(-1, by_out.shape[-1]), set[int]()
-    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
-    narrow = by_low.view(len(rows), -1)
+    narrow = into.view(len(rows), -1)
     for piece, place, matrix in zip(rows.chunk(len(places), dim=1), places, matrices, strict=True):
         if matrix is not None:
             start, scale = place
             columns = narrow[:, start : start + matrix.shape[1]]
             torch.addmm(columns, piece, matrix, beta=start in seen, alpha=scale, out=columns)
             seen.add(start)
-    return by_low
+    return into
 
 
 def _gradients_by_heads(
-    rows: torch.Tensor, low: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout,
-    into: torch.Tensor | None,
-) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
+    rows: torch.Tensor, below: torch.Tensor, places: Any, matrices: Any, heads: HeadLayout, into: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
     """Do what ``update_gradients`` does by two products with one matrix ``[O, R]`` that holds every part's B."""
     scales = {place[1] for place in places if place}
     common = scales.pop() if len(scales) == 1 else 1.0
@@ -182,6 +178,5 @@ def _gradients_by_heads(
             slot.mul_(factor)
             by_matrix = by_matrix * factor
         by_matrices.append(by_matrix)
-    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
-    torch.addmm(wide.new_empty(()), rows, wide, beta=0, alpha=common, out=by_low.view(len(rows), -1))
-    return (by_low, *by_matrices)
+    torch.addmm(wide.new_empty(()), rows, wide, beta=0, alpha=common, out=into.view(len(rows), -1))
+    return (into, *by_matrices)

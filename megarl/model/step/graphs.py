@@ -107,10 +107,12 @@ class GraphedChunk:
         tokens, positions, bounds = (
             _same_part(memory, item.inputs.memory, one) for one in (item.tokens_T, item.positions_T, item.inputs.bounds)
         )
+        packed = item.packed
         if self._exact:
-            bounds = bounds[: len(item.packed.lengths) + 1]
-        longest = max(item.packed.lengths) if self._exact else _longest(item.packed)
-        run = partial(self._run, tokens[None], positions[None], item.packed.bounded(bounds, longest))
+            packed = packed.bounded(bounds[: len(packed.lengths) + 1], max(packed.lengths))
+        else:
+            packed = packed.bounded(bounds, _longest(packed))
+        run = partial(self._run, tokens[None], positions[None], packed)
         by_hidden = self._warm_up(run)
         # The graphs' pool cannot use memory that the warm-up left in torch's cache.
         torch.cuda.empty_cache()

@@ -127,13 +127,14 @@ def _assemble(batch: PackedBatch, indices: tuple[int, ...], context_rank: int, d
     chosen = [batch.samples[index] for index in indices]
     for name in FIELDS:
         _given([getattr(sample, name) for sample in chosen], name)  # every rank finds the error before any runs
-    given = (batch, chosen, context_rank, device)
+    given = (batch, chosen, _padded_lengths(batch, chosen), context_rank, device)
     return MicroBatch(indices, partial(_inputs, *given), partial(_outputs, indices, *given))
 
 
-def _inputs(batch: PackedBatch, chosen: list[Sample], context_rank: int, device: torch.device) -> Inputs:
-    """Return what ``MicroBatch.make_inputs`` makes."""
-    lengths = _padded_lengths(batch, chosen)
+def _inputs(
+    batch: PackedBatch, chosen: list[Sample], lengths: tuple[int, ...], context_rank: int, device: torch.device
+) -> Inputs:
+    """Return what ``MicroBatch.make_inputs`` makes; ``lengths`` is of ``_padded_lengths``."""
     count = sum(lengths) // batch.context
     sizes = [(count, np.int64), (count, np.int64), (sequence_room(len(lengths)) + 1, np.int32)]
     upload = Upload(sizes, device)
@@ -172,10 +173,14 @@ def _positions(count: int) -> np.ndarray:
 
 
 def _outputs(
-    indices: tuple[int, ...], batch: PackedBatch, chosen: list[Sample], context_rank: int, device: torch.device
+    indices: tuple[int, ...],
+    batch: PackedBatch,
+    chosen: list[Sample],
+    lengths: tuple[int, ...],
+    context_rank: int,
+    device: torch.device,
 ) -> Outputs:
-    """Return what ``MicroBatch.make_outputs`` makes."""
-    lengths = _padded_lengths(batch, chosen)
+    """Return what ``MicroBatch.make_outputs`` makes; ``lengths`` is of ``_padded_lengths``."""
     starts = np.cumsum([0, *lengths])
     held = rank_tokens(lengths, batch.context, context_rank)
     here = np.full(starts[-1], -1)

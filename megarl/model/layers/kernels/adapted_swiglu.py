@@ -80,7 +80,8 @@ class _AdaptedSwiGLU(torch.autograd.Function):
         of_gate, of_up, of_behind = sums.split([width * rank for rank in ranks])
         by_b = (of.view(width, rank) if rank else None for of, rank in zip((of_gate, of_up), ranks, strict=False))
         by_a = None if matrix is None else of_behind.view(matrix.shape)
-        return by_fused, by_a, low_gradient(by_fused, low, ctx.places, matrices, narrow), None, *by_b
+        by_low = None if low is None else low_gradient(by_fused, ctx.places, matrices, narrow)
+        return by_fused, by_a, by_low, None, *by_b
 
 
 def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list[Any]:

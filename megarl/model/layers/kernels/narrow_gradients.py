@@ -65,8 +65,8 @@ def narrow_gradients(
     low: torch.Tensor,
     places: Sequence[Any],
     matrices: Sequence[torch.Tensor | None],
-    heads: HeadLayout | None = None,
-    into: torch.Tensor | None = None,
+    heads: HeadLayout | None,
+    into: torch.Tensor,
 ) -> tuple[torch.Tensor | None, ...]:
     """Return what ``updates.update_gradients`` does; parts may share columns of ``low``. Each is rounded once."""
     rows, narrow = as_rows(by_out), as_rows(low)
@@ -85,10 +85,9 @@ def narrow_gradients(
         BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
         **settings,
     )  # fmt: skip
-    by_low = torch.empty_like(low, memory_format=torch.contiguous_format) if into is None else into
-    by_matrices = _add_up(lows, sums, settings, by_low)
+    by_matrices = _add_up(lows, sums, settings, into)
     pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
-    return by_low, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
+    return into, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 
 
 def _add_up(lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], by_low: torch.Tensor) -> torch.Tensor:
