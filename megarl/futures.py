@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run work in threads, with its result as a future, and wait for futures."""
+"""Run work in threads, with its result as a future, and wait for futures, also for those that must be read."""
 
+import os
 import queue
+import select
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from typing import TypeVar
+from contextlib import suppress
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 
@@ -53,6 +57,80 @@ def done(work: Callable[[], T]) -> Future[T]:
     except Exception as error:
         future.set_exception(error)
     return future
+
+
+class ReadByWaiter(Future[T]):
+    """A future that nobody settles but whoever waits for it, by ``wait_or_read``."""
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when its result may have come."""
+        raise NotImplementedError
+
+    def look(self) -> None:
+        """Settle it if its result has come. Does not wait."""
+        raise NotImplementedError
+
+
+def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[Future], set[Future]]:
+    """Wait for all futures or for the first that fails; return those that are done, and the others.
+
+    Args:
+        futures: of any kind; a ``ReadByWaiter`` is read.
+        seconds: how long to wait at most; None is without end.
+    """
+    waiting = set(futures)
+    read = [future for future in waiting if isinstance(future, ReadByWaiter)]
+    if not read:
+        found = wait(waiting, seconds, FIRST_EXCEPTION)
+        return found.done, found.not_done
+    until = float("inf") if seconds is None else time.monotonic() + seconds
+    with _Bell(waiting.difference(read)) as bell:
+        while True:
+            for future in read:
+                if not future.done():
+                    future.look()
+            done = {future for future in waiting if future.done()}
+            failed = any(not future.cancelled() and Future.exception(future) for future in done)
+            left = until - time.monotonic()
+            if failed or done == waiting or left <= 0.0:
+                return done, waiting - done
+            bell.wait({future.fileno() for future in read if not future.done()}, left)
+
+
+class _Bell:
+    """Rings when one of some futures is done, for a thread that waits for descriptors."""
+
+    def __init__(self, futures: Iterable[Future]) -> None:
+        self._futures = list(futures)
+        self._number = os.eventfd(0, os.EFD_NONBLOCK) if self._futures else -1
+        # Held while it rings: its number may be another file's once it is closed.
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        for future in self._futures:
+            future.add_done_callback(self._ring)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            if self._number >= 0:
+                os.close(self._number)
+                self._number = -1
+
+    def wait(self, numbers: Iterable[int], seconds: float) -> None:
+        """Wait so long until it has rung, or one of the descriptors is readable or closed."""
+        poll = select.poll()
+        for number in {*numbers, self._number} - {-1}:
+            poll.register(number, select.POLLIN)
+        poll.poll(None if seconds == float("inf") else seconds * 1e3)
+        if self._number >= 0:
+            with suppress(BlockingIOError):  # it has not rung
+                os.eventfd_read(self._number)
+
+    def _ring(self, future: Future) -> None:
+        with self._lock:
+            if self._number >= 0:
+                os.eventfd_write(self._number, 1)
 
 
 def results(futures: Sequence[Future[T]], seconds: float, look: Callable[[], None]) -> list[T]:

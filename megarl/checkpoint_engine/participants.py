@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the participants of a sync as the manager sees them, one source and sinks, and wait for their answers."""
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from megarl.checkpoint_engine.mixin import Sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
+from megarl.futures import wait_or_read
 
 
 class Source(Protocol):
@@ -82,9 +82,7 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
         raise WeightSyncError(f"{name}, {phase}: {error}") from error
     done, pending = set(futures), set[Future]()
     if not all(one.done() for one in futures):
-        done, pending = concurrent.futures.wait(
-            futures, timeout=max(0.0, deadline - time.monotonic()), return_when=concurrent.futures.FIRST_EXCEPTION
-        )
+        done, pending = wait_or_read(futures, max(0.0, deadline - time.monotonic()))
     # The trainer knows more than "the sender is gone".
     for future in sorted(futures, key=lambda one: futures[one] != "trainer"):
         if future in done and future.exception() is not None:

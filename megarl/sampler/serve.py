@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer the calls of ``SamplerProcess`` in its child process, until the parent says stop or is gone."""
+"""Answer the calls of ``sampler.child.Child`` in the child process, until the parent says stop or is gone."""
 
 import asyncio
 import contextlib
@@ -10,14 +10,16 @@ import select
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Coroutine
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from megarl.config import EngineConfig
 from megarl.errors import MegarlError, WorkerError
-from megarl.sampler.environment import prepare_environment
+from megarl.sampler.environment import prepare_environment, resolve_device
 
 # The method of the last message.
 STOP = "stop"
@@ -25,68 +27,90 @@ STOP = "stop"
 LEAVE_SECONDS = 5.0
 # A reply of at most so many bytes fits into a pipe that takes any.
 SHORT = 1024
+# Seconds that the loop stays awake at most after weights were announced: a sync on a GPU is over by then.
+AWAKE_SECONDS = 5e-3
 
 
 class _Server:
-    """Runs each call as a task of its own: a sync arrives while ``generate`` runs."""
+    """Runs each call as a task of its own: a sync arrives while ``generate`` runs.
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    Args:
+        connections: the pipes that calls come through. A call is answered through its own.
+    """
+
+    def __init__(self, *connections: Connection) -> None:
+        self._connections = connections
         self._sampler: Any = None
+        # Calls of ``flip`` so far, and whether to stay awake for them: not on the cores that a CPU's engine needs.
+        self._flips, self._on_gpu = 0, False
         self._started = asyncio.Event()
         self._failure: BaseException | None = None
         self._tasks: set[asyncio.Task] = set()
         # A thread sends long ones: the loop must take calls meanwhile, or parent and child would wait for each other.
-        self._replies: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[Connection, memoryview] | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
         self._writer = threading.Thread(target=self._send, daemon=True)
 
     async def run(self) -> None:
-        """Answer calls until the parent says stop or its end of the pipe is closed."""
+        """Answer calls until the parent says stop or its end of a pipe is closed."""
         self._writer.start()
         loop = asyncio.get_running_loop()
         ended = loop.create_future()
         # In the loop's own thread: a thread that waits would cost a sync two switches more.
-        loop.add_reader(self._connection.fileno(), self._take, ended)
+        for connection in self._connections:
+            loop.add_reader(connection.fileno(), self._take, connection, ended)
         await ended
         if self._sampler is not None:
             await self._sampler.close()
         self._replies.put(None)
         self._writer.join(LEAVE_SECONDS)
 
-    def _take(self, ended: asyncio.Future) -> None:
+    def _take(self, connection: Connection, ended: asyncio.Future) -> None:
         """Start the call that has come."""
         try:
-            number, method, arguments = self._connection.recv()
+            number, method, arguments = connection.recv()
         except (EOFError, OSError):  # the parent is gone
             method = STOP
         if method == STOP:
-            asyncio.get_running_loop().remove_reader(self._connection.fileno())
-            ended.set_result(None)
+            asyncio.get_running_loop().remove_reader(connection.fileno())
+            if not ended.done():
+                ended.set_result(None)
             return
-        task = asyncio.ensure_future(self._answer(number, method, arguments))
+        self._start_task(self._answer(connection, number, method, arguments))
+        if method == "receive" and self._on_gpu:
+            self._start_task(self._stay_awake(self._flips))
+        self._flips += method == "flip"
+
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, number: int, method: str, arguments: tuple) -> None:
+    async def _stay_awake(self, flips: int) -> None:
+        """Do not sleep until the next flip, which comes soon: to wake takes 0.1 ms, a twentieth of a sync."""
+        until = time.monotonic() + AWAKE_SECONDS
+        while self._flips == flips and time.monotonic() < until:
+            await asyncio.sleep(0)
+
+    async def _answer(self, connection: Connection, number: int, method: str, arguments: tuple) -> None:
         try:
             reply = ForkingPickler.dumps((number, True, await self._value(method, arguments)))
         except BaseException as error:
             traceback.print_exc()
             reply = ForkingPickler.dumps((number, False, _portable(method, error)))
-        if not self._sent_at_once(reply):
-            self._replies.put(reply)
+        if not self._sent_at_once(connection, reply):
+            self._replies.put((connection, reply))
 
-    def _sent_at_once(self, reply: memoryview) -> bool:
+    def _sent_at_once(self, connection: Connection, reply: memoryview) -> bool:
         """Send a short reply if the pipe takes it now; a thread gets its turn only when the loop has nothing to do."""
         if len(reply) > SHORT or not self._sending.acquire(blocking=False):
             return False
         try:
             pipe = select.poll()
-            pipe.register(self._connection, select.POLLOUT)
+            pipe.register(connection, select.POLLOUT)
             if ready := bool(pipe.poll(0.0)):
                 with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
-                    self._connection.send_bytes(reply)
+                    connection.send_bytes(reply)
             return ready
         finally:
             self._sending.release()
@@ -107,6 +131,7 @@ class _Server:
 
             self._sampler = VllmSampler(config, engine_index=index)
             await self._sampler.start(loan)
+            self._on_gpu = resolve_device(config.device) == "cuda"
         except BaseException as error:
             self._failure = error
             raise
@@ -116,9 +141,10 @@ class _Server:
     def _send(self) -> None:
         """Send replies until there is None."""
         with contextlib.suppress(OSError):  # the parent is gone, and `run` sees it too
-            while (reply := self._replies.get()) is not None:
+            while (found := self._replies.get()) is not None:
+                connection, reply = found
                 with self._sending:
-                    self._connection.send_bytes(reply)
+                    connection.send_bytes(reply)
 
 
 def _portable(method: str, error: BaseException) -> MegarlError:
@@ -133,7 +159,7 @@ def _portable(method: str, error: BaseException) -> MegarlError:
 if __name__ == "__main__":
     # Ctrl-C on the terminal is for the parent, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_Server(Connection(int(sys.argv[1]))).run())
+    asyncio.run(_Server(*(Connection(int(number)) for number in sys.argv[1:])).run())
     # vLLM may leave threads that would keep the process alive.
     sys.stdout.flush()
     os._exit(0)

@@ -92,7 +92,7 @@ def test_the_loop_without_ray_samples_what_it_trains(model):
 
 def test_a_dead_sampler_process_is_an_error_at_once(model):
     with megarl.SamplerProcess(model, log=model.parent / "engine.log") as engine:
-        engine._process.kill()
+        engine.process.kill()
         with pytest.raises(WorkerError, match=r"process of sampler 0 ended with status -9; its log: .*engine.log"):
             engine.generate([np.array([1])], 0)
         with pytest.raises(WorkerError, match="sampler 0 ended"):

@@ -164,7 +164,7 @@ class Rig:
         if not self.sender.process.is_running() or self.sender.process.status() == psutil.STATUS_ZOMBIE:
             self.sender.restart()
         for index, engine in enumerate(self.engines):
-            if engine._process.poll() is not None or not has_engine(engine):
+            if engine.process.poll() is not None or not has_engine(engine):
                 engine.close()
                 self.engines[index] = self.start_engine(index)
                 self.manager.replace(self.engines[index], "it was killed")
@@ -194,7 +194,7 @@ class Rig:
 def has_engine(engine: Engine) -> bool:
     """Return True if vLLM's own process lives and is not stopped."""
     try:
-        status = find_engine(psutil.Process(engine._process.pid)).status()
+        status = find_engine(psutil.Process(engine.process.pid)).status()
         return status not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
     except (ValueError, psutil.Error):
         return False
@@ -207,17 +207,17 @@ def end_sender(rig: Rig) -> None:
 
 def end_engine(rig: Rig) -> None:
     """Kill the second engine's vLLM process."""
-    find_engine(psutil.Process(rig.engines[1]._process.pid)).kill()
+    find_engine(psutil.Process(rig.engines[1].process.pid)).kill()
 
 
 def end_front_end(rig: Rig) -> None:
     """Kill the second engine's own process."""
-    psutil.Process(rig.engines[1]._process.pid).kill()
+    psutil.Process(rig.engines[1].process.pid).kill()
 
 
 def stop_engine(rig: Rig) -> None:
     """Stop the second engine's vLLM process; recovery kills it."""
-    find_engine(psutil.Process(rig.engines[1]._process.pid)).suspend()
+    find_engine(psutil.Process(rig.engines[1].process.pid)).suspend()
 
 
 FAULTS = (

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads that run work, and waiting for what they return."""
 
+import contextlib
+import os
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
 
-from megarl.futures import KeptThread, done, finished, results
+from megarl.futures import KeptThread, ReadByWaiter, done, finished, results, wait_or_read
 
 
 def test_work_runs_in_one_thread_unless_that_is_busy():
@@ -53,3 +56,48 @@ def test_a_look_can_end_the_wait():
 
     with pytest.raises(TimeoutError):
         results([Future[int]()], 0.01, look)
+
+
+class Piped(ReadByWaiter):
+    """A future whose result is the byte that comes through a pipe."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end, self.other_end = os.pipe()
+        os.set_blocking(self.end, False)
+
+    def fileno(self) -> int:
+        return self.end
+
+    def look(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # nothing has come
+            self.set_result(os.read(self.end, 1))
+
+
+def test_a_wait_reads_what_nobody_else_reads():
+    first, second, ordinary = Piped(), Piped(), Future[int]()
+    os.write(first.other_end, b"1")
+    assert wait_or_read([first], 5.0) == ({first}, set())
+    assert first.result(0) == b"1"
+
+    def settle() -> None:
+        time.sleep(0.05)
+        ordinary.set_result(3)
+        time.sleep(0.05)
+        os.write(second.other_end, b"2")
+
+    threading.Thread(target=settle).start()
+    assert wait_or_read([ordinary, second], None) == ({ordinary, second}, set())
+    assert (ordinary.result(0), second.result(0)) == (3, b"2")
+
+
+def test_a_wait_that_reads_ends_with_the_first_failure_and_with_its_time():
+    unread, failed, never = Piped(), Future[int](), Future[int]()
+    assert wait_or_read([unread, never], 0.01) == (set(), {unread, never})
+    threading.Timer(0.05, failed.set_exception, [KeyError("x")]).start()
+    began = time.monotonic()
+    assert wait_or_read([unread, failed], 60.0) == ({failed}, {unread})
+    assert time.monotonic() - began < 50.0
+    # A future that ends after the wait finds nobody to wake.
+    never.set_result(1)
+    assert wait_or_read([failed], 5.0) == ({failed}, set())

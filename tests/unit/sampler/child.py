@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, WeightSyncError
 from megarl.sampler import serve
 
 TOGETHER = 100
@@ -35,6 +35,14 @@ class Sampler:
 
     async def wake(self) -> None:
         self.go_on.set()
+
+    async def receive(self, endpoint: bytes, first: int) -> list[bytes]:
+        await self.go_on.wait()
+        return [endpoint] * first
+
+    async def flip(self, version: int, kind: str, checksum: str) -> None:
+        if version < 0:
+            raise WeightSyncError(f"{kind} of version {version} is not staged")
 
     async def places(self, sender: Any) -> Any:
         return lambda: None
@@ -67,5 +75,5 @@ class Broken:
 
 
 if __name__ == "__main__":
-    asyncio.run(Server(Connection(int(sys.argv[1]))).run())
+    asyncio.run(Server(*(Connection(int(number)) for number in sys.argv[1:])).run())
     os._exit(0)

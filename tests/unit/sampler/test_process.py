@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the calls between a ``SamplerProcess`` and its child process. A sampler without an engine answers."""
 
-import itertools
-import subprocess
-import sys
+import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from multiprocessing import connection
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megarl.checkpoint_engine.choice import Memory, Sender
-from megarl.errors import ConfigError, WorkerError
+from megarl.checkpoint_engine.participants import gather
+from megarl.errors import ConfigError, WeightSyncError, WorkerError
+from megarl.sampler.child import Child
 from megarl.sampler.process import SamplerProcess
+from megarl.sampler.serve import AWAKE_SECONDS, _Server
 from tests.unit.sampler.child import TOGETHER
 
 ROOT = Path(__file__).parents[3]
@@ -33,18 +34,10 @@ class Process(SamplerProcess):
     """A ``SamplerProcess`` of another child."""
 
     def __init__(self, threads: int | None) -> None:
-        self.name, self.receivers, self._log = "sampler 0", 1, None
-        self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
-        self._sending, self._ended = threading.Lock(), threading.Event()
-        self._connection, theirs = connection.Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.sampler.child", str(theirs.fileno())],
-            cwd=ROOT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        threading.Thread(target=self._read, daemon=True).start()
+        self.name, self.receivers = "sampler 0", 1
+        variables = os.environ | {"PYTHONPATH": str(ROOT)}
+        self._child = Child(self.name, variables, None, module="tests.unit.sampler.child")
+        self.process = self._child.process
         self._start(None, threads, 0)
 
 
@@ -58,7 +51,7 @@ def start() -> Iterator[Start]:
 
     yield new
     for one in started:
-        one._process.kill()  # before `close`, which would wait for a child that hangs
+        one.process.kill()  # before `close`, which would wait for a child that hangs
         one.close()
 
 
@@ -95,7 +88,7 @@ def test_a_cancelled_call_disturbs_no_other(start: Start) -> None:
     assert process.wake().result(SECONDS) is None
     assert process.sleep().result(SECONDS) == 7
     process.sample([], [1]).cancel()
-    process._process.kill()
+    process.process.kill()
     with pytest.raises(WorkerError, match="ended with status -9"):
         process.sleep().result(SECONDS)
 
@@ -125,5 +118,54 @@ def test_a_result_that_cannot_be_sent_is_an_error(start: Start) -> None:
 def test_a_call_after_the_end_is_an_error(start: Start) -> None:
     process = start()
     process.close()
-    with pytest.raises(WorkerError, match="the process of sampler 0 ended"):
-        process.wake().result(SECONDS)
+    for call in (process.wake, lambda: process.flip(1, "adapter", "c")):
+        with pytest.raises(WorkerError, match="the process of sampler 0 ended"):
+            call().result(SECONDS)
+
+
+def test_calls_of_a_sync_are_answered_in_any_order_and_read_by_whoever_waits(start: Start) -> None:
+    process = start().wait()
+    received = process.receive(b"x" * LENGTH, 100)  # a long answer, once the child may go on
+    assert process.flip(1, "adapter", "c").result(SECONDS) is None
+    assert not received.done()
+    with pytest.raises(WeightSyncError, match=r"^adapter of version -1 is not staged$"):
+        process.flip(-1, "adapter", "c").result(SECONDS)
+    with pytest.raises(TimeoutError):
+        received.result(0.01)
+    process.wake().result(SECONDS)
+    assert received.result(SECONDS) == [b"x" * LENGTH] * 100
+
+
+def test_the_end_of_the_child_is_an_error_of_a_sync_that_waits_for_it(start: Start) -> None:
+    process = start().wait()
+    received = process.receive(b"", 1)
+    killer = threading.Timer(0.2, process.process.kill)
+    killer.start()
+    with pytest.raises(WeightSyncError, match=r"^sampler 0, transfer: the process of sampler 0 ended with status -9$"):
+        gather({"sampler 0": lambda: received}, time.monotonic() + SECONDS, "transfer")
+    with pytest.raises(WorkerError, match="ended with status -9"):
+        process.flip(1, "adapter", "c").result(SECONDS)
+
+
+def test_a_sync_fails_with_its_first_participant(start: Start) -> None:
+    process, failed = start().wait(), Future[None]()
+    threading.Timer(0.2, failed.set_exception, [OSError("gone")]).start()
+    calls = {"sampler 0": lambda: process.receive(b"", 1), "trainer": lambda: failed}
+    with pytest.raises(WeightSyncError, match=r"^trainer, transfer: gone$"):
+        gather(calls, time.monotonic() + SECONDS, "transfer")
+
+
+def test_a_child_stays_awake_until_the_next_flip_and_not_for_long() -> None:
+    server = _Server()
+
+    async def stay(flip: bool) -> float:
+        began = time.monotonic()
+        task = asyncio.ensure_future(server._stay_awake(server._flips))
+        await asyncio.sleep(0)
+        server._flips += flip
+        await task
+        return time.monotonic() - began
+
+    assert asyncio.run(stay(False)) >= AWAKE_SECONDS
+    # One try of several: a busy machine may hold it up.
+    assert min(asyncio.run(stay(True)) for _ in range(20)) < AWAKE_SECONDS
