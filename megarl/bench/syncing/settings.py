@@ -19,8 +19,8 @@ class SyncBenchSettings(Measured):
     transport: str = "auto"
     """``checkpoint_engine.transport``."""
     engines: int = Field(1, ge=1)
-    """Number of engines. Each gets GPUs of its own if there are enough beside GPU 0, which the trainer uses. Otherwise
-    all engines use the first GPUs, the trainer's among them."""
+    """Number of engines. Each gets GPUs of its own if there are enough: beside GPU 0, which the trainer uses, or with
+    it for the first engine. Otherwise all engines use the first GPUs, the trainer's among them."""
     tensor: int = Field(1, ge=1)
     """``sampler.parallel.tensor``: ranks, and GPUs, of each engine."""
     r: int = Field(32, ge=1)

@@ -97,7 +97,8 @@ def _spread(settings: SyncBenchSettings) -> bool:
 
 def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
     """Return the GPUs of an engine, as this process counts them; the trainer has GPU 0."""
-    first = 1 + engine * settings.tensor if _spread(settings) else 0
+    enough = torch.cuda.device_count() >= settings.engines * settings.tensor
+    first = engine * settings.tensor + _spread(settings) if enough else 0
     return list(range(first, first + settings.tensor))
 
 

@@ -118,9 +118,11 @@ def test_too_few_gpus_are_one_clear_error(monkeypatch, tmp_path: Path) -> None:
     ("gpus", "engines", "tensor", "expected"),
     [
         (5, 2, 2, [[1, 2], [3, 4]]),
-        (4, 2, 2, [[0, 1], [0, 1]]),
+        (4, 2, 2, [[0, 1], [2, 3]]),
+        (3, 2, 2, [[0, 1], [0, 1]]),
         (3, 2, 1, [[1], [2]]),
-        (2, 2, 1, [[0], [0]]),
+        (2, 2, 1, [[0], [1]]),
+        (1, 2, 1, [[0], [0]]),
     ],
 )
 def test_engines_get_gpus_of_their_own_if_there_are_enough(monkeypatch, gpus, engines, tensor, expected) -> None:
