@@ -50,7 +50,7 @@ class Child:
         self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
         # Held while a call is sent, which may take long: `_read` must go on meanwhile, so it never takes this one.
         self._sending = threading.Lock()
-        self._ended = threading.Event()
+        self._ended, self._ending = threading.Event(), threading.Lock()
         self._connection, theirs = connection.Pipe()
         directly, theirs_directly = connection.Pipe()
         self.direct = DirectLine(directly, self._death)
@@ -94,8 +94,7 @@ class Child:
         with self._sending, suppress(OSError):
             self._connection.send((0, STOP, ()))
         self._ended.wait(CLOSE_SECONDS)
-        self._end_group()
-        self.process.wait()
+        self._end()
         self._connection.close()
         self.direct.close()
 
@@ -112,7 +111,7 @@ class Child:
             finally:
                 os.close(child)
         self._ended.set()
-        self._end_group()  # the direct line's other end closes with it
+        self._end()  # the direct line's other end closes with it
         with self._lock:
             left, self._waiting = self._waiting, {}
         for future in left.values():
@@ -123,18 +122,21 @@ class Child:
             future = self._waiting.pop(number)
         settle(future, succeeded, value)
 
-    def _end_group(self) -> None:
-        """Kill what is left of the child and of vLLM's processes."""
-        if self.process.returncode is not None:
-            return  # it has been waited for: the group's number could be another's by now
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, ProcessLookupError):
-                # multiprocessing's tracker removes what the others leave, and ends by itself.
-                tracks = "resource_tracker" in " ".join(process.cmdline())
-                if os.getpgid(process.pid) == self.process.pid and not tracks:
-                    process.kill()
+    def _end(self) -> int:
+        """Kill what is left of the child and of vLLM's processes; return the child's status."""
+        with self._ending:
+            # Once it has been waited for, the group's number could be another's.
+            if self.process.returncode is None:
+                for process in psutil.process_iter():
+                    with suppress(psutil.Error, ProcessLookupError):
+                        # multiprocessing's tracker removes what the others leave, and ends by itself.
+                        tracks = "resource_tracker" in " ".join(process.cmdline())
+                        if os.getpgid(process.pid) == self.process.pid and not tracks:
+                            process.kill()
+            return self.process.wait()
 
     def _death(self) -> WorkerError:
-        status = self.process.wait()  # its pipe closes a little earlier
+        """End what is left, and return why the child answers no more."""
+        status = self._end()
         log = f"; its log: {self._log}" if self._log else ""
         return WorkerError(f"the process of {self._name} ended with status {status}{log}")

@@ -44,6 +44,10 @@ class Sampler:
         if version < 0:
             raise WeightSyncError(f"{kind} of version {version} is not staged")
 
+    async def spawn(self) -> int:
+        """Start a process, as vLLM does; return its number."""
+        return (await asyncio.create_subprocess_exec("sleep", "1000")).pid
+
     async def places(self, sender: Any) -> Any:
         return lambda: None
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megarl.checkpoint_engine.choice import Memory, Sender
@@ -145,6 +146,23 @@ def test_the_end_of_the_child_is_an_error_of_a_sync_that_waits_for_it(start: Sta
         gather({"sampler 0": lambda: received}, time.monotonic() + SECONDS, "transfer")
     with pytest.raises(WorkerError, match="ended with status -9"):
         process.flip(1, "adapter", "c").result(SECONDS)
+
+
+@pytest.mark.parametrize("first", ["direct", "other"])
+def test_a_dead_childs_processes_are_ended_whoever_notices_its_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    process = start().wait()
+    ended = process._child._ended
+    set_later = ended.set
+    monkeypatch.setattr(ended, "set", lambda: (time.sleep(0.3), set_later()))  # the thread that reads comes second
+    left = psutil.Process(process._child.call("spawn").result(SECONDS))
+    process.process.kill()
+    call = process.flip(1, "adapter", "c") if first == "direct" else process.wake()
+    with pytest.raises(WorkerError, match="ended with status -9"):
+        call.result(SECONDS)
+    psutil.wait_procs([left], SECONDS)
+    assert not left.is_running()
 
 
 def test_a_sync_fails_with_its_first_participant(start: Start) -> None:
