@@ -16,16 +16,16 @@ shift
 limit=${LIMIT:-300}
 dumps=$(mktemp -d)
 mkdir -p "$out"
-bench() { python3 -m megarl.cli.main bench loop "$@" --out "$out"; }
+bench=(python3 -m megarl.cli.main bench loop "$@" --out "$out")
 # Seconds that a dump takes to be written, once the engine is lost.
 writing=30
 
-bench "$@" 'ways=[turns]' steps=1 >"$out/first.log" 2>&1
+"${bench[@]}" 'ways=[turns]' steps=1 >"$out/first.log" 2>&1
 tail -n 6 "$out/first.log" | cut -c1-200
 # Without memory, which would be as large as the GPU's.
 export CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_COREDUMP_FILE="$dumps/%p.core" CUDA_COREDUMP_SHOW_PROGRESS=1
 export CUDA_COREDUMP_GENERATION_FLAGS="skip_global_memory,skip_shared_memory,skip_local_memory"
-bench "$@" 'ways=[side]' >"$out/bench.log" 2>&1 &
+"${bench[@]}" 'ways=[side]' >"$out/bench.log" 2>&1 &
 run=$!
 began=$SECONDS
 while kill -0 "$run" 2>/dev/null && [ $((SECONDS - began)) -lt "$limit" ]; do
