@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call a child process that runs ``megarl.sampler.serve``.
 
-The two exchange pickled tuples: ``(number, method, arguments)`` there, ``(number, succeeded, result or exception)``
-back. Calls overlap, so that a sync can arrive while another version still decodes. There are two pipes. A thread reads
-the answers of one; those of the other are read by whoever waits for them (``direct_line``).
+Calls overlap, so that a sync can arrive while another version still decodes. There are two ``lines``: a thread reads
+the answers of one, and whoever waits reads those of the other.
 """
 
-import itertools
 import os
 import select
 import subprocess
@@ -22,7 +20,7 @@ from typing import Any
 import psutil
 
 from megarl.errors import WorkerError
-from megarl.sampler.direct_line import DirectLine, fail, settle
+from megarl.sampler.lines import DirectLine, Line
 from megarl.sampler.serve import STOP
 
 # A child that was asked to stop is killed after this many seconds. vLLM gives its own processes 5 to 15.
@@ -47,14 +45,10 @@ class Child:
         self, name: str, variables: Mapping[str, str], log: str | Path | None, module: str = "megarl.sampler.serve"
     ) -> None:
         self._name, self._log = name, log
-        self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
-        # Held while a call is sent, which may take long: `_read` must go on meanwhile, so it never takes this one.
-        self._sending = threading.Lock()
         self._ended, self._ending = threading.Event(), threading.Lock()
-        self._connection, theirs = connection.Pipe()
-        directly, theirs_directly = connection.Pipe()
-        self.direct = DirectLine(directly, self._death)
-        numbers = [one.fileno() for one in (theirs, theirs_directly)]
+        ours, theirs = zip(*(connection.Pipe() for _ in range(2)), strict=True)
+        self._line, self.direct = Line(ours[0], self._death), DirectLine(ours[1], self._death)
+        numbers = [one.fileno() for one in theirs]
         with open(log, "ab") if log else nullcontext(sys.stderr) as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, numbers)],
@@ -65,62 +59,39 @@ class Child:
                 env=dict(variables),
                 start_new_session=True,  # vLLM's processes stay in the child's group, which can be ended as one
             )
-        theirs.close()
-        theirs_directly.close()
+        for one in theirs:
+            one.close()
         threading.Thread(target=self._read, daemon=True).start()
 
     def call(self, method: str, *arguments: Any) -> Future:
         """Call a method of the child's sampler; its result or error as a future. Never waits for the child."""
-        future: Future = Future()
-        with self._lock:
-            number = next(self._numbers)
-            self._waiting[number] = future
-            ended = self._ended.is_set()  # then nobody settles this call any more
-        try:
-            if not ended:
-                with self._sending:
-                    self._connection.send((number, method, arguments))
-        except OSError:
-            ended = True
-        if ended:
-            with self._lock:
-                self._waiting.pop(number, None)
-            fail(future, self._death())
-        return future
+        return self._line.call(method, *arguments)
 
     def close(self) -> None:
         """Stop the child and all processes that it started; may be called twice."""
         # Said, because closing this end would not reach the child while `_read` waits on it.
-        with self._sending, suppress(OSError):
-            self._connection.send((0, STOP, ()))
+        self._line.tell(STOP)
         self._ended.wait(CLOSE_SECONDS)
         self._end()
-        self._connection.close()
-        self.direct.close()
+        for line in (self._line, self.direct):
+            line.pipe.close()
+            line.end()
 
     def _read(self) -> None:
         """Give answers to those who wait, until the child or this process closes the pipe."""
         with suppress(EOFError, OSError):
             # The pipe alone would not do: a process that vLLM forks holds the child's end too.
             child, poll = os.pidfd_open(self.process.pid), select.poll()
-            poll.register(self._connection, select.POLLIN)
+            poll.register(self._line.pipe, select.POLLIN)
             poll.register(child, select.POLLIN)
             try:
-                while self._connection.fileno() in dict(poll.poll()):
-                    self._settle(*self._connection.recv())
+                while self._line.pipe.fileno() in dict(poll.poll()):
+                    self._line.take()
             finally:
                 os.close(child)
         self._ended.set()
         self._end()  # the direct line's other end closes with it
-        with self._lock:
-            left, self._waiting = self._waiting, {}
-        for future in left.values():
-            fail(future, self._death())
-
-    def _settle(self, number: int, succeeded: bool, value: Any) -> None:
-        with self._lock:
-            future = self._waiting.pop(number)
-        settle(future, succeeded, value)
+        self._line.end()
 
     def _end(self) -> int:
         """Kill what is left of the child and of vLLM's processes; return the child's status."""
