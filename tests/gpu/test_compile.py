@@ -7,6 +7,7 @@ GPU, and with two: TP with SP and dropout, PP with full recomputation, CP, and a
 with CUDA graphs of the compiled layers.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,11 @@ def train_each(folder: str, cases: dict[str, Any]) -> dict[tuple[str, str], tupl
             if dtype != "float32":
                 truth, _ = train(make_config(model / "model", layout, "float32"), model, groups, eager, dropout)
                 bound = WORSE * worst(plain, truth)
-            found[name, dtype] = worst(results, truth), bound, compilations
+            error = worst(results, truth)
+            found[name, dtype] = error, bound, compilations
+            # At once: a run that is cut off has shown its cases until then.
+            told = f"{name} {dtype}: worst {error:.1e} of {bound:.1e}, compilations {compilations}"
+            print(f"\nrank {torch.distributed.get_rank()}: {told}", file=sys.stderr, flush=True)
     destroy_groups()
     return found
 
@@ -106,8 +111,6 @@ def test_compiled_layers_change_nothing_and_compile_once(tmp_path, world):
             make_adapter(folder / "model", folder / "adapter", r=8)
     cases = ONE if world == 1 else TWO
     for found in run_ranks(train_each, world, str(tmp_path), cases):
-        for (case, dtype), (error, bound, compilations) in found.items():
-            print(f"\n{case} {dtype}: worst {error:.1e} of {bound:.1e}, compilations {compilations}")
         for (case, dtype), (error, bound, compilations) in found.items():
             assert error <= bound, (case, dtype)
             # A graph is captured for each size, and compiles nothing of its own.

@@ -67,6 +67,24 @@ def test_digests_of_the_same_bucket_are_those_of_its_present_bytes() -> None:
     assert len(seen) == 4
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_kernels_are_replayed_with_their_result_whatever_mode_they_were_launched_in(inference: bool) -> None:
+    from megarl.checkpoint_engine.kernels.replays import Replays
+
+    numbers, launches, replays = torch.zeros(4, device="cuda"), [], Replays()
+
+    def launch() -> torch.Tensor:
+        launches.append(1)
+        return numbers * 2
+
+    for step in range(4):
+        numbers.fill_(step)
+        with torch.inference_mode(inference):  # as in a thread of an engine that takes an adapter
+            assert replays.run("key", launch)().tolist() == [2.0 * step] * 4
+        replays.capture()
+    assert len(launches) == 2  # at first, and for the graph
+
+
 @pytest.mark.parametrize(("transport", "gpu"), PATHS)
 def test_tensors_that_stay_where_they_are_are_sent_with_their_present_values(transport: str, gpu: int) -> None:
     sender = open_sender(transport, Link(1, 60.0))

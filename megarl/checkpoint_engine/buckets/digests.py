@@ -32,7 +32,7 @@ def begin_digests(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
         need_triton()
         from megarl.checkpoint_engine.kernels.ranges import range_digests
 
-        return as_bytes(range_digests(payload, places))
+        return as_bytes(to_host(range_digests(payload, places)))
 
     def digests() -> bytes:
         raw = payload.cpu().numpy()
@@ -68,15 +68,14 @@ class RepeatedDigests:
             self._replays.capture()
 
 
-def as_bytes(sums: torch.Tensor, starts: np.ndarray | None = None) -> Callable[[], bytes]:
+def as_bytes(sums: Callable[[], torch.Tensor], starts: np.ndarray | None = None) -> Callable[[], bytes]:
     """Return what waits for digests that a GPU forms, and returns ``wire.DIGEST`` bytes for each tensor.
 
     Args:
-        sums: int64 ``[ranges]``, see ``kernels.ranges``.
+        sums: waits for int64 ``[ranges]``, see ``kernels.ranges``, and returns it on the host.
         starts: see ``starts_of``; one range of each tensor by default.
     """
-    arrived = to_host(sums)
-    return lambda: sums_of_tensors(arrived().numpy(), starts).tobytes()
+    return lambda: sums_of_tensors(sums().numpy(), starts).tobytes()
 
 
 def starts_of(counts: Sequence[int]) -> np.ndarray | None:

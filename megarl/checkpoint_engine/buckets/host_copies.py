@@ -51,6 +51,8 @@ def bring_early() -> None:
 
     A copy that is begun when somebody asks comes a launch and a wake-up later.
     """
+    if not _outstanding:
+        return
     origin = threading.get_ident(), torch.cuda.current_stream()
     with _lock:
         dtypes = {one.tensor.dtype for one in _outstanding if one.origin == origin}

@@ -46,7 +46,7 @@ class GpuWrites:
             arrived = payload.to(self._device)
             result = to_host(self._launch(arrived))
         else:
-            result = to_host(self._replays.run((payload.data_ptr(), len(payload)), lambda: self._launch(payload)))
+            result = self._replays.run((payload.data_ptr(), len(payload)), lambda: self._launch(payload))
         return lambda: self._found(result())
 
     def capture(self) -> None:
