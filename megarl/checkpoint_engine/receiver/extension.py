@@ -20,6 +20,7 @@ from megarl.checkpoint_engine.base import Receiver, open_receiver
 from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.choice import Memory, Sender, own_receiver
 from megarl.checkpoint_engine.receiver import cpu_kernels
+from megarl.checkpoint_engine.receiver.adapters import embeddings
 from megarl.checkpoint_engine.receiver.adapters.slots import Slots
 from megarl.checkpoint_engine.receiver.adapters.stage import Stage
 from megarl.checkpoint_engine.receiver.experts import cpu_mixtures, plain_mixtures, routers
@@ -34,6 +35,7 @@ from megarl.errors import MegarlError, UnsupportedError, WeightSyncError
 # vLLM imports this module before it builds the model. Later would be too late: it then runs the model and captures
 # graphs.
 routers.install()
+embeddings.install()
 if current_platform.is_cpu():
     cpu_kernels.install()
     cpu_mixtures.install()

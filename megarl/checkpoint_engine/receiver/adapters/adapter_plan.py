@@ -21,12 +21,10 @@ from megarl.checkpoint_engine.receiver.fused import cut_rows, fuse_shapes, fused
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Plan, listed
 from megarl.errors import UnsupportedError, WeightSyncError
-from megarl.peft.names import EMBEDDING, OUTPUT, PREFIX
+from megarl.peft.names import PREFIX
 from megarl.peft.rules import rank_and_scaling, read_config
 
 SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
-# Modules that vLLM adapts in another layout (lora_embedding_A, logits) than the linear one tested here.
-NOT_LINEAR = (EMBEDDING, OUTPUT)
 # Bytes between the buckets' first bytes in the address space of a plan: more than any bucket has.
 SPACE = 2**44
 
@@ -236,8 +234,7 @@ def _check_targets(
 def wrapped_modules(inner: Any) -> Iterator[tuple[Any, list[str]]]:
     """Yield (vLLM's wrapped linear or experts, Hugging Face names of its parts in order)."""
     for name, module in inner.modules.items():
-        linear = name.rpartition(".")[2] not in NOT_LINEAR and hasattr(module.base_layer, "input_size")
-        if linear or mixtures.is_experts(module):
+        if hasattr(module.base_layer, "input_size") or mixtures.is_experts(module):
             yield module, inner.packed_modules.get(name, [name])
 
 
