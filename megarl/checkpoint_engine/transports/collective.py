@@ -17,13 +17,12 @@ import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from megarl.checkpoint_engine.base import Link
+from megarl.checkpoint_engine.transports.event_wait import wait_for
 from megarl.checkpoint_engine.transports.live import DEPTH, LiveReceiver, LiveSender
 from megarl.errors import WeightSyncError
 from megarl.network import gloo_devices, listen
 
 PREFIX = "megarl"
-# Seconds between two looks at a device that broadcasts, and at the receivers meanwhile.
-LOOK_SECONDS = 5e-5
 
 
 class Backend(NamedTuple):
@@ -40,6 +39,11 @@ class Backend(NamedTuple):
     device: str
     build: Callable[[Any, str, int, int, float], Any]
     check: Callable[[], None] = lambda: None
+
+    @property
+    def late(self) -> str:
+        """What to say if broadcasts take too long."""
+        return f"{self.name} transfer: broadcasts did not end in time"
 
     def open_sender(self, link: Link) -> "CollectiveSender":
         """See ``base.open_sender``. Raises also what ``check`` raises."""
@@ -135,7 +139,7 @@ class CollectiveSender(LiveSender):
         deadline = self._begin()
         try:
             for event in filter(None, [work] if work else self._sent):
-                wait(event, self._hub.check, deadline, self._backend.name)
+                wait_for(event, self._hub.check, deadline, self._backend.late)
         except WeightSyncError:
             self._leave()
             raise
@@ -186,7 +190,7 @@ class CollectiveReceiver(LiveReceiver):
     def settle(self) -> None:
         """Wait for the current stream, but not for a sender that is gone."""
         deadline = time.monotonic() + self._timeout
-        wait(torch.cuda.current_stream().record_event(), self._line.check, deadline, self._backend.name)
+        wait_for(torch.cuda.current_stream().record_event(), self._line.check, deadline, self._backend.late)
 
     def close(self) -> None:
         """Leave the group, and disconnect."""
@@ -221,19 +225,6 @@ class CollectiveReceiver(LiveReceiver):
                 raise WeightSyncError(f"receiver {self._index} cannot reach {host}:{port}: {error}") from error
             self._group = Group(self._backend, self._store, host, self._index + 1, size, self._timeout)
         return self._group
-
-
-def wait(event: torch.Event, check: Callable[[], object], deadline: float, name: str) -> None:
-    """Wait for an event of a device whose work may need other processes; ``check`` raises if one of them is gone.
-
-    Raises:
-        WeightSyncError: ``check`` raised it, or the deadline has passed.
-    """
-    while not event.query():
-        check()
-        if time.monotonic() > deadline:
-            raise WeightSyncError(f"{name} transfer: broadcasts did not end in time")
-        time.sleep(LOOK_SECONDS)
 
 
 def build_gloo(store: Any, host: str, rank: int, size: int, timeout: float) -> Any:

@@ -21,6 +21,7 @@ import torch
 
 from megarl.checkpoint_engine.base import Link
 from megarl.checkpoint_engine.choice import Memory, own_memory
+from megarl.checkpoint_engine.transports.event_wait import wait_for
 from megarl.checkpoint_engine.transports.live import LiveReceiver, LiveSender
 from megarl.checkpoint_engine.transports.shm_folders import make_folder, map_new_file, remove_stale
 from megarl.checkpoint_engine.transports.staging import Staging
@@ -29,8 +30,6 @@ from megarl.errors import WeightSyncError
 
 # The answer of a receiver whose streams wait for the sender's, so that the sender's host need not.
 WAITS = b"W"
-# Between two looks at the sender's event.
-POLL_SECONDS = 2e-5
 
 
 class IpcSender(LiveSender):
@@ -133,18 +132,10 @@ class IpcReceiver(LiveReceiver):
                 f"this GPU cannot map the sender's memory ({error}); use transport 'nccl' or 'shm'"
             ) from error
 
-    def _wait_for(self, full: torch.cuda.Event) -> None:
-        """Wait for the sender's kernels. Raises ``WeightSyncError`` if it is gone: they may then never end."""
-        deadline = time.monotonic() + self._timeout
-        while not full.query():
-            self._line.check()
-            if time.monotonic() > deadline:
-                raise WeightSyncError("the sender's GPU did not fill a bucket in time")
-            time.sleep(POLL_SECONDS)
-
     def _wait_until_read(self, ended: bool) -> None:
-        for full in self._full.values():
-            self._wait_for(full)
+        deadline = time.monotonic() + self._timeout
+        for full in self._full.values():  # the sender's kernels never end if it is gone
+            wait_for(full, self._line.check, deadline, "the sender's GPU did not fill a bucket in time")
         if self._staging:
             self._staging.wait(ended)
         else:
