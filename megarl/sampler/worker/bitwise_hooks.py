@@ -118,10 +118,6 @@ def _tokens(wrapper: Any, count: int) -> low_rank.Tokens | None:
     return None if none.item() else low_rank.Tokens(order, counts, starts, adapters, int(groups.item()))
 
 
-def _no_lora(wrapper: Any, *arguments: Any, **options: Any) -> None:
-    """Add nothing: the sampler refuses adapters of the embedding and of lm_head, whose matrices are zero."""
-
-
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor,
     seqused_k: torch.Tensor, softmax_scale: float, causal: Any, window_size: Any, block_table: torch.Tensor,
@@ -181,7 +177,6 @@ OPERATIONS = {
     "temperature": Operation(_divide, f"{_SAMPLE}.states", ("apply_temperature",)),
     "logprobs": Operation(_logprobs, f"{_SAMPLE}.logprob", ("compute_token_logprobs",)),
 }
-REMOVED = Operation(_no_lora, _PUNICA, ("add_lora_logits", "add_lora_embedding"))
 
 
 def install() -> None:
@@ -196,7 +191,7 @@ def install() -> None:
         raise UnsupportedError(
             f"model.numerics is 'bitwise' with vLLM {vllm.__version__}; supported is {TESTED} on CUDA; use 'fast'"
         )
-    for operation in (*OPERATIONS.values(), REMOVED):
+    for operation in OPERATIONS.values():
         owner = pkgutil.resolve_name(operation.owner)
         for name in operation.names:
             if not hasattr(owner, name):

@@ -10,9 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 from megarl.errors import UnsupportedError
-from megarl.sampler.worker.bitwise_hooks import OPERATIONS, REMOVED, install
-
-EVERY = (*OPERATIONS.values(), REMOVED)
+from megarl.sampler.worker.bitwise_hooks import OPERATIONS, install
 
 
 @pytest.fixture
@@ -20,7 +18,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Put modules and classes with the attributes that are replaced in vLLM's place."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
-    for operation in EVERY:
+    for operation in OPERATIONS.values():
         path, _, kind = operation.owner.partition(":")
         parts = path.split(".")
         for end in range(1, len(parts) + 1):
@@ -45,7 +43,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_operation_is_in_vllms_place(vllm: ModuleType) -> None:
     install()
-    for operation in EVERY:
+    for operation in OPERATIONS.values():
         owner = pkgutil.resolve_name(operation.owner)
         assert all(getattr(owner, name) is operation.run for name in operation.names)
 
