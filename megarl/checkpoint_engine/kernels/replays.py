@@ -12,7 +12,7 @@ import torch
 
 from megarl.checkpoint_engine.buckets.host_copies import to_host
 
-_log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # Graphs that are kept. Memory that is bound anew has other addresses, and the graphs of the old ones stay.
 KEPT = 32
@@ -26,9 +26,17 @@ class _Launched(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """A graph of the kernels and of the copy of their result to the host, and the event that follows it."""
+    """A graph of the kernels and of the copy of their result to the host.
+
+    Attributes:
+        graph: the graph.
+        result: on the device; kept, so that no other graph of the pool uses its memory.
+        host: the copy, pinned.
+        done: follows the graph.
+    """
 
     graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
     host: torch.Tensor
     done: torch.cuda.Event
 
@@ -93,12 +101,12 @@ class Replays:
                 with torch.inference_mode(), torch.cuda.stream(stream):
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                     try:
-                        # The graph's own memory holds the result; a replay copies it, with no launch for that.
-                        host.copy_(launch(), non_blocking=True)
+                        result = launch()
+                        host.copy_(result, non_blocking=True)
                     finally:
                         graph.capture_end()
-                self._graphs[key] = _Captured(graph, host, torch.cuda.Event())
+                self._graphs[key] = _Captured(graph, result, host, torch.cuda.Event())
             except RuntimeError as error:
                 self._captures = False
-                _log.warning("syncs launch their kernels one by one: CUDA graphs cannot be captured (%s)", error)
+                logger.warning("syncs launch their kernels one by one: CUDA graphs cannot be captured (%s)", error)
         self._pending.clear()
