@@ -42,7 +42,7 @@ class Backend(NamedTuple):
 
     @property
     def late(self) -> str:
-        """What to say if broadcasts take too long."""
+        """The message if broadcasts take too long."""
         return f"{self.name} transfer: broadcasts did not end in time"
 
     def open_sender(self, link: Link) -> "CollectiveSender":

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between a sender and its receivers: what the sender learns of one that is gone."""
 
-import math
 import socket
 import struct
 import time
@@ -9,7 +8,6 @@ import time
 import pytest
 
 from megarl.checkpoint_engine.transports.channel import ACK, BUCKET, FAILED, RECEIPT, Hub, message_of, open_line
-from megarl.checkpoint_engine.transports.collective import wait
 from megarl.errors import WeightSyncError
 
 
@@ -74,28 +72,3 @@ def test_half_a_message_is_waited_for_until_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match="receiver 0 did not answer in time"):
         hub.collect(RECEIPT, time.monotonic() + 0.2)
     hub.close()
-
-
-class Event:
-    """Work of a device that ends at the ``looks``-th look."""
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    def query(self) -> bool:
-        self.looks -= 1
-        return self.looks <= 0
-
-
-def test_a_device_is_waited_for_as_long_as_the_others_live() -> None:
-    looked: list[int] = []
-    wait(Event(3), lambda: looked.append(1), time.monotonic() + 5, "nccl")
-    assert len(looked) == 2
-
-    def gone() -> None:
-        raise WeightSyncError("receiver 1 is gone")
-
-    with pytest.raises(WeightSyncError, match="receiver 1 is gone"):
-        wait(Event(math.inf), gone, time.monotonic() + 5, "nccl")
-    with pytest.raises(WeightSyncError, match="nccl transfer: broadcasts did not end in time"):
-        wait(Event(math.inf), lambda: None, time.monotonic() + 0.1, "nccl")
