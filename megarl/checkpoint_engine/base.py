@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Define the protocol of a transport, and register the transports.
 
-A transport moves buckets of bytes from one sender (trainer rank 0) to all receivers (one in each vLLM worker), whatever
-the bytes mean. The sender opens first. Its ``endpoint`` (a small JSON-able dictionary) reaches the receivers by another
-way (Ray). Sender and receivers then run concurrently, bucket by bucket, so that neither host memory nor a ring of
-device buffers must hold the whole model. A new transport is one module and one line in ``TRANSPORTS``.
+A transport moves buckets of bytes from one sender (trainer rank 0; ``senders`` says when others send too) to its
+receivers (one in each vLLM worker), whatever the bytes mean. The sender opens first. Its ``endpoint`` (a small
+JSON-able dictionary) reaches the receivers by another way (Ray). Sender and receivers then run concurrently, bucket by
+bucket, so that neither host memory nor a ring of device buffers must hold the whole model. A new transport is one
+module and one line in ``TRANSPORTS``.
 
 Some transports are for one transfer (``shm``). Others stay connected (``stays``): the next transfer needs no endpoint,
 and receivers answer the sender itself, so that no other process has a part in a transfer. Threads of their workers
 wait for it, beside the engine's own loop.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -134,12 +135,17 @@ class Link:
     """Parameters of a sender.
 
     Attributes:
-        receivers: number of receivers over all engines.
+        receivers: number of receivers.
         timeout: seconds that the whole transfer may take.
+        indices: the receivers' indices; default: 0 .. receivers - 1.
     """
 
     receivers: int
     timeout: float
+    indices: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "indices", tuple(self.indices or range(self.receivers)))
 
 
 # Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and ``open_receiver(endpoint,
@@ -186,11 +192,13 @@ def open_receiver(endpoint: dict[str, Any], index: int) -> Receiver:
     """Open the receiving half.
 
     Args:
-        endpoint: the sender's endpoint. Its ``"transport"`` names the module.
-        index: index of this receiver, 0 .. receivers - 1.
+        endpoint: the sender's endpoint. Its ``"transport"`` names the module. If several ranks send, each one's is in
+            ``"senders"``, by the receivers' indices.
+        index: index of this receiver over all engines.
 
     Raises:
         ConfigError: the transport is unknown.
         WeightSyncError: the sender cannot be reached.
     """
+    endpoint = endpoint.get("senders", {}).get(str(index), endpoint)
     return load_transport(str(endpoint.get("transport")), "open_receiver").open_receiver(endpoint, index)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.errors import MegarlError, WeightSyncError
+from megarl.errors import WeightSyncError
 from megarl.network import LOOPBACK, own_address
 from megarl.parallel.rendezvous import open_store
 
@@ -61,18 +61,24 @@ class Board:
             self._oldest = end + 1
         self._ended.append(number)
 
-    def unanswered(self, number: int) -> list[int]:
-        """Rank 0: the ranks that have not answered a call; raises the error of one that failed."""
-        waiting = []
+    def unanswered(self, number: int, answers: dict[int, Any]) -> list[int]:
+        """Rank 0: read what has come; return the ranks that have not answered a call.
+
+        Args:
+            number: the call's.
+            answers: gets each rank's answer.
+
+        Raises:
+            MegarlError: of a rank that failed.
+        """
         for rank, key in enumerate(self._answers(number), 1):
-            if not self._store.check([key]):
-                waiting.append(rank)
+            if rank in answers or not self._store.check([key]):
                 continue
-            failure = pickle.loads(self._store.get(key))
-            if failure is not None:
-                failure.args = (f"rank {rank}: {failure}",)
-                raise failure
-        return waiting
+            answers[rank] = answer = pickle.loads(self._store.get(key))
+            if isinstance(answer, BaseException):
+                answer.args = (f"rank {rank}: {answer}",)
+                raise answer
+        return [rank for rank in range(1, self._ranks) if rank not in answers]
 
     def next_call(self, timeout: float) -> tuple[str | None, tuple]:
         """Another rank: wait for rank 0's next call, ``(method, arguments)``; None as method is the end of a sync."""
@@ -84,9 +90,9 @@ class Board:
         except RuntimeError as error:
             raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from error
 
-    def answer(self, failure: MegarlError | None) -> None:
-        """Another rank: say how the last call ended."""
-        self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(failure))
+    def answer(self, outcome: Any) -> None:
+        """Another rank: say how the last call ended, by its result or a ``MegarlError``."""
+        self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(outcome))
 
     def _answers(self, number: int) -> list[str]:
         return [f"answer/{number}/{rank}" for rank in range(1, self._ranks)]

@@ -76,18 +76,20 @@ def gpu_id() -> str | None:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
-def choose_transport(sender: Memory, receivers: Sequence[Receiver]) -> tuple[str, str]:
+def choose_transport(ranks: Sequence[Memory], receivers: Sequence[Receiver]) -> tuple[str, str]:
     """Return the name of a transport, and why it was chosen.
 
     Args:
-        sender: memory of trainer rank 0.
+        ranks: memory of each trainer rank. Rank 0 sends; with ``ipc`` others may too, see ``senders``.
         receivers: all vLLM workers.
     """
-    memories = [receiver.memory for receiver in receivers]
+    sender, memories = ranks[0], [receiver.memory for receiver in receivers]
     gpus = [memory.gpu for memory in (sender, *memories)]
     if all(memory == sender for memory in memories):
         shared = "share one GPU" if sender.gpu else "compute on the CPUs of one host"
         return "ipc", f"trainer rank 0 and all engines {shared}"
+    if all(memory in ranks for memory in memories):
+        return "ipc", f"every engine gets them from the trainer rank on its {'GPU' if sender.gpu else 'host'}"
     if all(gpus) and len(set(gpus)) == len(gpus):
         # One copy over the GPUs' link takes less than a broadcast. Several would share that link.
         if len(receivers) == 1 and receivers[0].reads:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Send PEFT directories to engines, through the same checks as a trainer's adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import AdapterError
 from megarl.files import read_json
-from megarl.futures import in_thread
+from megarl.futures import done, in_thread
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -59,9 +59,13 @@ class FolderSource(CheckpointEngineMixin):
         """Return the version given to ``read``."""
         return self._version
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[Any]:
+    def places(self) -> Future[Any]:
         """See ``checkpoint_engine.participants.Source``."""
-        return in_thread(lambda: self.prepare_sync(config, receivers))
+        return done(lambda: [self.place()])
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future[Any]:
+        """See ``checkpoint_engine.participants.Source``."""
+        return in_thread(lambda: self.prepare_sync(config, receivers, senders))
 
     def send(self, version: int, kind: Kind) -> Future[Any]:
         """See ``checkpoint_engine.participants.Source``."""

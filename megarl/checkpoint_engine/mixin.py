@@ -3,7 +3,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from megarl.checkpoint_engine.base import Link, open_sender
 from megarl.checkpoint_engine.buckets.filling import Named
 from megarl.checkpoint_engine.buckets.stream import Outbox, plan_of
+from megarl.checkpoint_engine.choice import Sender, own_sender
 from megarl.checkpoint_engine.loan import lend
 from megarl.checkpoint_engine.records import check_sync
 from megarl.checkpoint_engine.wire import Kind, Plan
@@ -20,7 +21,7 @@ from megarl.errors import WeightSyncError
 
 
 class Sent(NamedTuple):
-    """Rank 0's report of a transfer.
+    """A sending rank's report of a transfer.
 
     Attributes:
         manifest: what was sent, as ``Receipt.to_bytes``, with the seconds of the trainer's stages.
@@ -35,8 +36,8 @@ class CheckpointEngineMixin:
     """Adds ``prepare_sync``, ``send_weights`` and ``finish_sync`` to a trainer rank.
 
     Every rank calls all three in this order with the same arguments; a transport that stays connected is prepared once
-    and may send many times. All ranks run the export (a collective). Rank 0 sends, and its return values go to the
-    manager.
+    and may send many times. All ranks run the export (a collective). Rank 0 sends, or several ranks do (``senders``);
+    what they return goes to the manager.
     """
 
     rank: int
@@ -80,36 +81,42 @@ class CheckpointEngineMixin:
         """Return the version of this rank's weights, by its own count of optimizer steps."""
         raise NotImplementedError(f"{type(self).__name__} must define policy_version")
 
-    def prepare_sync(self, config: CheckpointEngineConfig, receivers: int) -> bytes | None:
-        """Open the transport on rank 0.
+    def place(self) -> Sender:
+        """Return where this rank computes; not a collective."""
+        return own_sender()
+
+    def prepare_sync(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int] = ()) -> bytes | None:
+        """Open the transport on rank 0, and on every other rank that sends.
 
         Args:
             config: transport, bucket size, time limit.
             receivers: number of vLLM workers over all engines.
+            senders: the rank that sends to each of them; empty: rank 0 sends to all.
 
         Returns:
-            On rank 0 the endpoint as JSON: the transport's, with ``"stays"``; elsewhere None.
+            Where it was opened the endpoint as JSON: the transport's, with ``"stays"``; elsewhere None.
 
         Raises:
             WeightSyncError: the transport cannot be opened.
         """
         self.finish_sync()
         self._config, self._adapted = config, None
-        if self.rank != 0:
+        indices = [index for index, rank in enumerate(senders or [0] * receivers) if rank == self.rank]
+        if self.rank != 0 and not indices:
             return None
-        sender = open_sender(config.transport, Link(receivers, config.timeout_seconds))
+        sender = open_sender(config.transport, Link(len(indices), config.timeout_seconds, indices))
         self._outbox = Outbox(sender, int(config.bucket_mib * 2**20))
         return json.dumps({"transport": config.transport, "stays": sender.stays} | sender.endpoint()).encode()
 
     def send_weights(self, version: int, kind: Kind) -> Sent | None:
-        """Export the weights, and send them on rank 0.
+        """Export the weights, and send them where the transport is open.
 
         Args:
             version: policy version of the weights.
             kind: ``"adapter"``, ``"base"`` or ``"merged"``.
 
         Returns:
-            On rank 0 what was sent and, if the transport stays connected, what arrived; elsewhere None.
+            On a rank that sends what was sent and, if the transport stays connected, what arrived; elsewhere None.
 
         Raises:
             WeightSyncError: the weights have another version, or the transport failed. The export is still run to its
@@ -172,7 +179,7 @@ class CheckpointEngineMixin:
         return [self.weights_to_send(kind) for _ in range(1 + new)]
 
     def _plan(self, streams: "list[Iterable[Named]]") -> Plan:
-        """Return the plan of the active adapter, on rank 0; read it from the first of two exports if it is new."""
+        """Return the plan of the active adapter, where it is sent; read it from the first of two exports if new."""
         assert self._config is not None and self._plans is not None
         if (plan := self._plans[self._key]) is None:
             if len(streams) == 1:

@@ -2,7 +2,7 @@
 """Define the participants of a sync as the manager sees them, one source and sinks, and wait for their answers."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -17,12 +17,16 @@ from megarl.futures import wait_or_read
 class Source(Protocol):
     """The trainer, all ranks together: ``CheckpointEngineMixin`` behind remote calls."""
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
-        """Call ``prepare_sync`` on every rank; return rank 0's endpoint."""
+    def places(self) -> Future[list[Sender]]:
+        """Return where each rank computes. Only asked if ``transport`` is ``ipc`` or ``auto``."""
+        ...
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future[bytes]:
+        """Call ``prepare_sync`` on every rank; return ``senders.joined_endpoint``."""
         ...
 
     def send(self, version: int, kind: Kind) -> Future[Sent]:
-        """Call ``send_weights`` on every rank; return rank 0's result. It may return when all is sent."""
+        """Call ``send_weights`` on every rank; return ``senders.joined_sent``. It may return when all is sent."""
         ...
 
     def finish(self) -> Future[Any]:
@@ -42,7 +46,7 @@ class Sink(Protocol):
     receivers: int
 
     def places(self, sender: Sender) -> Future[list[Receiver]]:
-        """Return where each worker computes. Only asked if ``transport`` is ``auto``."""
+        """Return where each worker computes. Only asked if the source is."""
         ...
 
     def receive(self, endpoint: bytes, first: int) -> Future[list[bytes]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.checkpoint_engine.participants import Sink, Source, gather
 from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.senders import ask_senders, endpoint_for
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
@@ -76,13 +77,14 @@ def run_sync(
     receivers = sum(sink.receivers for sink in sinks)
     with _timed("prepare", seconds):
         if endpoint is None:
-            prepare = partial(source.prepare, config, receivers)
+            prepare = partial(source.prepare, config, receivers, ask_senders(source, sinks, config, deadline))
             endpoint = json.loads(gather({"trainer": prepare}, deadline, "prepare")[0])
-        announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
+        announced = {"version": version, "kind": kind}
     with _timed("transfer", seconds):
         calls: dict[str, Callable[[], Future]] = {}
         for sink, first in zip(sinks, _offsets(sink.receivers for sink in sinks), strict=True):
-            calls[sink.name] = partial(sink.receive, announced, first)
+            told = endpoint_for(endpoint, first, sink.receivers) | announced
+            calls[sink.name] = partial(sink.receive, json.dumps(told).encode(), first)
         calls["trainer"] = partial(source.send, version, kind)
         *arrived, answer = gather(calls, deadline, "transfer")
     with _timed("verify", seconds):

@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megarl.checkpoint_engine.board import Board
-from megarl.checkpoint_engine.choice import choose_transport, own_sender
+from megarl.checkpoint_engine.choice import Sender, choose_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
+from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
@@ -125,13 +127,14 @@ class WeightSync:
 
     def _new_manager(self) -> CheckpointEngineManager:
         timeout, engines = self._config.timeout_seconds, self._engines
+        source = _AllRanks(self._model, self._board, timeout)
         if self._config.transport == "auto" and engines:
-            sender = own_sender()
-            calls = {one.name: partial(one.places, sender) for one in engines}
-            places = gather(calls, time.monotonic() + timeout, "start")
-            name, _ = choose_transport(sender.memory, [place for part in places for place in part])
+            deadline = time.monotonic() + timeout
+            [ranks] = gather({"trainer": source.places}, deadline, "start")
+            places = gather({one.name: partial(one.places, ranks[0]) for one in engines}, deadline, "start")
+            name, _ = choose_transport([rank.memory for rank in ranks], [place for part in places for place in part])
             self._config = self._config.model_copy(update={"transport": name})
-        return CheckpointEngineManager(_AllRanks(self._model, self._board, timeout), engines, self._config)
+        return CheckpointEngineManager(source, engines, self._config)
 
     def _serve(self) -> Any:
         """Do what rank 0 asks for, until it says how the sync ended."""
@@ -144,12 +147,11 @@ class WeightSync:
                 if isinstance(outcome, BaseException):
                     raise outcome
                 return outcome
-            failure: MegarlError | None = None
             try:
-                getattr(self._model, method)(*arguments)
+                outcome = getattr(self._model, method)(*arguments)
             except Exception as error:
-                failure = error if isinstance(error, MegarlError) else WeightSyncError(repr(error))
-            self._board.answer(failure)
+                outcome = error if isinstance(error, MegarlError) else WeightSyncError(repr(error))
+            self._board.answer(outcome)
 
 
 class _AllRanks:
@@ -164,10 +166,15 @@ class _AllRanks:
         # A thread begins with device 0.
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future[bytes]:
+    def places(self) -> Future[list[Sender]]:
+        """See ``checkpoint_engine.participants.Source``."""
+        return done(lambda: [self._model.place()]) if self._board.alone else self._call("place", join=list)
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future[bytes]:
         """See ``checkpoint_engine.participants.Source``."""
         self._opened += 1
-        return self._call("prepare_sync", config, receivers)
+        join = partial(joined_endpoint, senders=senders)
+        return self._call("prepare_sync", config, receivers, senders, join=join)
 
     def send(self, version: int, kind: Kind) -> Future[Any]:
         """See ``checkpoint_engine.participants.Source``."""
@@ -180,7 +187,7 @@ class _AllRanks:
         def note(sent: Future) -> None:
             self._connected = opened if sent.exception() is None else -1
 
-        sent = self._call("send_weights", version, kind)
+        sent = self._call("send_weights", version, kind, join=joined_sent)
         if self._board.alone:
             sent.add_done_callback(note)
         return sent
@@ -190,8 +197,17 @@ class _AllRanks:
         self._opened += 1
         return self._call("finish_sync")
 
-    def _call(self, method: str, *arguments: Any) -> Future:
-        """Call a method of every rank's model; rank 0's result once all have one, or the first error."""
+    def _call(self, method: str, *arguments: Any, join: Callable[[list], Any] = itemgetter(0)) -> Future:
+        """Call a method of every rank's model.
+
+        Args:
+            method: its name.
+            arguments: its arguments.
+            join: makes one result of those of several ranks; default: rank 0's.
+
+        Returns:
+            The result, or the first error.
+        """
         number, before = self._board.call(method, arguments), self._before
 
         def here() -> Any:
@@ -209,10 +225,11 @@ class _AllRanks:
             return mine
 
         def everywhere() -> Any:
-            """Wait for every rank; return this rank's result."""
+            """Wait for every rank."""
+            answers: dict[int, Any] = {}
             began = time.monotonic()
             deadline = began + self._timeout
-            while waiting := self._board.unanswered(number) + ([] if mine.done() else [0]):
+            while waiting := self._board.unanswered(number, answers) + ([] if mine.done() else [0]):
                 if mine.done():
                     mine.result()
                 if time.monotonic() > deadline:
@@ -220,6 +237,6 @@ class _AllRanks:
                     raise WeightSyncError(f"{late} did not end {method} within checkpoint_engine.timeout_seconds")
                 waited = time.monotonic() - began
                 time.sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE))
-            return mine.result()
+            return join([mine.result(), *(answers[rank] for rank in sorted(answers))])
 
         return in_thread(everywhere)

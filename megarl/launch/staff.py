@@ -23,7 +23,7 @@ from megarl.controller.recording.screen import Screen
 from megarl.errors import LostError
 from megarl.launch.loans import Loans
 from megarl.launch.placement.places import SAY_SECONDS, Places
-from megarl.launch.transport import ON_ONE_HOST, resolve_transport
+from megarl.launch.transport import cannot_reach, resolve_transport
 from megarl.run_folder import LOGS
 
 # Calls of an engine at once: more than there ever are, since a sync must not wait behind those that sample. Ray only
@@ -70,7 +70,7 @@ class Staff:
         """The ``checkpoint_engine`` section; ``choose_transport`` has resolved its transport."""
         # A node that was lost may have taken what it held from beside rank 0 to another node.
         chosen, auto = self._section, self._auto
-        apart = auto and chosen.transport in ON_ONE_HOST and self.places.plan.engines_apart
+        apart = auto and cannot_reach(chosen.transport, self.places.plan)
         return chosen.model_copy(update={"transport": "gloo"}) if apart else chosen
 
     def begin(self) -> None:

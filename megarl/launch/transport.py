@@ -2,6 +2,7 @@
 """Choose the transport of weights for where a run's actors are, or refuse the one that is set."""
 
 from megarl.checkpoint_engine.choice import choose_transport
+from megarl.checkpoint_engine.senders import IN_ONE_MEMORY
 from megarl.config import CheckpointEngineConfig
 from megarl.controller.actors.sampler_group import SamplerGroup
 from megarl.controller.actors.trainer_group import TrainerGroup
@@ -13,13 +14,19 @@ from megarl.launch.placement.plan import Plan
 ON_ONE_HOST = ("shm", "ipc")
 
 
+def cannot_reach(name: str, plan: Plan) -> bool:
+    """Return True if a transport that does not leave its host would have to bring weights from one node to another."""
+    near = name in IN_ONE_MEMORY and plan.engines_beside_ranks
+    return name in ON_ONE_HOST and plan.engines_apart and not near
+
+
 def check_transport(name: str, plan: Plan) -> None:
-    """Refuse a transport that does not leave its host, if an engine is on another node than trainer rank 0.
+    """Refuse a transport that does not leave its host, if an engine is on another node than what sends to it.
 
     Raises:
         ConfigError: so it is; the message names the nodes.
     """
-    if name in ON_ONE_HOST and plan.engines_apart:
+    if cannot_reach(name, plan):
         here = plan.nodes[plan.trainer[0]]
         there = next(plan.nodes[bundle] for bundle in plan.engine if plan.nodes[bundle].id != here.id)
         raise ConfigError(
@@ -34,8 +41,8 @@ def resolve_transport(
     """Return ``checkpoint_engine`` with ``auto`` replaced, and tell which transport brings the weights."""
     name, why = section.transport, "as set"
     if name == "auto":
-        sender = trainers.start_on_rank_zero("place").result()
-        receivers = [place for engine in samplers.engines for place in engine.places(sender).result()]
-        name, why = choose_transport(sender.memory, receivers)
+        ranks = trainers.places().result()
+        receivers = [place for engine in samplers.engines for place in engine.places(ranks[0]).result()]
+        name, why = choose_transport([rank.memory for rank in ranks], receivers)
     screen.say(f"weights reach the engines by {name}: {why}")
     return section.model_copy(update={"transport": name})

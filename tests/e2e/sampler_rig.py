@@ -18,6 +18,7 @@ import transformers
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.config import RunConfig, parse_config
+from megarl.futures import done
 from megarl.sampler.drawing.gate import VersionGate
 from megarl.sampler.vllm_sampler import VllmSampler
 
@@ -116,6 +117,9 @@ class PeftTrainer(CheckpointEngineMixin):
 
     def policy_version(self) -> int:
         return self.version
+
+    def places(self) -> Future:
+        return done(lambda: [self.place()])
 
     def prepare(self, *arguments: Any) -> Future:
         return self.pool.submit(self.prepare_sync, *arguments)

@@ -112,7 +112,8 @@ def call(method: str, version: int | None, fault: str | None, *arguments: Any) -
     if version is not None and version != getattr(_trainer, "version", None):
         _trainer.randomise(SEED + version)
         _trainer.version = version
-    return getattr(_trainer, method)(*arguments)
+    found = getattr(_trainer, method)(*arguments)
+    return [found] if method == "place" else found
 
 
 class Sender:
@@ -129,6 +130,10 @@ class Sender:
         self.close()
         self._pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
         self.process = psutil.Process(self._pool.submit(start, str(self._model), str(self.flag)).result())
+
+    def places(self) -> Future:
+        """See ``checkpoint_engine.participants.Source``."""
+        return self._submit("place", None)
 
     def prepare(self, *arguments: Any) -> Future:
         """See ``checkpoint_engine.participants.Source``."""

@@ -13,7 +13,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megarl.errors import WeightSyncError
@@ -112,11 +112,11 @@ class Hub:
     """The sender's end of the connections to all receivers.
 
     Args:
-        receivers: number of receivers.
+        receivers: the receivers' indices.
         timeout: seconds that any wait may take.
     """
 
-    def __init__(self, receivers: int, timeout: float) -> None:
+    def __init__(self, receivers: Sequence[int], timeout: float) -> None:
         self._receivers, self._timeout = receivers, timeout
         self.host, self._token = own_address(), secrets.token_hex(16)
         self._lines: dict[int, Line] = {}
@@ -132,12 +132,12 @@ class Hub:
 
     def connect(self, deadline: float) -> None:
         """Wait until every receiver has connected. Raises ``WeightSyncError`` with those that have not."""
-        while len(self._lines) < self._receivers:
+        while len(self._lines) < len(self._receivers):
             try:
                 self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
                 line = Line(self._listener.accept()[0], "a receiver")
             except OSError as error:
-                missing = ", ".join(str(i) for i in range(self._receivers) if i not in self._lines)
+                missing = ", ".join(str(i) for i in self._receivers if i not in self._lines)
                 raise WeightSyncError(f"receivers {missing} did not connect in time: {error}") from error
             tag, data = line.receive(deadline)
             token, _, index = data.decode(errors="replace").partition(" ")

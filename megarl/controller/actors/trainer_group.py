@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, TrainConfig
 from megarl.controller.actors.calls import Limit, as_future, wait_all
@@ -84,21 +85,24 @@ class TrainerGroup:
         limit = Limit("checkpoint_engine.timeout_seconds", seconds)
         return self.wait(self.start("score", tokens), limit)[0]
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
+    def places(self) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        return in_thread(partial(self._first, self.start("prepare_sync", config, receivers)))
+        return in_thread(partial(self.wait, self.start("place")))
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future:
+        """See ``checkpoint_engine.participants.Source``."""
+        calls = self.start("prepare_sync", config, receivers, senders)
+        return in_thread(lambda: joined_endpoint(self.wait(calls), senders))
 
     def send(self, version: int, kind: Kind) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        return in_thread(partial(self._first, self.start("send_weights", version, kind)))
+        calls = self.start("send_weights", version, kind)
+        return in_thread(lambda: joined_sent(self.wait(calls)))
 
     def finish(self) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        return in_thread(partial(self._first, self.start("finish_sync")))
+        return in_thread(partial(self.wait, self.start("finish_sync")))
 
     def _trained(self, calls: dict[str, Any]) -> list[Any]:
         """Wait for calls that compute, at most ``train.update_seconds``."""
         return self.wait(calls, Limit("train.update_seconds", self._train.update_seconds), moving=True)
-
-    def _first(self, calls: dict[str, Any]) -> Any:
-        return self.wait(calls)[0]

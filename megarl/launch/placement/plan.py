@@ -75,6 +75,13 @@ class Plan:
         """True if an engine is on another node than trainer rank 0."""
         return any(self.nodes[bundle].id != self.nodes[self.trainer[0]].id for bundle in self.engine)
 
+    @property
+    def engines_beside_ranks(self) -> bool:
+        """True if every engine shares memory with a trainer rank: its GPU, or on CPUs its node's."""
+        if self.trainer_gpus:
+            return self.shares_gpus
+        return {self.nodes[bundle].id for bundle in self.engine} <= {self.nodes[bundle].id for bundle in self.trainer}
+
     def describe(self) -> str:
         """Return one line per node with its ranks and engines, and lines about shared and idle GPUs."""
         lines = []

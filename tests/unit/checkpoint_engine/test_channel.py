@@ -14,7 +14,7 @@ from megarl.errors import WeightSyncError
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_receiver_whose_connection_ends_is_named(reset: bool) -> None:
     """Its process ended: the connection is closed, or reset where something was left unread."""
-    hub = Hub(1, 5.0)
+    hub = Hub(range(1), 5.0)
     line = open_line(hub.endpoint(), 0)
     hub.connect(time.monotonic() + 5)
     if reset:
@@ -27,7 +27,7 @@ def test_a_receiver_whose_connection_ends_is_named(reset: bool) -> None:
 
 
 def test_a_receiver_notices_that_the_sender_is_gone_without_taking_a_message() -> None:
-    hub = Hub(1, 5.0)
+    hub = Hub(range(1), 5.0)
     line = open_line(hub.endpoint(), 0)
     hub.connect(time.monotonic() + 5)
     line.check()
@@ -43,7 +43,7 @@ def test_a_receiver_notices_that_the_sender_is_gone_without_taking_a_message() -
 
 
 def test_messages_that_came_together_are_read_one_by_one() -> None:
-    hub, soon = Hub(2, 5.0), time.monotonic() + 5
+    hub, soon = Hub(range(2), 5.0), time.monotonic() + 5
     lines = [open_line(hub.endpoint(), index) for index in range(2)]
     hub.connect(soon)
     large = bytes(300_000)
@@ -65,7 +65,7 @@ def test_messages_that_came_together_are_read_one_by_one() -> None:
 
 
 def test_half_a_message_is_waited_for_until_the_deadline() -> None:
-    hub = Hub(1, 5.0)
+    hub = Hub(range(1), 5.0)
     line = open_line(hub.endpoint(), 0)
     hub.connect(time.monotonic() + 5)
     line.write(message_of(RECEIPT, b"all of it")[:11], time.monotonic() + 5)

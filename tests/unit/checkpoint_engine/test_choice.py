@@ -13,26 +13,35 @@ CPU, OTHER_CPU = Memory("here", ""), Memory("there", "")
 
 
 @pytest.mark.parametrize(
-    ("sender", "receivers", "transport"),
+    ("ranks", "receivers", "transport"),
     [
-        (GPU0, [GPU0], "ipc"),
-        (GPU0, [GPU0, GPU0], "ipc"),
-        (GPU0, [GPU0, GPU1], "ipc"),
-        (GPU0, [GPU1, GPU1], "ipc"),
-        (GPU0, [GPU1], "nccl"),
-        (GPU0, [Receiver(GPU1, reads=True)], "ipc"),
-        (GPU0, [Receiver(GPU1, reads=True), Receiver(GPU2, reads=True)], "nccl"),
-        (CPU, [CPU, CPU], "ipc"),
-        (GPU0, [CPU], "shm"),
-        (CPU, [GPU0], "shm"),
-        (GPU0, [GPU1, OTHER], "nccl"),
-        (GPU0, [GPU0, OTHER], "gloo"),
-        (CPU, [OTHER_CPU], "gloo"),
+        ([GPU0, GPU1, OTHER], [GPU1, OTHER], "ipc"),
+        ([GPU0, GPU1], [GPU0, GPU1], "ipc"),
+        ([GPU0, GPU1], [GPU1], "ipc"),
+        ([GPU0, GPU1], [GPU2], "nccl"),
+        ([GPU0, GPU1], [GPU1, OTHER], "nccl"),
+        ([CPU, OTHER_CPU], [OTHER_CPU, CPU], "ipc"),
+        ([CPU, CPU], [CPU, OTHER_CPU], "gloo"),
+        ([GPU0], [GPU0], "ipc"),
+        ([GPU0], [GPU0, GPU0], "ipc"),
+        ([GPU0], [GPU0, GPU1], "ipc"),
+        ([GPU0], [GPU1, GPU1], "ipc"),
+        ([GPU0], [GPU1], "nccl"),
+        ([GPU0], [Receiver(GPU1, reads=True)], "ipc"),
+        ([GPU0], [Receiver(GPU1, reads=True), Receiver(GPU2, reads=True)], "nccl"),
+        ([CPU], [CPU, CPU], "ipc"),
+        ([GPU0], [CPU], "shm"),
+        ([CPU], [GPU0], "shm"),
+        ([GPU0], [GPU1, OTHER], "nccl"),
+        ([GPU0], [GPU0, OTHER], "gloo"),
+        ([CPU], [OTHER_CPU], "gloo"),
     ],
 )
-def test_auto_follows_from_the_memories(sender: Memory, receivers: list[Memory | Receiver], transport: str) -> None:
+def test_auto_follows_from_the_memories(
+    ranks: list[Memory], receivers: list[Memory | Receiver], transport: str
+) -> None:
     places = [Receiver(one) if isinstance(one, Memory) else one for one in receivers]
-    assert choose_transport(sender, places)[0] == transport
+    assert choose_transport(ranks, places)[0] == transport
 
 
 def test_processes_of_one_host_have_one_memory() -> None:

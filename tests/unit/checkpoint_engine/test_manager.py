@@ -3,9 +3,11 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -13,9 +15,11 @@ import torch
 
 from megarl.checkpoint_engine.base import open_receiver
 from megarl.checkpoint_engine.buckets.stream import Inbox
+from megarl.checkpoint_engine.choice import Receiver, Sender, own_memory
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.records import Receipt
+from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent
 from megarl.checkpoint_engine.wire import Book, Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
@@ -58,16 +62,20 @@ class Trainer:
 
     def __init__(self) -> None:
         self.ranks = [Rank(0), Rank(1)]
+        self.memories = [own_memory()] * 2
         self.calls = ThreadPoolExecutor(1)  # one after the other, as an actor's
 
-    def _all(self, method: str, *arguments: Any) -> Future:
-        return self.calls.submit(lambda: [getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][-1])
+    def _all(self, method: str, *arguments: Any, join: Callable[[list], Any] = itemgetter(0)) -> Future:
+        return self.calls.submit(lambda: join([getattr(rank, method)(*arguments) for rank in self.ranks[::-1]][::-1]))
 
-    def prepare(self, config: CheckpointEngineConfig, receivers: int) -> Future:
-        return self._all("prepare_sync", config, receivers)
+    def places(self) -> Future:
+        return done([Sender(place) for place in self.memories])
+
+    def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future:
+        return self._all("prepare_sync", config, receivers, senders, join=partial(joined_endpoint, senders=senders))
 
     def send(self, version: int, kind: Kind) -> Future:
-        return self._all("send_weights", version, kind)
+        return self._all("send_weights", version, kind, join=joined_sent)
 
     def finish(self) -> Future:
         return self._all("finish_sync")
@@ -83,8 +91,12 @@ class Engine:
         self.resident: int | None = None
         self.refused: str | None = None
         self.readmissions = 0
+        self.memory = own_memory()
         self.tensors: dict[int, dict[str, torch.Tensor]] = {}
         self.open: dict[tuple[int, str], tuple[Any, Book]] = {}
+
+    def places(self, sender: Sender) -> Future:
+        return done([Receiver(self.memory)] * self.receivers)
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         return POOL.submit(self._receive, json.loads(endpoint), first)

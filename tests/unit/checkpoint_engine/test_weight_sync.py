@@ -21,7 +21,7 @@ class Model:
     def __init__(self) -> None:
         self.done, self.go_on, self.sending = [], threading.Event(), threading.Event()
 
-    def prepare_sync(self, config, receivers):
+    def prepare_sync(self, config, receivers, senders):
         self.done.append("prepare")
 
     def send_weights(self, version, kind):
@@ -36,11 +36,11 @@ class Model:
 def test_a_transfer_ends_before_the_next_connection_is_made_but_can_be_closed_meanwhile():
     model = Model()
     ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, arguments: 0), 10.0)
-    ranks.prepare(None, 1).result(10)
+    ranks.prepare(None, 1, ()).result(10)
     send = ranks.send(1, "adapter")
     assert model.sending.wait(10)
     ranks.finish().result(10)
-    prepare = ranks.prepare(None, 1)
+    prepare = ranks.prepare(None, 1, ())
     assert model.done == ["prepare", "finish"] and not prepare.done()
     model.go_on.set()
     prepare.result(10)
@@ -54,10 +54,10 @@ def test_the_next_adapter_is_sent_at_once_where_all_are_connected():
     ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, arguments: 0), 10.0)
     model.send_weights = lambda version, kind: threading.get_ident()
     here = threading.get_ident()
-    ranks.prepare(None, 1).result(10)
+    ranks.prepare(None, 1, ()).result(10)
     assert ranks.send(1, "adapter").result(10) != here  # an engine that dies before it connects is not noticed here
     assert ranks.send(2, "adapter").result(0) == here
-    ranks.prepare(None, 1).result(10)
+    ranks.prepare(None, 1, ()).result(10)
     assert ranks.send(3, "adapter").result(10) != here
     model.send_weights = lambda version, kind: 1 // 0
     with pytest.raises(ZeroDivisionError):
@@ -103,9 +103,9 @@ def test_what_all_ranks_have_read_is_deleted(boards):
             board.answer(WeightSyncError("out of luck") if number % 2 else None)
         if number % 2:
             with pytest.raises(WeightSyncError, match="rank 1: out of luck"):
-                first.unanswered(call)
+                first.unanswered(call, {})
         else:
-            assert first.unanswered(call) == []
+            assert first.unanswered(call, {}) == []
         first.end(number)
         for board in others:
             board.next_call(0.1)

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose the trainer rank that sends to each receiver, and join what several ranks that send say.
+
+Rank 0 sends to all. But where the transport stays in one memory (``ipc``), and every receiver shares a GPU (on CPUs a
+host) with some rank, each gets the weights from that rank: every rank exports whole tensors. The receipts show that all
+ranks sent the same.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from megarl.checkpoint_engine.choice import Memory, Receiver
+from megarl.checkpoint_engine.mixin import Sent
+from megarl.checkpoint_engine.participants import Sink, Source, gather
+from megarl.config import CheckpointEngineConfig
+
+# Transports whose sender and receivers share memory.
+IN_ONE_MEMORY = ("ipc",)
+
+
+def senders_of(ranks: Sequence[Memory], receivers: Sequence[Receiver]) -> tuple[int, ...]:
+    """Return the rank that sends to each receiver: the first with its memory. Empty if rank 0 sends to all.
+
+    Args:
+        ranks: the memory of each trainer rank.
+        receivers: all vLLM workers.
+    """
+    first = {memory: rank for rank, memory in reversed(list(enumerate(ranks)))}
+    found = [first.get(receiver.memory) for receiver in receivers]
+    return tuple(rank for rank in found if rank is not None) if any(found) and None not in found else ()
+
+
+def ask_senders(
+    source: Source, sinks: Sequence[Sink], config: CheckpointEngineConfig, deadline: float
+) -> tuple[int, ...]:
+    """Return the rank that sends to each receiver of some sinks; empty if rank 0 sends to all.
+
+    Raises:
+        WeightSyncError: a participant does not say where it computes.
+    """
+    if config.transport not in IN_ONE_MEMORY:
+        return ()
+    [ranks] = gather({"trainer": source.places}, deadline, "prepare")
+    if len(ranks) == 1:
+        return ()
+    calls = {sink.name: partial(sink.places, ranks[0]) for sink in sinks}
+    places = gather(calls, deadline, "prepare")
+    return senders_of([rank.memory for rank in ranks], [place for part in places for place in part])
+
+
+def joined_endpoint(endpoints: Sequence[bytes | None], senders: Sequence[int]) -> bytes:
+    """Return rank 0's endpoint, with the others in ``"senders"``: by the receiver's index, as a string.
+
+    Args:
+        endpoints: what each rank's ``prepare_sync`` returned.
+        senders: as for ``prepare_sync``.
+    """
+    if not senders:
+        assert endpoints[0] is not None
+        return endpoints[0]
+    trees = [json.loads(endpoint) if endpoint else {} for endpoint in endpoints]
+    return json.dumps(trees[0] | {"senders": {str(i): trees[rank] for i, rank in enumerate(senders)}}).encode()
+
+
+def endpoint_for(endpoint: dict[str, Any], first: int, receivers: int) -> dict[str, Any]:
+    """Return what one engine's workers need of a joined endpoint.
+
+    Args:
+        endpoint: the endpoint.
+        first: receiver index of the engine's first worker.
+        receivers: number of its workers.
+    """
+    if "senders" not in endpoint:
+        return endpoint
+    own = {str(i): endpoint["senders"][str(i)] for i in range(first, first + receivers)}
+    return endpoint | {"senders": own}
+
+
+def joined_sent(sent: Sequence[Sent | None]) -> Sent:
+    """Return rank 0's report with the receipts that all ranks got.
+
+    Args:
+        sent: what each rank's ``send_weights`` returned.
+    """
+    assert sent[0] is not None
+    return Sent(sent[0].manifest, [receipt for one in sent if one is not None for receipt in one.receipts])
