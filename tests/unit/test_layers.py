@@ -130,7 +130,7 @@ INTERNAL: dict[str, set[str]] = {
     },
     "bench": MEASURED,
     "bench.training": MEASURED | {"bench"},
-    "bench.syncing": MEASURED | {"bench"},
+    "bench.syncing": MEASURED | {"bench", "verify.launch"},
     "bench.rollouts": MEASURED | {"bench"},
     "bench.looping": MEASURED | {"bench", "launch.processes"},
     "verify": COMMON | {"parallel", "loss", "model", "lora", "hf", "build", "peft"},

@@ -17,6 +17,8 @@ def sync_table(report: dict[str, Any]) -> str:
     settings = report["settings"]
     layers = "" if settings["layers"] is None else f" with {settings['layers']} layers"
     ranks = f" of {settings['tensor']} ranks" if settings["tensor"] > 1 else ""
+    if settings["data"] > 1:
+        ranks += f", {settings['data']} trainer ranks"
     head = (
         f"{settings['model']}{layers}: r={settings['r']}, {settings['dtype']}, {settings['engines']} engine(s){ranks}, "
         f"transport {report['transport']}; milliseconds, medians"

@@ -18,9 +18,11 @@ class SyncBenchSettings(Measured):
     """What a sync sends; each is measured with engines of its own. The base that comes first is measured too."""
     transport: str = "auto"
     """``checkpoint_engine.transport``."""
+    data: int = Field(1, ge=1)
+    """``parallel.data``: ranks of the trainer, on the first GPUs. Each has the whole model."""
     engines: int = Field(1, ge=1)
-    """Number of engines. Each gets GPUs of its own if there are enough: beside GPU 0, which the trainer uses, or with
-    it for the first engine. Otherwise all engines use the first GPUs, the trainer's among them."""
+    """Number of engines. Each gets GPUs of its own if there are enough: beside the trainer's, or with the trainer's
+    among them. Otherwise all engines use the first GPUs."""
     tensor: int = Field(1, ge=1)
     """``sampler.parallel.tensor``: ranks, and GPUs, of each engine."""
     r: int = Field(32, ge=1)
@@ -39,7 +41,8 @@ class SyncBenchSettings(Measured):
     """With ``choose``: tokens of a completion."""
     peers: bool = True
     """Measure the peers too: vLLM's own way (save the adapter to memory-backed files, load them into a running engine),
-    and, where the package checkpoint-engine is installed and there is a GPU, its update of all weights."""
+    and, where the package checkpoint-engine is installed and there is a GPU, its update of all weights. Not measured if
+    the trainer has several ranks."""
 
 
 def parse_sync_settings(model: str, overrides: Sequence[str] = ()) -> SyncBenchSettings:

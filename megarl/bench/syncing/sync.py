@@ -13,23 +13,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.bench.adapters import change_adapter, lora_section
-from megarl.bench.random_weights import TMPFS, base_filler, model_folder
+from megarl.bench.adapters import lora_section
+from megarl.bench.random_weights import TMPFS, model_folder
 from megarl.bench.syncing.ceilings import broadcast_rate, copy_rate
 from megarl.bench.syncing.choose import decode_rate, sampler_settings
 from megarl.bench.syncing.device_memory import DeviceMemory
 from megarl.bench.syncing.peers import measure_peers
 from megarl.bench.syncing.settings import SyncBenchSettings
+from megarl.bench.syncing.trainer import SyncTrainer
 from megarl.bench.training.ranks import check_gpus
-from megarl.build import build_model
 from megarl.checkpoint_engine.phases import SyncReport
-from megarl.checkpoint_engine.weight_sync import WeightSync
-from megarl.config import TrainConfig
 from megarl.config.sections.eval import Sampling
-from megarl.model.trained_model import TrainedModel
-from megarl.parallel.groups import destroy_groups
 from megarl.sampler.process import SamplerProcess
-from megarl.types import Sample
+from megarl.verify.launch import report_progress, run_ranks
 
 # Tokens that trainer and engine both score after the syncs; sizes of an engine.
 SCORED, REQUESTS, RESPONSE = 64, 8, 64
@@ -56,49 +52,59 @@ def bench_sync(
         ``measure_peers`` returns.
     """
     check_gpus(settings.tensor, settings.device, f"an engine of {settings.tensor} ranks (tensor)")
+    check_gpus(settings.data, settings.device, f"a trainer of {settings.data} ranks (data)")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=TMPFS) as scratch:
         folder = model_folder(settings.model, Path(scratch), settings.layers)
         report("the trainer builds")
-        model = _build(settings, folder)
-        result: dict[str, Any] = {"settings": settings.model_dump(), "rows": []}
-        for content in settings.contents:
-            report(f"{content}: {settings.engines} engines start; log: {out}/sync-{content}-0.log")
-            with _engines(settings, folder, content, out) as (engines, seconds):
-                result["engine_start_seconds"] = seconds
-                result["transport"], rows = _measure(settings, model, engines, content, report)
-                result["rows"] += rows
-        largest = max(row["nbytes"] for row in result["rows"])
-        result["ceilings"] = {"copy": copy_rate(model.groups.device, largest)}
-        if _spread(settings):
-            report("the ceiling: a NCCL broadcast of as many bytes")
-            for row in result["rows"]:
-                row["broadcast"] = broadcast_rate(row["nbytes"], range(1, 1 + settings.engines * settings.tensor))
-        if settings.peers:
-            gpu = gpus_of(settings, 0)[0] if model.groups.device.type == "cuda" else None
-            result |= measure_peers(settings, model, folder, Path(scratch), out, gpu, report)
-        destroy_groups()
+        if settings.data == 1:
+            return _on_rank(settings, folder, out, report)
+        result, *_ = run_ranks(_on_rank, settings.data, settings, folder, out, report=report)
         return result
 
 
-def _build(settings: SyncBenchSettings, folder: Path) -> TrainedModel:
-    train = TrainConfig(device=settings.device, seed=settings.seed, micro_batch_tokens=512)
-    section = {"path": str(folder), "dtype": settings.dtype}
-    fill = base_filler(settings.model, settings.seed)
-    model = build_model(section, lora=lora_section(settings.r), train=train, fill_base=fill)
-    change_adapter(model, settings.seed)
-    return model
+def _on_rank(
+    settings: SyncBenchSettings, folder: Path, out: Path, report: Callable[[str], None] = report_progress
+) -> dict[str, Any]:
+    """Be one rank of the trainer; rank 0 has the engines too, and returns what ``bench_sync`` does."""
+    trainer = SyncTrainer(settings, folder)
+    result: dict[str, Any] = {"settings": settings.model_dump(), "rows": []}
+    if trainer.model.groups.rank != 0:
+        trainer.follow()
+        return result
+    for content in settings.contents:
+        report(f"{content}: {settings.engines} engines start; log: {out}/sync-{content}-0.log")
+        with _engines(settings, folder, content, out) as (engines, seconds):
+            result["engine_start_seconds"] = seconds
+            result["transport"], rows = _measure(settings, trainer, engines, content, report)
+            result["rows"] += rows
+    device = trainer.model.groups.device
+    result["ceilings"] = {"copy": copy_rate(device, max(row["nbytes"] for row in result["rows"]))}
+    if _spread(settings):
+        report("the ceiling: a NCCL broadcast of as many bytes")
+        for row in result["rows"]:
+            row["broadcast"] = broadcast_rate(row["nbytes"], range(settings.data, _wanted(settings)))
+    if settings.peers and settings.data == 1:
+        gpu = gpus_of(settings, 0)[0] if device.type == "cuda" else None
+        result |= measure_peers(settings, trainer.model, folder, folder.parent, out, gpu, report)
+    trainer.end()
+    return result
+
+
+def _wanted(settings: SyncBenchSettings) -> int:
+    """Return how many GPUs give one to each rank of trainer and engines."""
+    return settings.data + settings.engines * settings.tensor
 
 
 def _spread(settings: SyncBenchSettings) -> bool:
     """Return True if each engine has GPUs of its own."""
-    return settings.device != "cpu" and torch.cuda.device_count() > settings.engines * settings.tensor
+    return settings.device != "cpu" and torch.cuda.device_count() >= _wanted(settings)
 
 
 def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
-    """Return the GPUs of an engine, as this process counts them; the trainer has GPU 0."""
+    """Return the GPUs of an engine, as this process counts them; the trainer has the first ones."""
     enough = torch.cuda.device_count() >= settings.engines * settings.tensor
-    first = engine * settings.tensor + _spread(settings) if enough else 0
+    first = engine * settings.tensor + (settings.data if _spread(settings) else 0) if enough else 0
     return list(range(first, first + settings.tensor))
 
 
@@ -144,7 +150,7 @@ def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
 
 def _measure(
     settings: SyncBenchSettings,
-    model: TrainedModel,
+    trainer: SyncTrainer,
     engines: list[SamplerProcess],
     content: str,
     report: Callable[[str], None],
@@ -154,40 +160,30 @@ def _measure(
     Returns:
         The name of the transport, and the rows.
     """
-    section = {"transport": settings.transport, "content": content, "bucket_mib": settings.bucket_mib}
     memory = DeviceMemory([0, *gpus_of(settings, 0)])
-    weights = WeightSync(model, engines, section)
-    first, *others = [_timed(model, lambda: weights.sync("base")) for _ in range(1 + BASES)]
+    trainer.open(content, engines)
+    first, *others = [trainer.sync("base") for _ in range(1 + BASES)]
     rows = [_row("first base", [first]), _row("base", others)]
-    weights.sync()
+    trainer.sync()
     times = []
     report(f"{content}: {settings.rounds} syncs")
     for number in range(settings.rounds):
-        change_adapter(model, settings.seed + number + 1)
-        model.version += 1
-        times.append(_timed(model, weights.sync))
+        trainer.change(settings.seed + number + 1)
+        times.append(trainer.sync())
     row = _row(content, times)
     stages = ", ".join(f"{name} {ms:.2f}" for name, ms in row["stages_ms"].items())
     report(f"{content}: {row['nbytes'] / 2**20:.1f} MiB in {row['ms']:.2f} ms ({stages})")
     row["memory_mib"] = memory.grown()
-    row |= _differences(model, engines)
+    vocabulary = trainer.model.hf_config["vocab_size"]
+    row |= _differences(trainer, engines, vocabulary)
     if settings.choose:
-        row["tokens_per_second"] = decode_rate(settings, engines, model.version, model.hf_config["vocab_size"])
+        row["tokens_per_second"] = decode_rate(settings, engines, trainer.version, vocabulary)
         report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
-        row["pause_ms"] = _pause(model, engines[0], weights, report)
-    weights.close()
-    return weights.transport, [*rows, row]
-
-
-def _timed(model: TrainedModel, sync: Callable[[], SyncReport]) -> tuple[float, SyncReport]:
-    """Return the seconds from the end of the device's work until the new version serves, and the report."""
-    if model.groups.device.type == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    done = sync()
-    return time.perf_counter() - began, done
+        row["pause_ms"] = _pause(trainer, engines[0], vocabulary, report)
+    trainer.close()
+    return trainer.transport, [*rows, row]
 
 
 def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
@@ -208,20 +204,20 @@ def _row(kind: str, times: list[tuple[float, SyncReport]]) -> dict[str, Any]:
     }
 
 
-def _differences(model: TrainedModel, engines: list[SamplerProcess]) -> dict[str, float]:
+def _differences(trainer: SyncTrainer, engines: list[SamplerProcess], vocabulary: int) -> dict[str, float]:
     """Compare the logprobs of trainer and engines on random tokens: the largest and the mean difference."""
-    tokens = np.random.default_rng(0).integers(0, model.hf_config["vocab_size"], SCORED)
-    expected = model.forward(model.pack([Sample(tokens, np.arange(SCORED) > 0)]), temperature=1.0)[0]
-    found = np.abs([engine.score(tokens, model.version) - expected for engine in engines])
+    tokens = np.random.default_rng(0).integers(0, vocabulary, SCORED)
+    expected = trainer.logprobs(tokens)
+    found = np.abs([engine.score(tokens, trainer.version) - expected for engine in engines])
     return {"logprob_difference": float(found.max()), "logprob_difference_mean": float(found.mean())}
 
 
-def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, report: Callable[[str], None]) -> float:
+def _pause(trainer: SyncTrainer, engine: SamplerProcess, vocabulary: int, report: Callable[[str], None]) -> float:
     """Return by how many milliseconds a sync delays a request that runs: median over syncs of the longest delay.
 
     Requests of one token follow each other. One that a sync or its end falls into is compared with the usual one.
     """
-    prompt = np.random.default_rng(1).integers(0, model.hf_config["vocab_size"], 8)
+    prompt = np.random.default_rng(1).integers(0, vocabulary, 8)
     one = Sampling(samples=1, temperature=1.0, top_p=1.0, max_tokens=1)
     requests: list[tuple[float, float]] = []
     syncs: list[tuple[float, float]] = []
@@ -238,9 +234,9 @@ def _pause(model: TrainedModel, engine: SamplerProcess, weights: WeightSync, rep
     asking.start()
     for _ in range(PAUSES):
         time.sleep(REST_SECONDS)
-        model.version += 1
+        trainer.change()
         began = time.perf_counter()
-        weights.sync()
+        trainer.sync()
         syncs.append((began, time.perf_counter()))
     time.sleep(REST_SECONDS)
     enough.set()

@@ -3,7 +3,7 @@
 
 from megarl.bench.syncing.report import sync_table
 
-SETTINGS = {"model": "tiny", "layers": None, "tensor": 1, "r": 24, "dtype": "float32", "engines": 1}
+SETTINGS = {"model": "tiny", "layers": None, "data": 1, "tensor": 1, "r": 24, "dtype": "float32", "engines": 1}
 
 
 def test_what_was_measured_is_told_though_vllms_own_way_failed() -> None:

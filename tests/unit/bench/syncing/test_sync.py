@@ -20,9 +20,9 @@ ROW = {"kind": "merged", "tensors": 2, "nbytes": 2**20, "ms": 2.0, "worst_ms": 3
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stand for the trainer's model, with engines that nothing has to start."""
-    groups = SimpleNamespace(device=torch.device("cpu"))
+    groups = SimpleNamespace(device=torch.device("cpu"), rank=0)
     made = SimpleNamespace(groups=groups, version=0, hf_config={"vocab_size": 50}, save_adapter=lambda folder: None)
-    monkeypatch.setattr(sync, "_build", lambda *_: made)
+    monkeypatch.setattr(sync, "SyncTrainer", lambda *_: SimpleNamespace(model=made, end=lambda: None))
     monkeypatch.setattr(sync, "_engines", lambda *_: contextlib.nullcontext(([None], 1.0)))
     monkeypatch.setattr(sync, "copy_rate", lambda *_: 10.0)
     return made

@@ -112,22 +112,26 @@ def test_too_few_gpus_are_one_clear_error(monkeypatch, tmp_path: Path) -> None:
     ranks.check_gpus(4, "cpu", "")
     with pytest.raises(ConfigError, match="an engine of 4 ranks"):
         sync.bench_sync(parse_sync("qwen3-8b", ["tensor=4"]), tmp_path)
+    with pytest.raises(ConfigError, match="a trainer of 4 ranks"):
+        sync.bench_sync(parse_sync("qwen3-8b", ["data=4"]), tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "engines", "tensor", "expected"),
+    ("gpus", "data", "engines", "tensor", "expected"),
     [
-        (5, 2, 2, [[1, 2], [3, 4]]),
-        (4, 2, 2, [[0, 1], [2, 3]]),
-        (3, 2, 2, [[0, 1], [0, 1]]),
-        (3, 2, 1, [[1], [2]]),
-        (2, 2, 1, [[0], [1]]),
-        (1, 2, 1, [[0], [0]]),
+        (5, 1, 2, 2, [[1, 2], [3, 4]]),
+        (4, 1, 2, 2, [[0, 1], [2, 3]]),
+        (3, 1, 2, 2, [[0, 1], [0, 1]]),
+        (3, 1, 2, 1, [[1], [2]]),
+        (2, 1, 2, 1, [[0], [1]]),
+        (1, 1, 2, 1, [[0], [0]]),
+        (4, 2, 2, 1, [[2], [3]]),
+        (2, 2, 2, 1, [[0], [1]]),
     ],
 )
-def test_engines_get_gpus_of_their_own_if_there_are_enough(monkeypatch, gpus, engines, tensor, expected) -> None:
+def test_engines_get_gpus_of_their_own_if_there_are_enough(monkeypatch, gpus, data, engines, tensor, expected) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    settings = parse_sync("tiny", [f"engines={engines}", f"tensor={tensor}"])
+    settings = parse_sync("tiny", [f"data={data}", f"engines={engines}", f"tensor={tensor}"])
     assert [sync.gpus_of(settings, engine) for engine in range(engines)] == expected
 
 
