@@ -59,3 +59,56 @@ def test_an_error_of_any_rank_is_every_ranks_and_closes_the_engines(broken):
     assert ("rank 1: " in first[1]) == (broken == 1)
     assert first[2:] == ["7 False", "7 False"]
     assert time.monotonic() - start < 60
+
+
+def synced_near(damaged: bool) -> list[str]:
+    """Two syncs by ``ipc`` from two ranks to two engines, as if each had a GPU with one rank; then what they got."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.checkpoint_engine.choice import Memory, Sender
+    from megarl.checkpoint_engine.weight_sync import WeightSync
+    from megarl.errors import WeightSyncError
+    from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
+
+    class OwnPlace(Rank):
+        """A rank on a GPU of its own; its tensors are those of rank 0, unless they are damaged."""
+
+        def place(self):
+            return Sender(Memory("here", f"GPU-{self.rank}"))
+
+        def export_weights(self, adapter_only: bool):
+            for name, tensor in super().export_weights(adapter_only):
+                yield name, tensor + (damaged and self.rank == 1 and adapter_only)
+
+    dist.init_process_group("gloo")
+    model = OwnPlace(dist.get_rank())
+    model.version = 1
+    engines = [Engine(0, 1), Engine(1, 2)] if model.rank == 0 else []
+    for engine, gpu in zip(engines, (1, 0), strict=False):
+        engine.memory = Memory("here", f"GPU-{gpu}")
+    weights = WeightSync(model, engines, config("auto"))
+    told = []
+    try:
+        told.append(weights.sync("base").kind)
+        told.append(weights.sync().kind)
+        told.append(str(model._outbox.sender._link.indices))
+    except WeightSyncError as error:
+        told.append(str(error))
+    tensors = [tensors for engine in engines for tensors in engine.tensors.values()]
+    told += [str(all(torch.equal(one["adapter.5"], torch.full((1000,), 5.0)) for one in tensors))] * bool(tensors)
+    weights.close()
+    dist.barrier()
+    return told
+
+
+def test_each_engine_gets_the_weights_from_the_rank_on_its_gpu():
+    first, second = run_ranks(synced_near, 2, False)
+    assert first == ["base", "adapter", "(1, 2)", "True"]
+    assert second == ["base", "adapter", "(0,)"]
+
+
+def test_ranks_that_differ_are_seen_at_the_receipts():
+    first, second = run_ranks(synced_near, 2, True)
+    assert first[0] == second[0] == "base" and first[1] == second[1]
+    assert "receiver 0 holds checksum" in first[1] and "adapter of version 1 was not synced" in first[1]

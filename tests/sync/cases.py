@@ -22,10 +22,22 @@ CONTENTS = ("adapter", "merged")
 
 @dataclass(frozen=True)
 class Stage:
-    """One model at one layout, whose weights go to the engines by one transport."""
+    """One model at one layout, whose weights go to the engines by one transport.
+
+    Attributes:
+        layout: key of ``LAYOUTS``.
+        transport: ``checkpoint_engine.transport``.
+        near: True as if each engine had the GPU of a rank other than 0, which then sends to it.
+    """
 
     layout: str
     transport: str
+    near: bool = False
+
+    @property
+    def way(self) -> str:
+        """The transport, for the table and for filters."""
+        return f"{self.transport}{', near' if self.near else ''}"
 
 
 @dataclass(frozen=True)
@@ -54,4 +66,5 @@ def all_rigs() -> Iterator[Rig]:
     """Yield every combination."""
     for family, engines, content in product(FAMILIES, ENGINES, CONTENTS):
         layouts = [name for name, axes in LAYOUTS.items() if "expert" not in axes or family.endswith("moe")]
-        yield Rig(family, engines, content, tuple(Stage(*pair) for pair in product(layouts, TRANSPORTS)))
+        ways = [(name, False) for name in TRANSPORTS] + [("ipc", True)] * (ENGINES[engines][0] > 1)
+        yield Rig(family, engines, content, tuple(Stage(layout, *way) for layout, way in product(layouts, ways)))

@@ -23,7 +23,7 @@ def chosen(words: Sequence[str]) -> list[Rig]:
     """Return the rigs with the stages whose name has all words."""
     rigs = []
     for rig in all_rigs():
-        names = {stage: f"{rig.name}, {stage.layout}, {stage.transport}" for stage in rig.stages}
+        names = {stage: f"{rig.name}, {stage.layout}, {stage.way}" for stage in rig.stages}
         stages = tuple(stage for stage, name in names.items() if all(word in name for word in words))
         if stages:
             rigs.append(dataclasses.replace(rig, stages=stages))

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from megarl.checkpoint_engine.choice import Memory, Receiver, Sender
 from megarl.checkpoint_engine.weight_sync import WeightSync
 from megarl.config import ParallelConfig
+from megarl.futures import done
 from megarl.lora import attach, load_peft_config
 from megarl.model.megatron_model import MegatronModel
 from megarl.parallel.device import pick_device
@@ -32,6 +34,8 @@ VERSIONS = 3
 PROMPTS, GROUP, RESPONSE = 4, 2, 12
 # Large, so that a version is far from the one before.
 LEARNING_RATE = 2e-2
+# The rank on whose GPU each engine is, where they are near one.
+NEAR = (1, 3)
 SAMPLER = {
     "samples_per_prompt": GROUP,
     "max_prompt_tokens": 64,
@@ -91,7 +95,7 @@ def run_rig(rig: Rig, folder: str) -> list[Row]:
                 here = stage.layout
             if groups.rank == 0 and not engines:
                 engines = start_engines(rig, model_folder, log, stack)
-            report_progress(f"{rig.name}: {stage.layout}, {stage.transport}")
+            report_progress(f"{rig.name}: {stage.layout}, {stage.way}")
             row = run_stage(rig, stage, groups, engines, Path(folder))
             rows.append(row)
             free_memory()
@@ -122,9 +126,13 @@ def run_stage(rig: Rig, stage: Stage, groups: Any, engines: list[SamplerProcess]
     config = make_config(folder / "model", LAYOUTS[stage.layout])
     model = MegatronModel(config.trainer, groups, attach(load_peft_config(adapter), seed=3))
     model.load_adapter(adapter)
+    place(model, groups.rank, engines, near=stage.near)
     section = {"transport": stage.transport, "content": rig.content, "bucket_mib": 1, "timeout_seconds": 60}
     weights = WeightSync(model, engines, section)
     weights.sync("base")
+    if stage.near:
+        sends = model._outbox is not None and len(model._outbox.sender._link.indices) > 0
+        assert sends == (groups.rank in NEAR), f"rank {groups.rank} is {'' if sends else 'not '}a sender"
     random = np.random.default_rng(5)
     errors: dict[str, list[float]] = {"trainer": [], "peft": [], "effect": []}
     seconds, before = [], None
@@ -151,7 +159,18 @@ def run_stage(rig: Rig, stage: Stage, groups: Any, engines: list[SamplerProcess]
     if groups.rank != 0:
         return None
     worst = (max(errors["trainer"]), max(errors["peft"]), base, min(errors["effect"]))
-    return Row(rig.name, stage.layout, stage.transport, *worst, float(np.mean(seconds[1:])))
+    return Row(rig.name, stage.layout, stage.way, *worst, float(np.mean(seconds[1:])))
+
+
+def place(model: MegatronModel, rank: int, engines: list[SamplerProcess], *, near: bool) -> None:
+    """Let each rank have a GPU, as far as a sync knows, and each engine that of a rank other than 0; or undo it."""
+    for index, engine in enumerate(engines):
+        vars(engine).pop("places", None)
+        if near:
+            gpu = Memory("here", f"GPU-{NEAR[index]}")
+            engine.places = lambda sender, gpu=gpu: done(lambda: [Receiver(gpu)])
+    if near:
+        model.place = lambda: Sender(Memory("here", f"GPU-{rank}"))
 
 
 def draw(engines: list[SamplerProcess], version: int, random: np.random.Generator) -> list[Sample]:
