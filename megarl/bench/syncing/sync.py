@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,8 @@ def _engines(
         for engine in engines:
             engine.wait()
         yield engines, time.perf_counter() - began
+        with ThreadPoolExecutor(len(engines)) as pool:  # vLLM takes seconds to end
+            list(pool.map(SamplerProcess.close, engines))
 
 
 def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:

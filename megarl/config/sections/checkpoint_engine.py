@@ -17,14 +17,16 @@ class CheckpointEngineConfig(Section):
     transport: str = "auto"
     """A registered transport, or ``file.py:Name`` for an object with ``open_sender`` and ``open_receiver`` (see
     ``megarl.checkpoint_engine.base``); the path is relative to the recipe. ``shm``: shared memory, if the samplers are
-    on the trainer's host. ``gloo``: TCP, between hosts. ``ipc``: the sender's own memory, if trainer rank 0 and all
-    engines compute on GPUs of one host, or on CPUs of one host. ``nccl``: between GPUs, each of one participant.
-    ``hccl``: between Ascend NPUs. ``auto``: ``nccl`` if trainer rank 0 and every rank of an engine have a GPU of their
-    own; ``ipc`` if they share GPUs of one host, or compute on its CPUs; ``shm`` if they share a host otherwise; else
-    ``gloo``."""
+    on the trainer's host. ``gloo``: TCP, between hosts. ``ipc``: the sender's own memory, if every engine shares its
+    GPUs with trainer ranks, which then send to it, or if trainer rank 0 and all engines compute on GPUs of one host, or
+    on CPUs of one host. ``nccl``: between GPUs, each of one participant. ``hccl``: between Ascend NPUs. ``auto``:
+    ``ipc`` if every engine shares its GPUs with trainer ranks; ``nccl`` if trainer rank 0 and every rank of an engine
+    have a GPU of their own; ``ipc`` if they share some GPUs of one host, or compute on its CPUs; ``shm`` if they share
+    a host otherwise; else ``gloo``."""
     bucket_mib: int = Field(512, ge=1)
-    """Tensors travel in buckets of at most this size, MiB. Trainer rank 0 holds two, and so does every engine's rank
-    that is not on its GPU. A larger tensor is divided into runs of rows; of an adapter it has a bucket of its own."""
+    """Tensors travel in buckets of at most this size, MiB. A trainer rank that sends holds two, and so does every
+    engine's rank that is not on its GPU. A larger tensor is divided into runs of rows; of an adapter it has a bucket of
+    its own."""
     timeout_seconds: float = Field(300.0, gt=0.0)
     """Limit of one sync, seconds. A sync that takes longer ends the run."""
     base_weights: Literal["send", "disk"] = "send"
