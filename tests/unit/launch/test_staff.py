@@ -148,6 +148,29 @@ def test_a_transport_of_one_host_is_refused_between_nodes_and_auto_follows_the_a
         assert used == names
 
 
+def test_engines_beside_trainer_ranks_get_the_weights_there_on_any_number_of_nodes() -> None:
+    """On GPUs that they share, and on the CPUs of a rank's node; rank 0 may be elsewhere."""
+    shared = run(parallel__data=2, sampler__engines=2, sampler__share_gpus=True)
+    on_gpus = plan_placement(shared, nodes(1, 1))
+    assert on_gpus.engines_apart and on_gpus.engines_beside_ranks
+    own = plan_placement(run(parallel__data=2, sampler__engines=2), nodes(2, 2))
+    assert own.engines_apart and not own.engines_beside_ranks
+    on_cpus = plan_placement(run(parallel__data=2), nodes(0, 0, cpus=3))
+    [first, second] = nodes(0, 0)
+    ranks_apart = replace(on_cpus, nodes=[first, second, second])
+    for plan in (on_gpus, ranks_apart):
+        check_transport("ipc", plan)
+        with pytest.raises(ConfigError, match="transport is 'shm'"):
+            check_transport("shm", plan)
+        staff = Building()
+        staff.places = SimpleNamespace(plan=plan)  # type: ignore[assignment]
+        for chosen, used in (("ipc", "ipc"), ("shm", "gloo")):
+            staff._section, staff._auto = CheckpointEngineConfig(transport=chosen), True
+            assert staff.transport.transport == used
+    with pytest.raises(ConfigError, match="transport is 'ipc'"):
+        check_transport("ipc", own)
+
+
 def test_an_engine_process_that_a_signal_killed_is_told_from_one_that_raised() -> None:
     text = "Engine core initialization failed. See root cause above. Failed core proc(s): {{'EngineCore_DP0': {}}}"
     killed, raised = (start_error(1, RuntimeError(text.format(status))) for status in (-9, 1))
