@@ -58,11 +58,12 @@ class SyncTrainer:
 
     def follow(self) -> None:
         """Do what rank 0 does, to its end."""
-        method: str | None = "open"
-        while method != "end":
+        while True:
             method, arguments = self._board.next_call(SILENCE)
             assert method is not None
             getattr(self, method)(*arguments)
+            if method == "end":
+                return
 
     def open(self, content: str, engines: Sequence[SamplerProcess] = ()) -> None:
         """Prepare for syncs of a content to engines, which rank 0 has."""

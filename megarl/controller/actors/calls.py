@@ -55,13 +55,13 @@ def wait_all(
         WorkerError: any other exception. The message names the participant and its log.
     """
     names = {reference: name for name, reference in calls.items()}
-    pending = list(names)
+    pending, results = list(names), dict[Any, Any]()
     began = time.monotonic()
     deadline = began + limit.seconds if limit else float("inf")
     while pending:
         ready, pending = ray.wait(pending, timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
         for reference in ready:
-            result_of(reference, names[reference], watch)
+            results[reference] = result_of(reference, names[reference], watch)
         if pending and watch:
             chosen = [names[reference] for reference in pending] if watched is None else watched
             watch.check(chosen)
@@ -76,7 +76,7 @@ def wait_all(
             raise LostError.of(
                 late, f"{', '.join(late)} did not answer within {limit.setting} ({limit.seconds:g} s){log_note}"
             )
-    return [ray.get(reference) for reference in names]
+    return [results[reference] for reference in names]
 
 
 def result_of(reference: Any, name: str, watch: Watch | None = None) -> Any:
