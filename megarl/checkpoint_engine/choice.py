@@ -23,7 +23,7 @@ class Memory(NamedTuple):
 
 
 class Sender(NamedTuple):
-    """The process that sends weights.
+    """A trainer rank, which may send weights.
 
     Attributes:
         memory: its memory.

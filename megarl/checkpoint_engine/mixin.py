@@ -183,7 +183,8 @@ class CheckpointEngineMixin:
         assert self._config is not None and self._plans is not None
         if (plan := self._plans[self._key]) is None:
             if len(streams) == 1:
-                # An earlier sync failed before there was a plan. The other ranks run one export: hold its tensors.
+                # An earlier sync failed before there was a plan, or this rank did not send then. The other ranks run
+                # one export: hold its tensors.
                 streams[0] = list(streams[0])
             limit = int(self._config.bucket_mib * 2**20)
             plan = self._plans[self._key] = plan_of(streams[0], self.export_adapter_config(), limit)

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choose the trainer rank that sends to each receiver, and join what several ranks that send say.
+"""Choose the trainer rank that sends to each receiver, and join what the ranks that send return.
 
-Rank 0 sends to all. But where the transport stays in one memory (``ipc``), and every receiver shares a GPU (on CPUs a
-host) with some rank, each gets the weights from that rank: every rank exports whole tensors. The receipts show that all
-ranks sent the same.
+Rank 0 sends to all, as a rule. Where the transport stays in one memory (``ipc``), and every receiver shares a GPU (on
+CPUs a host) with some rank, each gets the weights from that rank. Every rank can send, since every rank exports whole
+tensors.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from megarl.checkpoint_engine.choice import Memory, Receiver
 from megarl.checkpoint_engine.mixin import Sent
 from megarl.checkpoint_engine.participants import Sink, Source, gather
+from megarl.checkpoint_engine.records import Receipt
 from megarl.config import CheckpointEngineConfig
+from megarl.errors import WeightSyncError
 
 # Transports whose sender and receivers share memory.
 IN_ONE_MEMORY = ("ipc",)
@@ -45,7 +48,9 @@ def ask_senders(
     [ranks] = gather({"trainer": source.places}, deadline, "prepare")
     if len(ranks) == 1:
         return ()
-    calls = {sink.name: partial(sink.places, ranks[0]) for sink in sinks}
+    # Whether a receiver reads the memory of another GPU does not matter here.
+    sender = ranks[0]._replace(offer=b"")
+    calls = {sink.name: partial(sink.places, sender) for sink in sinks}
     places = gather(calls, deadline, "prepare")
     return senders_of([rank.memory for rank in ranks], [place for part in places for place in part])
 
@@ -79,10 +84,28 @@ def endpoint_for(endpoint: dict[str, Any], first: int, receivers: int) -> dict[s
 
 
 def joined_sent(sent: Sequence[Sent | None]) -> Sent:
-    """Return rank 0's report with the receipts that all ranks got.
+    """Return rank 0's report with the receipts that all ranks got, and the times of the slowest rank.
 
     Args:
         sent: what each rank's ``send_weights`` returned.
+
+    Raises:
+        WeightSyncError: a rank sent something else than rank 0; the message names it.
     """
     assert sent[0] is not None
-    return Sent(sent[0].manifest, [receipt for one in sent if one is not None for receipt in one.receipts])
+    if not any(sent[1:]):
+        return sent[0]
+    first, seconds, receipts = Receipt.from_bytes(sent[0].manifest), dict[str, float](), list[bytes]()
+    for rank, one in enumerate(sent):
+        if one is None:
+            continue
+        manifest = Receipt.from_bytes(one.manifest)
+        if manifest != first:
+            raise WeightSyncError(
+                f"trainer rank {rank} sent {manifest.count} tensors of {manifest.nbytes} bytes, checksum "
+                f"{manifest.checksum}, but rank 0 {first.count} of {first.nbytes}, {first.checksum}: the weights of the "
+                "ranks have come to differ; resume from a checkpoint"
+            )
+        seconds = {name: max(took, seconds.get(name, 0.0)) for name, took in manifest.seconds.items()}
+        receipts += one.receipts
+    return Sent(replace(first, seconds=seconds).to_bytes(), receipts)

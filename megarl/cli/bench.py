@@ -23,7 +23,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     train.set_defaults(run=_train, online=True)
     sync = kinds.add_parser("sync", help="bring new weights from the trainer into a live engine")
     sync.add_argument("model", metavar="MODEL_OR_SHAPE", help=MODEL)
-    sync.add_argument("overrides", nargs="*", metavar="key=value", help="transport, contents, engines, tensor, r, ...")
+    sync.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="transport, contents, data, engines, tensor, r, ..."
+    )
     sync.add_argument("--choose", action="store_true", help="say whether adapter or merged weights pay on this host")
     sync.add_argument("--out", default="runs/bench", help="folder for logs and results")
     sync.set_defaults(run=_sync, online=True)

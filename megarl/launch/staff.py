@@ -68,7 +68,7 @@ class Staff:
     @property
     def transport(self) -> CheckpointEngineConfig:
         """The ``checkpoint_engine`` section; ``choose_transport`` has resolved its transport."""
-        # A node that was lost may have taken what it held from beside rank 0 to another node.
+        # A node that was lost may have taken what it held from beside its sender to another node.
         chosen, auto = self._section, self._auto
         apart = auto and cannot_reach(chosen.transport, self.places.plan)
         return chosen.model_copy(update={"transport": "gloo"}) if apart else chosen

@@ -28,7 +28,9 @@ def check_transport(name: str, plan: Plan) -> None:
     """
     if cannot_reach(name, plan):
         here = plan.nodes[plan.trainer[0]]
-        there = next(plan.nodes[bundle] for bundle in plan.engine if plan.nodes[bundle].id != here.id)
+        senders = {plan.nodes[bundle].id for bundle in plan.trainer} if name in IN_ONE_MEMORY else {here.id}
+        apart = [plan.nodes[bundle] for bundle in plan.engine if plan.nodes[bundle].id != here.id]
+        there = next((node for node in apart if node.id not in senders), apart[0])
         raise ConfigError(
             f"checkpoint_engine.transport is '{name}', which stays on one host, but trainer rank 0 is on {here.name} "
             f"and an engine on {there.name}; set it to gloo or auto"

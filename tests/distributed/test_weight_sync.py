@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``WeightSync`` over real ranks: all of them see how a sync ended, and why. The engines stand in for vLLM's."""
 
+import os
 import time
 
 import pytest
@@ -108,7 +109,45 @@ def test_each_engine_gets_the_weights_from_the_rank_on_its_gpu():
     assert second == ["base", "adapter", "(0,)"]
 
 
-def test_ranks_that_differ_are_seen_at_the_receipts():
+def test_ranks_that_differ_are_an_error_that_names_one():
     first, second = run_ranks(synced_near, 2, True)
     assert first[0] == second[0] == "base" and first[1] == second[1]
-    assert "receiver 0 holds checksum" in first[1] and "adapter of version 1 was not synced" in first[1]
+    assert "adapter of version 1 was not synced: trainer, transfer: trainer rank 1 sent 6 tensors" in first[1]
+
+
+def benched(folder: str) -> list[str]:
+    """Let two ranks be the trainer of `bench sync`: syncs and scores of two versions."""
+    from pathlib import Path
+
+    import numpy as np
+
+    from megarl.bench.random_weights import model_folder
+    from megarl.bench.syncing.settings import parse_sync_settings
+    from megarl.bench.syncing.trainer import SyncTrainer
+    from tests.unit.checkpoint_engine.test_manager import Engine
+
+    settings = parse_sync_settings("tiny", ["data=2", "r=4", "dtype=float32", "device=cpu"])
+    scratch = Path(folder) / str(os.getpid())
+    scratch.mkdir()
+    trainer = SyncTrainer(settings, model_folder("tiny", scratch))
+    if trainer.model.groups.rank != 0:
+        trainer.follow()
+        return [f"version {trainer.version}"]
+    engines = [Engine(0, 1), Engine(1, 2)]
+    trainer.open("adapter", engines)
+    told, tokens = [trainer.sync("base")[1].kind], np.arange(5, 25)
+    for seed in (None, 7):
+        trainer.change(seed)
+        seconds, report = trainer.sync()
+        told.append(f"{report.kind} {report.version} {seconds > 0} {trainer.logprobs(tokens)[0]:.3f}")
+    told.append(f"{trainer.transport} {[engine.resident for engine in engines]}")
+    trainer.close()
+    trainer.end()
+    return told
+
+
+def test_the_benchs_other_ranks_do_what_rank_0_does(tmp_path):
+    first, second = run_ranks(benched, 2, str(tmp_path))
+    assert [line.rsplit(" ", 1)[0] for line in first[:3]] == ["base", "adapter 1 True", "adapter 2 True"]
+    assert first[1].split()[-1] != first[2].split()[-1], "the adapter did not change"
+    assert first[3] == "ipc [2, 2]" and second == ["version 2"]

@@ -50,10 +50,11 @@ def _notes(report: dict[str, Any]) -> list[str]:
     rates = ", ".join(f"{row['kind']} {row['broadcast']:.0f}" for row in report["rows"] if "broadcast" in row)
     if rates:
         lines.append(f"a NCCL broadcast of as many bytes, the ceiling of each row: {rates} GB/s")
+    own = "GPU 0" if report["settings"]["data"] == 1 else f"the first {report['settings']['data']}"
     for row in report["rows"]:
         if grown := row.get("memory_mib"):
             gpus = ", ".join(f"GPU {gpu} {mib:,.0f}" for gpu, mib in grown.items())
-            lines.append(f"{row['kind']}: memory that the syncs took, MiB: {gpus} (the trainer has GPU 0)")
+            lines.append(f"{row['kind']}: memory that the syncs took, MiB: {gpus} (the trainer has {own})")
     if disk := report.get("disk"):
         by_disk = disk["save_ms"] + disk["load_ms"]
         lines.append(

@@ -59,13 +59,17 @@ def bench_sync(
         folder = model_folder(settings.model, Path(scratch), settings.layers)
         report("the trainer builds")
         if settings.data == 1:
-            return _on_rank(settings, folder, out, report)
-        result, *_ = run_ranks(_on_rank, settings.data, settings, folder, out, report=report)
+            return _on_rank(settings, folder, Path(scratch), out, report)
+        result, *_ = run_ranks(_on_rank, settings.data, settings, folder, Path(scratch), out, report=report)
         return result
 
 
 def _on_rank(
-    settings: SyncBenchSettings, folder: Path, out: Path, report: Callable[[str], None] = report_progress
+    settings: SyncBenchSettings,
+    folder: Path,
+    scratch: Path,
+    out: Path,
+    report: Callable[[str], None] = report_progress,
 ) -> dict[str, Any]:
     """Be one rank of the trainer; rank 0 has the engines too, and returns what ``bench_sync`` does."""
     trainer = SyncTrainer(settings, folder)
@@ -87,7 +91,7 @@ def _on_rank(
             row["broadcast"] = broadcast_rate(row["nbytes"], range(settings.data, _wanted(settings)))
     if settings.peers and settings.data == 1:
         gpu = gpus_of(settings, 0)[0] if device.type == "cuda" else None
-        result |= measure_peers(settings, trainer.model, folder, folder.parent, out, gpu, report)
+        result |= measure_peers(settings, trainer.model, folder, scratch, out, gpu, report)
     trainer.end()
     return result
 
@@ -163,7 +167,7 @@ def _measure(
     Returns:
         The name of the transport, and the rows.
     """
-    memory = DeviceMemory([0, *gpus_of(settings, 0)])
+    memory = DeviceMemory([*range(settings.data), *gpus_of(settings, 0)])
     trainer.open(content, engines)
     first, *others = [trainer.sync("base") for _ in range(1 + BASES)]
     rows = [_row("first base", [first]), _row("base", others)]

@@ -50,9 +50,7 @@ class TrainerRank:
 
     def place(self) -> Any:
         """Return where this rank computes, as ``choice.Sender``; not a collective."""
-        from megarl.checkpoint_engine.choice import own_sender
-
-        return own_sender()
+        return self.model.place()
 
     def ping(self) -> None:
         """Answer; not a collective."""

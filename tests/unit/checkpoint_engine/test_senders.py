@@ -10,7 +10,9 @@ import torch
 
 from megarl.checkpoint_engine.choice import Memory, Receiver
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.checkpoint_engine.senders import endpoint_for, joined_endpoint, senders_of
+from megarl.checkpoint_engine.mixin import Sent
+from megarl.checkpoint_engine.records import SENDER, Receipt
+from megarl.checkpoint_engine.senders import endpoint_for, joined_endpoint, joined_sent, senders_of
 from megarl.errors import WeightSyncError
 from tests.unit.checkpoint_engine.test_manager import Engine, Rank, Trainer, config
 
@@ -96,7 +98,10 @@ def test_a_rank_whose_weights_differ_from_rank_0s_flips_no_engine() -> None:
     trainer, engines = placed(GPU0, GPU1)
     trainer.ranks[1] = Other(1)
     manager = CheckpointEngineManager(trainer, engines, config("ipc"))
-    with pytest.raises(WeightSyncError, match=r"receiver 1 holds checksum '\w+', but '\w+' was sent"):
+    match = (
+        r"trainer rank 1 sent 6 tensors of 24000 bytes, checksum \w+, but rank 0 6 of 24000, \w+: the ranks' weights"
+    )
+    with pytest.raises(WeightSyncError, match=match):
         manager.sync(1, "adapter")
     assert [engine.resident for engine in engines] == [None, None]
     assert all(engine.refused for engine in engines)
@@ -118,3 +123,29 @@ def test_a_failure_of_either_sender_ends_the_sync_and_the_next_connects_anew() -
     assert senders(trainer) == [(0, 1), None]
     assert [engine.resident for engine in engines] == [1, 1]
     trainer.finish().result()
+
+
+def test_a_rank_may_begin_to_send_later() -> None:
+    """It has no plan yet, and the others export the adapter once."""
+    trainer, [engine] = placed(GPU0)
+    manager = CheckpointEngineManager(trainer, [engine], config("ipc"))
+    manager.sync(1, "adapter")
+    assert [rank.exported for rank in trainer.ranks] == [12, 12]
+    engine.memory = GPU1
+    manager.disconnect()
+    manager.sync(2, "adapter")
+    assert senders(trainer) == [(), (0,)]
+    assert [rank.exported for rank in trainer.ranks] == [18, 18]
+    assert float(engine.tensors[0]["adapter.5"][0]) == 5.0 and engine.resident == 2
+    trainer.finish().result()
+
+
+def test_the_slowest_rank_that_sends_tells_the_times() -> None:
+    def sent(**seconds: float) -> Sent:
+        return Sent(Receipt(1, "adapter", SENDER, 2, 8, "ab", seconds).to_bytes(), [b"receipt"])
+
+    joined = joined_sent([sent(wire=1.0, hash=0.5), None, sent(wire=0.5, hash=2.0)])
+    assert Receipt.from_bytes(joined.manifest).seconds == {"wire": 1.0, "hash": 2.0}
+    assert joined.receipts == [b"receipt"] * 2
+    alone = sent(wire=1.0)
+    assert joined_sent([alone, None]) is alone

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.bench.random_weights import TMPFS
+from megarl.bench.settings import model_config
 from megarl.bench.syncing import peers, sync
 from megarl.bench.syncing.settings import parse_sync_settings
 from megarl.cli.main import main
@@ -40,6 +42,20 @@ def test_vllms_own_way_gets_a_buffer_that_holds_the_rank(model, tmp_path: Path, 
     monkeypatch.setattr(peers, "time_plain_engine", load)
     report = sync.bench_sync(parse_sync_settings("tiny", [f"r={rank}", "contents=[merged]"]), tmp_path)
     assert asked == [buffer] and report["disk"]["load_ms"] == 50.0
+
+
+def test_what_is_measured_leaves_the_users_folders_alone(model, tmp_path: Path, monkeypatch) -> None:
+    """The adapters that vLLM's own way loads go into memory-backed files, wherever the model is."""
+    given = tmp_path / "models" / "own"
+    given.mkdir(parents=True)
+    (given / "config.json").write_text(json.dumps(model_config("tiny")))
+    folders = []
+    model.save_adapter = folders.append
+    monkeypatch.setattr(sync, "_measure", lambda *_: ("ipc", [dict(ROW)]))
+    monkeypatch.setattr(peers, "time_plain_engine", lambda *_: {"start_seconds": 5.0, "load_ms": 50.0})
+    sync.bench_sync(parse_sync_settings(str(given), ["contents=[merged]"]), tmp_path / "out")
+    assert len(folders) == 3 and all(folder.parent.parent == Path(TMPFS) for folder in folders)
+    assert [file.name for file in given.parent.rglob("*")] == ["own", "config.json"]
 
 
 @pytest.mark.parametrize(("rank", "message"), [(4, "ended with status 1"), (600, "vLLM supports at most 512")])
