@@ -30,8 +30,8 @@ class SyncReport:
         checksum: checksum of the transfer.
         seconds: wall seconds of each phase (``prepare``, ``transfer``, ``verify``, ``flip``, ``finish``).
         stages: wall seconds of what the phase ``transfer`` consists of: on the trainer (``trainer/export``, ``gather``,
-            ``hash``, ``wire``, ``receipts``; of several ranks that send the slowest) and on the slowest receiver (``receiver/wire``, ``hash``,
-            ``load``, ``check``). The two sides overlap.
+            ``hash``, ``wire``, ``receipts``; of several ranks that send those of the slowest) and on the slowest
+            receiver (``receiver/wire``, ``hash``, ``load``, ``check``). The two sides overlap.
     """
 
     version: int

@@ -103,8 +103,8 @@ def joined_sent(sent: Sequence[Sent | None]) -> Sent:
         if manifest != first:
             raise WeightSyncError(
                 f"trainer rank {rank} sent {manifest.count} tensors of {manifest.nbytes} bytes, checksum "
-                f"{manifest.checksum}, but rank 0 {first.count} of {first.nbytes}, {first.checksum}: the weights of the "
-                "ranks have come to differ; resume from a checkpoint"
+                f"{manifest.checksum}, but rank 0 sent {first.count} of {first.nbytes}, {first.checksum}: their "
+                "weights have come to differ; resume from a checkpoint"
             )
         seconds = {name: max(took, seconds.get(name, 0.0)) for name, took in manifest.seconds.items()}
         receipts += one.receipts

@@ -6,7 +6,6 @@ Real Ray actors without models. Every phase of a run waits in ``wait_all``, so t
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +20,9 @@ from megarl.controller.actors.calls import Limit, wait_all
 from megarl.controller.actors.logs import logs_exceptions
 from megarl.controller.actors.pulse import Participant, Watch
 from megarl.errors import DataError, LostError, WorkerError
+from tests.helpers.ray_cluster import local_ray
+
+cluster = local_ray
 
 HANG_SECONDS = 3.0
 
@@ -76,15 +78,6 @@ class Run:
             ray.kill(actor)
         self.watch.kill_left()
         self.watch.close()
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env=environment)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture

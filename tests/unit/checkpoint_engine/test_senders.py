@@ -99,7 +99,7 @@ def test_a_rank_whose_weights_differ_from_rank_0s_flips_no_engine() -> None:
     trainer.ranks[1] = Other(1)
     manager = CheckpointEngineManager(trainer, engines, config("ipc"))
     match = (
-        r"trainer rank 1 sent 6 tensors of 24000 bytes, checksum \w+, but rank 0 6 of 24000, \w+: the ranks' weights"
+        r"trainer rank 1 sent 6 tensors of 24000 bytes, checksum \w+, but rank 0 sent 6 of 24000, \w+: their weights"
     )
     with pytest.raises(WeightSyncError, match=match):
         manager.sync(1, "adapter")
