@@ -90,6 +90,10 @@ class Board:
         except RuntimeError as error:
             raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from error
 
+    def went_on(self) -> bool:
+        """Another rank: return True if rank 0 has left another call, without waiting for this one's answer."""
+        return self._store.check([f"call/{self._number + 1}"])
+
     def answer(self, outcome: Any) -> None:
         """Another rank: say how the last call ended, by its result or a ``MegarlError``."""
         self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(outcome))

@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -37,6 +37,8 @@ T = TypeVar("T")
 SHORTEST_PAUSE, LONGEST_PAUSE, PAUSE_SHARE = 1e-4, 5e-3, 0.02
 # The other ranks wait this much longer than rank 0, whose error says more.
 GRACE_SECONDS = 30.0
+# Seconds between two looks of another rank at whether rank 0 has gone on.
+LOOK_SECONDS = 0.05
 
 
 class WeightSync:
@@ -59,6 +61,9 @@ class WeightSync:
         self._model, self._engines = model, list(engines)
         self._board = Board(self._config.timeout_seconds)
         self._manager: CheckpointEngineManager | None = None
+        # Of a rank other than 0: True if it sends, and its receivers may not be connected yet.
+        self._connecting = False
+        self._thread, self._device = KeptThread(), _current_device()
 
     @property
     def transport(self) -> str:
@@ -148,10 +153,29 @@ class WeightSync:
                     raise outcome
                 return outcome
             try:
-                outcome = getattr(self._model, method)(*arguments)
+                outcome = self._act(method, partial(getattr(self._model, method), *arguments))
             except Exception as error:
                 outcome = error if isinstance(error, MegarlError) else WeightSyncError(repr(error))
             self._board.answer(outcome)
+
+    def _act(self, method: str, act: Callable[[], T]) -> T:
+        """Do what rank 0 asks for.
+
+        The first transfer over a new connection waits for receivers. One that is gone never comes, so the transfer is
+        given up when rank 0 goes on without it.
+        """
+        if method != "send_weights" or not self._connecting:
+            result = act()
+            self._connecting = method == "prepare_sync" and result is not None
+            return result
+        sending = self._thread.start(partial(_on_device, self._device, act))
+        while wait([sending], timeout=LOOK_SECONDS).not_done:
+            if self._board.went_on():
+                self._model.finish_sync()
+                break
+        result = sending.result()
+        self._connecting = False
+        return result
 
 
 class _AllRanks:
@@ -163,8 +187,7 @@ class _AllRanks:
         self._before: Future | None = None
         # How often the transport was opened or closed, and the number at which all receivers were connected.
         self._opened, self._connected = 0, -1
-        # A thread begins with device 0.
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._device = _current_device()
 
     def places(self) -> Future[list[Sender]]:
         """See ``checkpoint_engine.participants.Source``."""
@@ -214,9 +237,7 @@ class _AllRanks:
             # A transfer that begins late must not go into the next one's connection. Only the end may overtake it.
             if before is not None and method != "finish_sync":
                 concurrent.futures.wait([before])
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
-            return getattr(self._model, method)(*arguments)
+            return _on_device(self._device, partial(getattr(self._model, method), *arguments))
 
         mine = self._thread.start(here)
         if method != "finish_sync":
@@ -240,3 +261,14 @@ class _AllRanks:
             return join([mine.result(), *(answers[rank] for rank in sorted(answers))])
 
         return in_thread(everywhere)
+
+
+def _current_device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _on_device(device: int | None, act: Callable[[], T]) -> T:
+    """Act with a GPU as the current one: a thread begins with device 0."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    return act()

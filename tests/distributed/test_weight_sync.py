@@ -151,3 +151,44 @@ def test_the_benchs_other_ranks_do_what_rank_0_does(tmp_path):
     assert [line.rsplit(" ", 1)[0] for line in first[:3]] == ["base", "adapter 1 True", "adapter 2 True"]
     assert first[1].split()[-1] != first[2].split()[-1], "the adapter did not change"
     assert first[3] == "ipc [2, 2]" and second == ["version 2"]
+
+
+def brought_back() -> list[str]:
+    """A sync to an engine that dies before it connects to the rank on its GPU, rank 1; then one to its successor."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint_engine.choice import Memory, Sender
+    from megarl.checkpoint_engine.weight_sync import WeightSync
+    from megarl.errors import WeightSyncError
+    from megarl.futures import in_thread
+    from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
+
+    dist.init_process_group("gloo")
+    model = Rank(dist.get_rank())
+    model.version, model.place = 1, lambda: Sender(Memory("here", f"GPU-{model.rank}"))
+    engines = [Engine(0, 1), Engine(1, 1)] if model.rank == 0 else []
+    for engine in engines:
+        engine.memory = Memory("here", f"GPU-{int(engine.name[-1])}")
+    if engines:
+        engines[1].receive = lambda endpoint, first: in_thread(lambda: time.sleep(1.0) or 1 // 0)
+    weights = WeightSync(model, engines, config("ipc", timeout=60.0))
+    try:
+        told = [weights.sync().kind]
+    except WeightSyncError as error:
+        told = [str(error)]
+    for engine in engines:
+        vars(engine).pop("receive", None)
+        engine.open = {}
+    told += [report.kind for report in weights.readmit()]
+    told += [f"{engine.resident} {sorted(engine.tensors)}" for engine in engines]
+    weights.close()
+    dist.barrier()
+    return told
+
+
+def test_a_rank_gives_up_an_engine_that_never_connects():
+    start = time.monotonic()
+    first, second = run_ranks(brought_back, 2)
+    assert time.monotonic() - start < 30, "rank 1 waited for the engine"
+    assert "sampler 1, transfer: integer division or modulo by zero" in first[0] and second[0] == first[0]
+    assert first[1:] == ["base", "adapter", "1 [0]", "1 [1]"] and second[1:] == ["base", "adapter"]
