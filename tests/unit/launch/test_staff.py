@@ -169,6 +169,10 @@ def test_engines_beside_trainer_ranks_get_the_weights_there_on_any_number_of_nod
             assert staff.transport.transport == used
     with pytest.raises(ConfigError, match="transport is 'ipc'"):
         check_transport("ipc", own)
+    third = replace(second, id="third", name="the third")
+    without_rank = replace(on_cpus, nodes=[first, second, second, third], engine=[2, 3])
+    with pytest.raises(ConfigError, match=r"rank 0 is on host0 and an engine on the third; set it"):
+        check_transport("ipc", without_rank)
 
 
 def test_an_engine_process_that_a_signal_killed_is_told_from_one_that_raised() -> None:
