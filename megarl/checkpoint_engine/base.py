@@ -137,15 +137,12 @@ class Link:
     Attributes:
         receivers: number of receivers.
         timeout: seconds that the whole transfer may take.
-        indices: the receivers' indices; default: 0 .. receivers - 1.
+        indices: the receivers' indices; empty: 0 .. receivers - 1.
     """
 
     receivers: int
     timeout: float
     indices: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "indices", tuple(self.indices or range(self.receivers)))
 
 
 # Name in ``checkpoint_engine.transport`` -> module with ``open_sender(link)`` and ``open_receiver(endpoint,

@@ -101,7 +101,7 @@ class CheckpointEngineMixin:
         """
         self.finish_sync()
         self._config, self._adapted = config, None
-        indices = [index for index, rank in enumerate(senders or [0] * receivers) if rank == self.rank]
+        indices = tuple(index for index, rank in enumerate(senders or [0] * receivers) if rank == self.rank)
         if self.rank != 0 and not indices:
             return None
         sender = open_sender(config.transport, Link(len(indices), config.timeout_seconds, indices))

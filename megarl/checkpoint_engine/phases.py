@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.checkpoint_engine.participants import Sink, Source, gather
 from megarl.checkpoint_engine.records import Receipt
-from megarl.checkpoint_engine.senders import ask_senders, endpoint_for
+from megarl.checkpoint_engine.senders import ask_senders
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
@@ -79,12 +79,11 @@ def run_sync(
         if endpoint is None:
             prepare = partial(source.prepare, config, receivers, ask_senders(source, sinks, config, deadline))
             endpoint = json.loads(gather({"trainer": prepare}, deadline, "prepare")[0])
-        announced = {"version": version, "kind": kind}
+        announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
     with _timed("transfer", seconds):
         calls: dict[str, Callable[[], Future]] = {}
         for sink, first in zip(sinks, _offsets(sink.receivers for sink in sinks), strict=True):
-            told = endpoint_for(endpoint, first, sink.receivers) | announced
-            calls[sink.name] = partial(sink.receive, json.dumps(told).encode(), first)
+            calls[sink.name] = partial(sink.receive, announced, first)
         calls["trainer"] = partial(source.send, version, kind)
         *arrived, answer = gather(calls, deadline, "transfer")
     with _timed("verify", seconds):

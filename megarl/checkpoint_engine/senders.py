@@ -10,9 +10,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-from megarl.checkpoint_engine.choice import Memory, Receiver
+from megarl.checkpoint_engine.choice import Memory, Receiver, Sender
 from megarl.checkpoint_engine.mixin import Sent
 from megarl.checkpoint_engine.participants import Sink, Source, gather
 from megarl.checkpoint_engine.records import Receipt
@@ -49,10 +48,18 @@ def ask_senders(
     if len(ranks) == 1:
         return ()
     # Whether a receiver reads the memory of another GPU does not matter here.
-    sender = ranks[0]._replace(offer=b"")
-    calls = {sink.name: partial(sink.places, sender) for sink in sinks}
-    places = gather(calls, deadline, "prepare")
-    return senders_of([rank.memory for rank in ranks], [place for part in places for place in part])
+    receivers = ask_receivers(sinks, ranks[0]._replace(offer=b""), deadline, "prepare")
+    return senders_of([rank.memory for rank in ranks], receivers)
+
+
+def ask_receivers(sinks: Sequence[Sink], sender: Sender, deadline: float, phase: str) -> list[Receiver]:
+    """Return where all workers of some sinks compute, and whether they read a sender's GPU.
+
+    Raises:
+        WeightSyncError: as ``gather``.
+    """
+    places = gather({sink.name: partial(sink.places, sender) for sink in sinks}, deadline, phase)
+    return [place for part in places for place in part]
 
 
 def joined_endpoint(endpoints: Sequence[bytes | None], senders: Sequence[int]) -> bytes:
@@ -67,20 +74,6 @@ def joined_endpoint(endpoints: Sequence[bytes | None], senders: Sequence[int]) -
         return endpoints[0]
     trees = [json.loads(endpoint) if endpoint else {} for endpoint in endpoints]
     return json.dumps(trees[0] | {"senders": {str(i): trees[rank] for i, rank in enumerate(senders)}}).encode()
-
-
-def endpoint_for(endpoint: dict[str, Any], first: int, receivers: int) -> dict[str, Any]:
-    """Return what one engine's workers need of a joined endpoint.
-
-    Args:
-        endpoint: the endpoint.
-        first: receiver index of the engine's first worker.
-        receivers: number of its workers.
-    """
-    if "senders" not in endpoint:
-        return endpoint
-    own = {str(i): endpoint["senders"][str(i)] for i in range(first, first + receivers)}
-    return endpoint | {"senders": own}
 
 
 def joined_sent(sent: Sequence[Sent | None]) -> Sent:

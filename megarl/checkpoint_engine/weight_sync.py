@@ -24,7 +24,7 @@ from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
-from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent
+from megarl.checkpoint_engine.senders import ask_receivers, joined_endpoint, joined_sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
@@ -63,7 +63,7 @@ class WeightSync:
         self._manager: CheckpointEngineManager | None = None
         # Of a rank other than 0: True if it sends, and its receivers may not be connected yet.
         self._connecting = False
-        self._thread, self._device = KeptThread(), _current_device()
+        self._thread = _DeviceThread()
 
     @property
     def transport(self) -> str:
@@ -136,8 +136,8 @@ class WeightSync:
         if self._config.transport == "auto" and engines:
             deadline = time.monotonic() + timeout
             [ranks] = gather({"trainer": source.places}, deadline, "start")
-            places = gather({one.name: partial(one.places, ranks[0]) for one in engines}, deadline, "start")
-            name, _ = choose_transport([rank.memory for rank in ranks], [place for part in places for place in part])
+            receivers = ask_receivers(engines, ranks[0], deadline, "start")
+            name, _ = choose_transport([rank.memory for rank in ranks], receivers)
             self._config = self._config.model_copy(update={"transport": name})
         return CheckpointEngineManager(source, engines, self._config)
 
@@ -168,7 +168,7 @@ class WeightSync:
             result = act()
             self._connecting = method == "prepare_sync" and result is not None
             return result
-        sending = self._thread.start(partial(_on_device, self._device, act))
+        sending = self._thread.start(act)
         while wait([sending], timeout=LOOK_SECONDS).not_done:
             if self._board.went_on():
                 self._model.finish_sync()
@@ -178,16 +178,33 @@ class WeightSync:
         return result
 
 
+class _DeviceThread(KeptThread):
+    """A kept thread whose work has the maker's current GPU: a thread begins with device 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def start(self, work: Callable[[], T]) -> Future[T]:
+        """Start ``work``; its result or exception as a future."""
+
+        def on_device() -> T:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
+            return work()
+
+        return super().start(on_device)
+
+
 class _AllRanks:
     """The trainer as rank 0 sees it: the ``Source`` of its manager."""
 
     def __init__(self, model: CheckpointEngineMixin, board: Board, timeout: float) -> None:
         self._model, self._board, self._timeout = model, board, timeout
-        self._thread = KeptThread()
+        self._thread = _DeviceThread()
         self._before: Future | None = None
         # How often the transport was opened or closed, and the number at which all receivers were connected.
         self._opened, self._connected = 0, -1
-        self._device = _current_device()
 
     def places(self) -> Future[list[Sender]]:
         """See ``checkpoint_engine.participants.Source``."""
@@ -237,7 +254,7 @@ class _AllRanks:
             # A transfer that begins late must not go into the next one's connection. Only the end may overtake it.
             if before is not None and method != "finish_sync":
                 concurrent.futures.wait([before])
-            return _on_device(self._device, partial(getattr(self._model, method), *arguments))
+            return getattr(self._model, method)(*arguments)
 
         mine = self._thread.start(here)
         if method != "finish_sync":
@@ -261,14 +278,3 @@ class _AllRanks:
             return join([mine.result(), *(answers[rank] for rank in sorted(answers))])
 
         return in_thread(everywhere)
-
-
-def _current_device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _on_device(device: int | None, act: Callable[[], T]) -> T:
-    """Act with a GPU as the current one: a thread begins with device 0."""
-    if device is not None:
-        torch.cuda.set_device(device)
-    return act()

@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from megarl.checkpoint_engine.transports.shm import ShmSender
+from megarl.futures import in_thread
 from tests.e2e.sampler_rig import PeftTrainer
 
 LORA = {"r": 64, "lora_alpha": 64, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -112,8 +113,7 @@ def call(method: str, version: int | None, fault: str | None, *arguments: Any) -
     if version is not None and version != getattr(_trainer, "version", None):
         _trainer.randomise(SEED + version)
         _trainer.version = version
-    found = getattr(_trainer, method)(*arguments)
-    return [found] if method == "place" else found
+    return getattr(_trainer, method)(*arguments)
 
 
 class Sender:
@@ -133,7 +133,7 @@ class Sender:
 
     def places(self) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        return self._submit("place", None)
+        return in_thread(lambda: [self._submit("place", None).result()])
 
     def prepare(self, *arguments: Any) -> Future:
         """See ``checkpoint_engine.participants.Source``."""

@@ -43,7 +43,7 @@ class LiveSender:
     acknowledged: ClassVar[bool] = False
 
     def __init__(self, link: Link) -> None:
-        self._link, self._hub = link, Hub(link.indices, link.timeout)
+        self._link, self._hub = link, Hub(link.indices or range(link.receivers), link.timeout)
         self._buffers: list[torch.Tensor | None] = [None] * DEPTH
         self._news: list[bytes] = [b""] * DEPTH
         self._count = self._released = 0

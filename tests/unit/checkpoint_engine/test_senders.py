@@ -12,7 +12,7 @@ from megarl.checkpoint_engine.choice import Memory, Receiver
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.checkpoint_engine.mixin import Sent
 from megarl.checkpoint_engine.records import SENDER, Receipt
-from megarl.checkpoint_engine.senders import endpoint_for, joined_endpoint, joined_sent, senders_of
+from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent, senders_of
 from megarl.errors import WeightSyncError
 from tests.unit.checkpoint_engine.test_manager import Engine, Rank, Trainer, config
 
@@ -36,14 +36,12 @@ def test_the_first_rank_in_a_receivers_memory_sends_to_it_or_rank_0_to_all(ranks
     assert senders_of(ranks, [Receiver(memory) for memory in receivers]) == senders
 
 
-def test_an_engine_is_told_of_its_own_senders() -> None:
+def test_each_receiver_is_told_of_its_own_sender() -> None:
     ends = [json.dumps({"transport": "ipc", "port": port}).encode() for port in (10, 11, 12)]
     joined = json.loads(joined_endpoint(ends, (2, 1, 1)))
     assert {name: joined[name] for name in ("transport", "port")} == {"transport": "ipc", "port": 10}
-    told = endpoint_for(joined, 1, 2)
-    assert {index: one["port"] for index, one in told["senders"].items()} == {"1": 11, "2": 11}
+    assert {index: one["port"] for index, one in joined["senders"].items()} == {"0": 12, "1": 11, "2": 11}
     assert joined_endpoint([ends[0], None], ()) == ends[0]
-    assert endpoint_for({"port": 1}, 0, 1) == {"port": 1}
 
 
 class Other(Rank):
