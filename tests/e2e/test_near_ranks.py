@@ -51,7 +51,9 @@ def trainers(cluster: None, tmp_path: Path) -> Iterator[TrainerGroup]:
     """Two ranks on two hosts."""
     actors = [ray.remote(NearRank).options(num_cpus=0).remote(rank) for rank in range(2)]
     watch = Watch([], tmp_path / "logs", 60.0)
-    yield TrainerGroup(actors, watch, TrainConfig())
+    group = TrainerGroup(actors, watch, TrainConfig())
+    group.call("receivers")  # the processes have started: what a sync may take does not include that
+    yield group
     for actor in actors:
         ray.kill(actor)
     watch.close()
