@@ -130,6 +130,7 @@ def check_share_base(
         f"checkpoint_engine.base_weights {sync.base_weights} (nothing would compare it)": sync.base_weights != "send",
         f"train.device {train.device} (it needs GPUs)": train.device == "cpu",
         "train.shard_base true (no rank holds the whole base)": train.shard_base,
+        f"sampler.parallel.tensor {sampler.parallel.tensor} (a worker holds slices)": sampler.parallel.tensor > 1,
     }
     for axis in ("tensor", "pipeline", "expert", "expert_tensor"):
         size = getattr(parallel, axis)

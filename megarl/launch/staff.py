@@ -254,7 +254,9 @@ class Staff:
         name, plan = f"sampler {index}", self.places.plan
         place = self.places.options(self._bundles[name], plan.engine_gpus)
         make = ray.remote(SamplerEngine).options(**place, max_concurrency=ENGINE_CALLS).remote
-        return self._kept(name, make(self._config, plan.engine_threads, self.watch.participant(name, index)))
+        # Ray gives an actor GPUs of one bundle.
+        gpus = self.places.gpus(plan.beside(index), plan.engine_gpus)
+        return self._kept(name, make(self._config, plan.engine_threads, self.watch.participant(name, index), *gpus))
 
     def _kept(self, name: str, actor: Any) -> Any:
         self._actors[name] = actor

@@ -22,7 +22,7 @@ class SyncBenchSettings(Measured):
     """``parallel.data``: ranks of the trainer, on the first GPUs. Each has the whole model."""
     engines: int = Field(1, ge=1)
     """Number of engines. Each gets GPUs of its own if there are enough: beside the trainer's, or with the trainer's
-    among them. Otherwise all engines use the first GPUs."""
+    among them. Otherwise several engines share each GPU."""
     tensor: int = Field(1, ge=1)
     """``sampler.parallel.tensor``: ranks, and GPUs, of each engine."""
     r: int = Field(32, ge=1)

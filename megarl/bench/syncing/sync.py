@@ -108,8 +108,8 @@ def _spread(settings: SyncBenchSettings) -> bool:
 
 def gpus_of(settings: SyncBenchSettings, engine: int) -> list[int]:
     """Return the GPUs of an engine, as this process counts them; the trainer has the first ones."""
-    enough = torch.cuda.device_count() >= settings.engines * settings.tensor
-    first = engine * settings.tensor + (settings.data if _spread(settings) else 0) if enough else 0
+    places = max(1, torch.cuda.device_count() // settings.tensor)
+    first = settings.data + engine * settings.tensor if _spread(settings) else engine % places * settings.tensor
     return list(range(first, first + settings.tensor))
 
 

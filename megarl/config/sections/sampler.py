@@ -28,8 +28,9 @@ class SamplerConfig(Section):
     """Further arguments of vLLM's ``AsyncEngineArgs`` (``{swap_space: 2}``), passed on unchanged. Arguments that megarl
     sets itself are refused."""
     share_gpus: bool | None = None
-    """Put engines on the trainer's GPUs, where each takes ``gpu_memory_utilization`` of one; at most one engine per
-    rank, with ``parallel.tensor`` 1. Default: only if the trainer's ranks take all GPUs of the cluster."""
+    """Put engines on the trainer's GPUs, where each takes ``gpu_memory_utilization`` of every GPU that it uses. An
+    engine of ``parallel.tensor`` n uses those of n ranks of one node, and no other engine does. Default: only if the
+    trainer's ranks take all GPUs of the cluster."""
     sleep: bool = False
     """Let engines that share the trainer's GPUs give their memory back while the trainer trains ("colocated"): the
     weights wait in host memory, and the KV cache is dropped. What comes back is compared bit by bit. Needs
@@ -38,7 +39,7 @@ class SamplerConfig(Section):
     """Let engines read the frozen base in the memory of the trainer rank on their GPU, instead of holding it again.
     What vLLM keeps in another layout (fused q, k and v) it still holds itself; the run says how much. Engines then
     start after the trainer, and again if a trainer rank is lost. Needs ``share_gpus: true``, adapters as content, and
-    ranks that hold the whole model (data and context parallelism only)."""
+    ranks and engines that hold the whole model (data and context parallelism only, ``parallel.tensor`` 1)."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

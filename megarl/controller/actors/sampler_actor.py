@@ -19,9 +19,16 @@ from megarl.types import Completion
 
 @logs_exceptions
 class SamplerEngine:
-    """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time."""
+    """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time.
 
-    def __init__(self, config: RunConfig, threads: int, participant: Participant) -> None:
+    Args:
+        config: the run's config.
+        threads: CPU threads of the engine.
+        participant: its name, index and log.
+        gpus: names of the engine's GPUs beside those that Ray gave to the actor.
+    """
+
+    def __init__(self, config: RunConfig, threads: int, participant: Participant, *gpus: str) -> None:
         self._name, self._log, self._log_begins = participant.name, participant.log, participant.join()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # only the log gets this output
         import ray
@@ -30,6 +37,8 @@ class SamplerEngine:
         from megarl.sampler.engine import fork_server
 
         prepare_environment(threads)
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join([*map(str, ray.get_gpu_ids()), *gpus])
         # Before this process imports torch: the fork server takes longest.
         fork_server.begin(config.model.numerics, "cuda" if ray.get_gpu_ids() else "cpu")
         from megarl.sampler.vllm_sampler import VllmSampler

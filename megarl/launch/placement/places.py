@@ -64,6 +64,17 @@ class Places:
         place = PlacementGroupSchedulingStrategy(held.group, held.bundles.index(bundle))
         return {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": place}
 
+    def gpus(self, bundles: Sequence[int], share: float) -> list[Any]:
+        """Return a reference to the name of each bundle's GPU, as CUDA_VISIBLE_DEVICES has it on its node.
+
+        Args:
+            bundles: of one GPU each.
+            share: of the GPU that is free; a task takes it for a moment.
+        """
+        ask = ray.remote(_gpu)
+        options = [self.options(bundle, share) for bundle in bundles]
+        return [ask.options(**_of_task(one)).remote() for one in options]
+
     def check(self, bundles: Mapping[str, int]) -> None:
         """Raise ``LostError`` if Ray has lost the node of a participant that is being started.
 
@@ -195,5 +206,14 @@ def grouped(wanted: Sequence[tuple[Node, Sequence[Mapping[str, float]]]], second
     return groups
 
 
+def _of_task(options: dict[str, Any]) -> dict[str, Any]:
+    """Return an actor's options for a task."""
+    return {name: value for name, value in options.items() if name != "max_restarts"} | {"max_retries": 0}
+
+
 def _nothing() -> bool:
     return True
+
+
+def _gpu() -> str:
+    return str(ray.get_gpu_ids()[0])

@@ -41,12 +41,13 @@ class Plan:
         bundles: Ray resource bundles.
         nodes: the node of each bundle.
         trainer: bundle index of each trainer rank.
-        engine: bundle index of each sampler engine.
+        engine: index of each sampler engine's bundle, the first one where it shares those of several ranks.
         trainer_gpus, engine_gpus: GPUs (or the share of one) that each trainer rank and each engine takes from its
             bundle.
         trainer_threads, engine_threads: number of CPU threads of each rank and each engine.
         idle_gpus: number of the cluster's GPUs that the run does not use.
         with_controller: True if rank 0 is on the controller's node.
+        engine_width: number of consecutive bundles whose GPUs an engine uses.
     """
 
     bundles: list[dict[str, float]]
@@ -59,11 +60,16 @@ class Plan:
     engine_threads: int
     idle_gpus: int
     with_controller: bool
+    engine_width: int = 1
 
     @property
     def shares_gpus(self) -> bool:
         """True if engines are on the trainer's GPUs."""
         return 0 < self.trainer_gpus < 1
+
+    def beside(self, engine: int) -> range:
+        """Return the bundles whose GPUs an engine uses beside its own bundle's."""
+        return range(self.engine[engine] + 1, self.engine[engine] + self.engine_width)
 
     @property
     def ranks_alone(self) -> bool:
@@ -91,7 +97,9 @@ class Plan:
             held = [f"{kind} {_runs(numbers)}" for kind, numbers in (("ranks", ranks), ("engines", engines)) if numbers]
             lines.append(f"placement: {', '.join(held)} on {node.name}")
         if self.shares_gpus:
-            lines.append("placement: engines share the trainer's GPUs (sampler.share_gpus)")
+            taken = [range(bundle, bundle + self.engine_width) for bundle in self.engine]
+            where = "; ".join(f"{index} those of {_runs(ranks)}" for index, ranks in enumerate(taken))
+            lines.append(f"placement: engines share the trainer's GPUs (sampler.share_gpus): engine {where}")
         if self.idle_gpus:
             lines.append(f"placement: {self.idle_gpus} GPUs stay idle")
         return "\n".join(lines)
@@ -123,17 +131,18 @@ def plan_placement(config: RunConfig, nodes: Sequence[Node]) -> Plan:
         counts = _assign(config.parallel, slots, width, engines, first is not None)
         bundles = [{"CPU": 1.0, "GPU": 1.0}] * ranks + [{"CPU": 1.0, "GPU": float(width)}] * engines
         bundle_nodes = _expand(nodes, counts[0]) + _expand(nodes, counts[1])
-        engine, trainer_gpus, engine_gpus = list(range(ranks, ranks + engines)), 1.0, float(width)
+        engine, trainer_gpus, engine_gpus, across = list(range(ranks, ranks + engines)), 1.0, float(width), 1
     else:
         bundle_nodes = _expand(nodes, _assign(config.parallel, slots, 1, 0, first is not None)[0])
         bundles = [{"CPU": 2.0, "GPU": 1.0}] * ranks
-        engine = [index * ranks // engines for index in range(engines)]
+        engine, across = _seats(bundle_nodes, width, engines), width
         engine_gpus = config.sampler.gpu_memory_utilization
         trainer_gpus = round(1 - engine_gpus, 4)
     idle = gpus - round(sum(bundle["GPU"] for bundle in bundles))
     plan = Plan(
-        bundles, bundle_nodes, list(range(ranks)), engine, trainer_gpus, engine_gpus, 1, 4, idle, first is not None
-    )
+        bundles, bundle_nodes, list(range(ranks)), engine, trainer_gpus, engine_gpus, 1, 4, idle, first is not None,
+        across,
+    )  # fmt: skip
     _check_cpus(plan)
     return plan
 
@@ -193,7 +202,7 @@ def _shares(config: RunConfig, gpus: int) -> bool:
     """Return True if engines use the trainer's GPUs.
 
     Raises:
-        ConfigError: there are too few GPUs, and sharing is not requested or not possible.
+        ConfigError: there are too few GPUs, and sharing is not requested.
     """
     ranks, engines, width = config.parallel.world_size, config.sampler.engines, config.sampler.parallel.tensor
     share, wanted = config.sampler.share_gpus, ranks + engines * width
@@ -218,13 +227,32 @@ def _shares(config: RunConfig, gpus: int) -> bool:
                 f"sampler.sleep is true, but the engines have GPUs of their own ({gpus} for {ranks} trainer ranks); "
                 "set sampler.share_gpus=true, or sampler.sleep=false"
             )
-        return False
-    if width > 1 or engines > ranks:
+    return share
+
+
+def _seats(ranks: Sequence[Node], width: int, engines: int) -> list[int]:
+    """Spread engines over the trainer's GPUs; return the first rank of each engine.
+
+    Args:
+        ranks: the node of each rank's GPU.
+        width: GPUs of an engine: those of so many consecutive ranks of one node, which no other engine uses.
+        engines: number of engines.
+
+    Raises:
+        ConfigError: the ranks have too few GPUs.
+    """
+    seats, rank = list[int](), 0
+    while rank + width <= len(ranks):
+        together = ranks[rank] == ranks[rank + width - 1]
+        seats += [rank] if together else []
+        rank += width if together else 1
+    if engines > len(seats):
         raise ConfigError(
-            f"{ranks} trainer ranks and {engines} engines of sampler.parallel.tensor {width} cannot share {ranks} "
-            "GPUs: sharing is supported for sampler.parallel.tensor 1 and at most one engine per trainer rank"
+            f"{engines} engines of sampler.parallel.tensor {width} cannot share the GPUs of {len(ranks)} trainer "
+            f"ranks: each needs those of {width} ranks of one node, with no other engine on them, so at most "
+            f"{len(seats)} fit; set sampler.engines or sampler.parallel.tensor lower, or parallel.data higher"
         )
-    return True
+    return [seats[index * len(seats) // engines] for index in range(engines)]
 
 
 def _check_widths(config: RunConfig, nodes: Sequence[Node]) -> None:

@@ -24,6 +24,7 @@ SHARES = {"share_gpus": True, "share_base": True}
         ({"sampler": SHARES, "train": {"device": "cpu"}}, "train.device cpu (it needs GPUs)"),
         ({"sampler": SHARES, "parallel": {"tensor": 2}}, "parallel.tensor 2 (no rank holds the whole base)"),
         ({"sampler": SHARES, "parallel": {"expert": 2, "data": 2}}, "parallel.expert 2"),
+        ({"sampler": SHARES | {"parallel": {"tensor": 2}}}, "sampler.parallel.tensor 2 (a worker holds slices)"),
     ],
 )
 def test_what_holds_no_whole_base_or_would_write_into_it_is_refused(sections: dict[str, Any], named: str) -> None:

@@ -127,6 +127,8 @@ def test_too_few_gpus_are_one_clear_error(monkeypatch, tmp_path: Path) -> None:
         (1, 1, 2, 1, [[0], [0]]),
         (4, 2, 2, 1, [[2], [3]]),
         (2, 2, 2, 1, [[0], [1]]),
+        (2, 2, 4, 1, [[0], [1], [0], [1]]),
+        (4, 1, 3, 2, [[0, 1], [2, 3], [0, 1]]),
     ],
 )
 def test_engines_get_gpus_of_their_own_if_there_are_enough(monkeypatch, gpus, data, engines, tensor, expected) -> None:

@@ -83,6 +83,26 @@ def test_every_bundle_is_where_the_plan_says(cluster: str, settings: dict[str, i
         places.release()
 
 
+def test_an_engine_of_several_gpus_gets_those_of_the_ranks_beside_it(cluster: str) -> None:
+    settings = {"parallel__data": 6, "sampler__engines": 2, "sampler__parallel__tensor": 3, "sampler__share_gpus": True}
+    places = ray_start.place(run(**settings), seconds=20)
+    try:
+        plan = places.plan
+        ranks = ray.get(places.gpus(plan.trainer, plan.trainer_gpus), timeout=60)
+        assert len(set(ranks)) == 6
+        engines = [[plan.engine[index], *plan.beside(index)] for index in (0, 1)]
+        assert engines == [[0, 1, 2], [3, 4, 5]]
+        assert ray.get(places.gpus(engines[1], plan.engine_gpus), timeout=60) == ranks[3:]
+        # While the ranks hold their share.
+        options = places.options(plan.trainer[4], plan.trainer_gpus)
+        holder = ray.remote(Rank).options(**options).remote(Path("/"))
+        ray.get(holder.sees.remote("/"), timeout=60)
+        assert ray.get(places.gpus([4], plan.engine_gpus), timeout=60) == [ranks[4]]
+        ray.kill(holder)
+    finally:
+        places.release()
+
+
 def actor_node(places: Places, rank: int) -> str:
     """Return the node on which an actor of a rank's bundle really runs."""
     task = ray.remote(lambda: ray.get_runtime_context().get_node_id())

@@ -174,7 +174,11 @@ def test_a_way_is_found_wherever_there_is_one() -> None:
         ({"parallel__tensor": 4, "parallel__data": 2, "sampler__parallel__tensor": 4}, (6, 6),
          r"2 x 4 trainer ranks .* and 1 engines of sampler.parallel.tensor 4 do not fit into nodes with 6, 6"),
         ({"parallel__data": 2, "sampler__engines": 4, "sampler__share_gpus": True}, (8,),
-         "at most one engine per trainer rank"),
+         "4 engines of sampler.parallel.tensor 1 cannot share the GPUs of 2 trainer ranks: .* so at most 2 fit; set"),
+        ({"parallel__data": 3, "sampler__engines": 2, "sampler__parallel__tensor": 2, "sampler__share_gpus": True}, (8,),
+         "each needs those of 2 ranks of one node, with no other engine on them, so at most 1 fit"),
+        ({"parallel__data": 6, "sampler__engines": 3, "sampler__parallel__tensor": 2, "sampler__share_gpus": True},
+         (3, 3), "so at most 2 fit; set sampler.engines or sampler.parallel.tensor lower, or parallel.data higher"),
         ({"train__device": "cuda"}, (0,), "train.device is 'cuda', but Ray sees no GPU"),
     ],
 )  # fmt: skip
@@ -195,6 +199,36 @@ def test_engines_share_only_where_told_to_or_where_the_ranks_take_every_gpu() ->
     assert "2 GPUs stay idle" in told.describe()
     with pytest.raises(ConfigError, match=r"need 9 GPUs, Ray sees 8; set sampler.share_gpus=true"):
         plan_placement(run(parallel__data=8, sampler__share_gpus=False), nodes(8))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engines", "width", "sizes", "expected"),
+    [
+        (2, 1, 2, (2,), [0]),
+        (4, 2, 2, (4,), [0, 2]),
+        (8, 2, 2, (8,), [0, 4]),
+        (8, 1, 8, (8,), [0]),
+        (6, 2, 2, (3, 3), [0, 3]),  # ranks 2 and 5 have no engine
+        (8, 2, 4, (4, 4), [0, 4]),
+    ],
+)
+def test_an_engine_of_several_gpus_shares_those_of_consecutive_ranks_of_one_node(
+    ranks: int, engines: int, width: int, sizes: tuple[int, ...], expected: list[int]
+) -> None:
+    config = run(
+        parallel__data=ranks, sampler__engines=engines, sampler__parallel__tensor=width, sampler__share_gpus=True
+    )
+    plan = plan_placement(config, nodes(*sizes))
+    assert plan.shares_gpus and plan.engine == expected and len(plan.bundles) == ranks
+    taken = [[plan.engine[engine], *plan.beside(engine)] for engine in range(engines)]
+    assert [len(bundles) for bundles in taken] == [width] * engines
+    assert all(len({plan.nodes[bundle].id for bundle in bundles}) == 1 for bundles in taken)
+    assert len(set(sum(taken, []))) == width * engines
+
+
+def test_an_engine_with_gpus_of_its_own_uses_those_of_its_bundle_only() -> None:
+    plan = plan_placement(run(parallel__data=2, sampler__engines=2, sampler__parallel__tensor=2), nodes(8))
+    assert plan.engine_gpus == 2 and [list(plan.beside(engine)) for engine in (0, 1)] == [[], []]
 
 
 def test_a_node_with_too_few_cpus_is_named() -> None:
