@@ -175,8 +175,8 @@ def test_a_way_is_found_wherever_there_is_one() -> None:
          r"2 x 4 trainer ranks .* and 1 engines of sampler.parallel.tensor 4 do not fit into nodes with 6, 6"),
         ({"parallel__data": 2, "sampler__engines": 4, "sampler__share_gpus": True}, (8,),
          "4 engines of sampler.parallel.tensor 1 cannot share the GPUs of 2 trainer ranks: .* so at most 2 fit; set"),
-        ({"parallel__data": 3, "sampler__engines": 2, "sampler__parallel__tensor": 2, "sampler__share_gpus": True}, (8,),
-         "each needs those of 2 ranks of one node, with no other engine on them, so at most 1 fit"),
+        ({"parallel__data": 3, "sampler__engines": 2, "sampler__parallel__tensor": 2, "sampler__share_gpus": True},
+         (8,), "each needs those of 2 ranks of one node, with no other engine on them, so at most 1 fit"),
         ({"parallel__data": 6, "sampler__engines": 3, "sampler__parallel__tensor": 2, "sampler__share_gpus": True},
          (3, 3), "so at most 2 fit; set sampler.engines or sampler.parallel.tensor lower, or parallel.data higher"),
         ({"train__device": "cuda"}, (0,), "train.device is 'cuda', but Ray sees no GPU"),
@@ -223,7 +223,7 @@ def test_an_engine_of_several_gpus_shares_those_of_consecutive_ranks_of_one_node
     taken = [[plan.engine[engine], *plan.beside(engine)] for engine in range(engines)]
     assert [len(bundles) for bundles in taken] == [width] * engines
     assert all(len({plan.nodes[bundle].id for bundle in bundles}) == 1 for bundles in taken)
-    assert len(set(sum(taken, []))) == width * engines
+    assert len({bundle for bundles in taken for bundle in bundles}) == width * engines
 
 
 def test_an_engine_with_gpus_of_its_own_uses_those_of_its_bundle_only() -> None:
