@@ -79,12 +79,13 @@ def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[
         seconds: how long to wait at most; None is without end.
     """
     waiting = set(futures)
+    # One that another thread reads rings too: it may read what this one waits for.
     read = [future for future in waiting if isinstance(future, ReadByWaiter)]
     if not read:
         found = wait(waiting, seconds, FIRST_EXCEPTION)
         return found.done, found.not_done
     until = float("inf") if seconds is None else time.monotonic() + seconds
-    with _Bell(waiting.difference(read)) as bell:
+    with _Bell(waiting) as bell:
         while True:
             for future in read:
                 if not future.done():

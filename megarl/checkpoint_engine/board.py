@@ -1,102 +1,141 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pass calls of rank 0 to the other ranks of a torchrun job, and their answers back, through a store of their own."""
+"""Pass calls of rank 0 to the other ranks of a torchrun job, and their answers back, over a connection to each."""
 
+import hmac
 import os
-import pickle
-from datetime import timedelta
+import secrets
+import socket
+import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
 
 from megarl.errors import WeightSyncError
-from megarl.network import LOOPBACK, own_address
-from megarl.parallel.rendezvous import open_store
+from megarl.lines import DirectCall, DirectLine
+from megarl.network import LOOPBACK, connect, listen, own_address
+
+# Bytes of a connection's first message: the token, then the rank.
+TOKEN_BYTES, RANK_BYTES = 32, 4
+# Seconds in which whoever connects must send it.
+HELLO_SECONDS = 5.0
 
 
 class Board:
-    """Calls of rank 0 and answers of the others, in a store that all of them are connected to.
+    """Calls of rank 0 and answers of the others. A collective over the ranks of the default process group.
 
-    Rank 0 never waits inside the store: its threads share one connection, which a waiting one would hold.
+    Every rank takes rank 0's calls in their order. Rank 0 sees at once that another rank is gone, and so do they.
+
+    Args:
+        timeout: seconds within which all ranks connect.
 
     Attributes:
-        alone: True if there is no other rank, and so no store.
+        alone: True if there is no other rank.
+
+    Raises:
+        WeightSyncError: a rank did not connect.
     """
 
     def __init__(self, timeout: float) -> None:
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self.alone = self._ranks == 1
-        self._number = 0
-        # Rank 0: the first call whose keys are in the store, and the ends of syncs that a rank may not have read yet.
-        self._oldest, self._ended = 1, list[int]()
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self.alone = ranks == 1
+        # Of rank 0: to rank 1, 2 and so on.
+        self._lines = list[DirectLine]()
         if self.alone:
+            return
+        if rank == 0:
+            one_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) == str(ranks)
+            host, token = LOOPBACK if one_host else own_address(), secrets.token_bytes(TOKEN_BYTES)
+            with listen(host) as listener:
+                dist.broadcast_object_list([(host, listener.getsockname()[1], token)], 0)
+                pipes = _accepted(listener, token, ranks - 1, timeout)
+            self._lines = [DirectLine(pipe, _gone) for pipe in pipes]
             return
         place: list[Any] = [None]
-        if self._rank == 0:
-            one_host = os.environ.get("LOCAL_WORLD_SIZE", str(self._ranks)) == str(self._ranks)
-            host = LOOPBACK if one_host else own_address()
-            self._store = open_store(host, timeout)
-            place[0] = (host, self._store.port)
         dist.broadcast_object_list(place, 0)
-        if self._rank != 0:
-            host, port = place[0]
-            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+        host, port, token = place[0]
+        self._pipe = _connected(host, port, token + rank.to_bytes(RANK_BYTES, "little"), timeout)
+        self._number = 0
 
-    def call(self, method: str | None, arguments: tuple) -> int:
-        """Rank 0: leave a call; its number."""
-        self._number += 1
-        if not self.alone:
-            self._store.set(f"call/{self._number}", pickle.dumps((method, arguments)))
-        return self._number
+    def call(self, method: str, *arguments: Any) -> list[DirectCall]:
+        """Rank 0: let every other rank do something; their answers, by rank from 1 on."""
+        return [line.call(method, *arguments) for line in self._lines]
 
-    def end(self, outcome: Any) -> None:
-        """Rank 0: leave the outcome of a sync, and delete those before that every other rank has read to their end."""
-        number = self.call(None, (outcome,))
-        if self.alone:
-            return
-        while self._ended and self._store.check(self._answers(self._ended[0])):
-            end = self._ended.pop(0)
-            for old in range(self._oldest, end + 1):
-                for key in [f"call/{old}", *self._answers(old)]:
-                    self._store.delete_key(key)
-            self._oldest = end + 1
-        self._ended.append(number)
-
-    def unanswered(self, number: int, answers: dict[int, Any]) -> list[int]:
-        """Rank 0: read what has come; return the ranks that have not answered a call.
-
-        Args:
-            number: the call's.
-            answers: gets each rank's answer.
-
-        Raises:
-            MegarlError: of a rank that failed.
-        """
-        for rank, key in enumerate(self._answers(number), 1):
-            if rank in answers or not self._store.check([key]):
-                continue
-            answers[rank] = answer = pickle.loads(self._store.get(key))
-            if isinstance(answer, BaseException):
-                answer.args = (f"rank {rank}: {answer}",)
-                raise answer
-        return [rank for rank in range(1, self._ranks) if rank not in answers]
+    def tell(self, method: str | None, *arguments: Any) -> None:
+        """Rank 0: leave word for every other rank, which nobody answers."""
+        for line in self._lines:
+            line.tell(method, *arguments)
 
     def next_call(self, timeout: float) -> tuple[str | None, tuple]:
-        """Another rank: wait for rank 0's next call, ``(method, arguments)``; None as method is the end of a sync."""
-        self._number += 1
-        key = f"call/{self._number}"
+        """Another rank: wait for rank 0's next call or word; return its method and arguments.
+
+        Raises:
+            WeightSyncError: none came within ``timeout`` seconds, or rank 0 is gone.
+        """
+        cause: Exception | None = None
         try:
-            self._store.wait([key], timedelta(seconds=timeout))
-            return pickle.loads(self._store.get(key))
-        except RuntimeError as error:
-            raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from error
+            if self._pipe.poll(timeout):
+                self._number, method, arguments = self._pipe.recv()
+                return method, arguments
+        except (EOFError, OSError) as error:
+            cause = error
+        raise WeightSyncError("rank 0 does not say how the sync goes on; it is gone or stuck") from cause
 
     def went_on(self) -> bool:
-        """Another rank: return True if rank 0 has left another call, without waiting for this one's answer."""
-        return self._store.check([f"call/{self._number + 1}"])
+        """Another rank: return True if rank 0 has not waited for this one's answer, or is gone."""
+        return self._pipe.poll(0.0)
 
     def answer(self, outcome: Any) -> None:
         """Another rank: say how the last call ended, by its result or a ``MegarlError``."""
-        self._store.set(f"answer/{self._number}/{self._rank}", pickle.dumps(outcome))
+        try:
+            self._pipe.send((self._number, not isinstance(outcome, BaseException), outcome))
+        except OSError as error:
+            raise WeightSyncError("rank 0 is gone") from error
 
-    def _answers(self, number: int) -> list[str]:
-        return [f"answer/{number}/{rank}" for rank in range(1, self._ranks)]
+
+def _accepted(listener: socket.socket, token: bytes, count: int, timeout: float) -> list[Connection]:
+    """Return the connections of the ranks from 1 on, which know the token."""
+    deadline, found = time.monotonic() + timeout, dict[int, Connection]()
+    while len(found) < count:
+        try:
+            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
+            peer, _ = listener.accept()
+        except OSError as error:
+            missing = ", ".join(str(rank) for rank in range(1, count + 1) if rank not in found)
+            raise WeightSyncError(f"rank {missing} did not connect to rank 0 within {timeout:g} s: {error}") from error
+        if (rank := _rank_of(peer, token)) is None:
+            peer.close()  # not one of ours
+        else:
+            found[rank] = _pipe(peer)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _rank_of(peer: socket.socket, token: bytes) -> int | None:
+    """Return the rank of who has connected, if its first message has the token."""
+    try:
+        peer.settimeout(HELLO_SECONDS)
+        hello = peer.recv(TOKEN_BYTES + RANK_BYTES, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    known = hmac.compare_digest(hello[:TOKEN_BYTES], token)
+    return int.from_bytes(hello[TOKEN_BYTES:], "little") if known else None
+
+
+def _connected(host: str, port: int, hello: bytes, timeout: float) -> Connection:
+    try:
+        peer = connect(host, port, timeout)
+        peer.sendall(hello)
+    except OSError as error:
+        raise WeightSyncError(f"cannot reach rank 0 at {host}:{port}: {error}") from error
+    return _pipe(peer)
+
+
+def _pipe(peer: socket.socket) -> Connection:
+    """Make a connected socket a pipe for pickled values."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages may follow each other
+    return Connection(peer.detach())
+
+
+def _gone() -> WeightSyncError:
+    return WeightSyncError("its process is gone")

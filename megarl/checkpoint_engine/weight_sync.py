@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sync weights in a torchrun job: every rank has the model, rank 0 also drives the engines. No Ray.
 
-Rank 0 runs the ``CheckpointEngineManager``. What the manager asks of the trainer goes to all ranks through a store of
-the job's own, and so do their answers: an error of any rank is seen at once, also while the others wait in a
-collective.
+Rank 0 runs the ``CheckpointEngineManager``. What the manager asks of the trainer goes to all ranks over connections of
+their own, and so do their answers: an error of any rank is seen at once, also while the others wait in a collective.
 """
 
 import concurrent.futures
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -21,7 +19,7 @@ import torch.distributed as dist
 from megarl.checkpoint_engine.board import Board
 from megarl.checkpoint_engine.choice import Sender, choose_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
 from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.senders import ask_receivers, joined_endpoint, joined_sent
@@ -29,12 +27,10 @@ from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.config.load import parse_section
 from megarl.errors import MegarlError, WeightSyncError
-from megarl.futures import KeptThread, done, in_thread
+from megarl.futures import KeptThread, done, in_thread, wait_or_read
 
 T = TypeVar("T")
 
-# Seconds between two looks into the store: at most so many, and this share of what was waited so far.
-SHORTEST_PAUSE, LONGEST_PAUSE, PAUSE_SHARE = 1e-4, 5e-3, 0.02
 # The other ranks wait this much longer than rank 0, whose error says more.
 GRACE_SECONDS = 30.0
 # Seconds between two looks of another rank at whether rank 0 has gone on.
@@ -128,7 +124,7 @@ class WeightSync:
             outcome = error
             raise
         finally:
-            self._board.end(outcome)
+            self._board.tell(None, outcome)
 
     def _new_manager(self) -> CheckpointEngineManager:
         timeout, engines = self._config.timeout_seconds, self._engines
@@ -147,8 +143,6 @@ class WeightSync:
             method, arguments = self._board.next_call(self._config.timeout_seconds + GRACE_SECONDS)
             if method is None:
                 [outcome] = arguments
-                with contextlib.suppress(RuntimeError):  # rank 0 has what it needs, and may have ended
-                    self._board.answer(None)
                 if isinstance(outcome, BaseException):
                     raise outcome
                 return outcome
@@ -221,15 +215,14 @@ class _AllRanks:
         opened = self._opened
         if self._connected == opened:
             # At once: to wake a thread, and to be woken by it, takes a tenth of a sync. Every receiver is connected, so
-            # the transport notices the end of one.
-            return done(partial(self._model.send_weights, version, kind))
+            # the transports notice the end of one.
+            return done(partial(self._send_at_once, version, kind))
 
         def note(sent: Future) -> None:
             self._connected = opened if sent.exception() is None else -1
 
         sent = self._call("send_weights", version, kind, join=joined_sent)
-        if self._board.alone:
-            sent.add_done_callback(note)
+        sent.add_done_callback(note)
         return sent
 
     def finish(self) -> Future[Any]:
@@ -248,7 +241,7 @@ class _AllRanks:
         Returns:
             The result, or the first error.
         """
-        number, before = self._board.call(method, arguments), self._before
+        others, before = self._board.call(method, *arguments), self._before
 
         def here() -> Any:
             # A transfer that begins late must not go into the next one's connection. Only the end may overtake it.
@@ -259,22 +252,28 @@ class _AllRanks:
         mine = self._thread.start(here)
         if method != "finish_sync":
             self._before = mine
-        if self._board.alone:
-            return mine
+        return in_thread(lambda: join(self._answers(method, [mine, *others]))) if others else mine
 
-        def everywhere() -> Any:
-            """Wait for every rank."""
-            answers: dict[int, Any] = {}
-            began = time.monotonic()
-            deadline = began + self._timeout
-            while waiting := self._board.unanswered(number, answers) + ([] if mine.done() else [0]):
-                if mine.done():
-                    mine.result()
-                if time.monotonic() > deadline:
-                    late = ", ".join(f"rank {rank}" for rank in sorted(waiting))
-                    raise WeightSyncError(f"{late} did not end {method} within checkpoint_engine.timeout_seconds")
-                waited = time.monotonic() - began
-                time.sleep(min(max(SHORTEST_PAUSE, PAUSE_SHARE * waited), LONGEST_PAUSE))
-            return join([mine.result(), *(answers[rank] for rank in sorted(answers))])
+    def _send_at_once(self, version: int, kind: Kind) -> Sent:
+        """Send from all ranks, and wait for them in this thread."""
+        others = self._board.call("send_weights", version, kind)
+        mine = done(partial(self._model.send_weights, version, kind))
+        return joined_sent(self._answers("send_weights", [mine, *others]))
 
-        return in_thread(everywhere)
+    def _answers(self, method: str, calls: Sequence[Future]) -> list[Any]:
+        """Wait for the calls of a method, by rank; return their results.
+
+        Raises:
+            MegarlError: of a rank that failed.
+            WeightSyncError: a rank did not answer in time.
+        """
+        answered, late = wait_or_read(calls, self._timeout)
+        for rank, call in enumerate(calls):
+            if call in answered and (error := call.exception()):
+                if rank:
+                    error.args = (f"rank {rank}: {error}",)
+                raise error
+        if late:
+            names = ", ".join(f"rank {rank}" for rank, call in enumerate(calls) if call in late)
+            raise WeightSyncError(f"{names} did not end {method} within checkpoint_engine.timeout_seconds")
+        return [call.result() for call in calls]

@@ -21,6 +21,7 @@ COMMON = {
     "forks",
     "futures",
     "hub",
+    "lines",
     "network",
     "plugins",
     "progress",
@@ -49,6 +50,7 @@ INTERNAL: dict[str, set[str]] = {
     "forks": set(),
     "futures": set(),
     "hub": {"config", "errors", "files"},
+    "lines": {"futures"},
     "network": set(),
     "plugins": {"errors", "files"},
     "progress": set(),
@@ -75,8 +77,6 @@ INTERNAL: dict[str, set[str]] = {
     "environments": COMMON | {"tasks"},
     "tokenizer": {"errors"},
     "checkpoint_engine": COMMON | {"checkpoint_engine", "peft"},  # senders
-    "checkpoint_engine.weight_sync": COMMON | {"checkpoint_engine", "parallel"},
-    "checkpoint_engine.board": COMMON | {"parallel"},
     "checkpoint_engine.wire": COMMON,
     "checkpoint_engine.buckets": COMMON
     | {"checkpoint_engine.wire", "checkpoint_engine.records", "checkpoint_engine.base", "checkpoint_engine.kernels"},

@@ -111,5 +111,5 @@ class SyncTrainer:
         """Let the other ranks call a method, if this is rank 0 and there are others; return whether they do."""
         others = self.model.groups.rank == 0 and not self._board.alone
         if others:
-            self._board.call(method, arguments)
+            self._board.tell(method, *arguments)
         return others

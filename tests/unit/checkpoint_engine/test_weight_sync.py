@@ -2,16 +2,20 @@
 """The order of what rank 0 asks of its own model, what it leaves for the other ranks, and what it remembers."""
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
 
 from megarl.checkpoint_engine import board as boards_of
 from megarl.checkpoint_engine import weight_sync
 from megarl.checkpoint_engine.board import Board
 from megarl.checkpoint_engine.weight_sync import WeightSync, _AllRanks
 from megarl.errors import WeightSyncError
+from megarl.futures import wait_or_read
+from megarl.network import connect
 from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
 
 
@@ -35,7 +39,7 @@ class Model:
 
 def test_a_transfer_ends_before_the_next_connection_is_made_but_can_be_closed_meanwhile():
     model = Model()
-    ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, arguments: 0), 10.0)
+    ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, *arguments: []), 10.0)
     ranks.prepare(None, 1, ()).result(10)
     send = ranks.send(1, "adapter")
     assert model.sending.wait(10)
@@ -51,7 +55,7 @@ def test_a_transfer_ends_before_the_next_connection_is_made_but_can_be_closed_me
 def test_the_next_adapter_is_sent_at_once_where_all_are_connected():
     model = Model()
     model.go_on.set()
-    ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, arguments: 0), 10.0)
+    ranks = _AllRanks(model, SimpleNamespace(alone=True, call=lambda method, *arguments: []), 10.0)
     model.send_weights = lambda version, kind: threading.get_ident()
     here = threading.get_ident()
     ranks.prepare(None, 1, ()).result(10)
@@ -71,47 +75,108 @@ def alone(monkeypatch):
         monkeypatch.setattr(module, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
 
 
+def boards_of_ranks(monkeypatch, ranks: int, strangers: int = 0) -> list[Board]:
+    """Return the boards of ranks that are threads of this process. Strangers connect to rank 0 first."""
+    local, told, place, open_ones = threading.local(), threading.Event(), list[Any](), list[Any]()
+
+    def broadcast(values: list[Any], source: int) -> None:
+        if local.rank == source:
+            place.append(values[0])
+            for number in range(strangers):
+                open_ones.append(connect(*values[0][:2], 5.0))
+                open_ones[-1].sendall(b"x" * 36 * number)  # the first one says nothing
+            told.set()
+        assert told.wait(10)
+        values[0] = place[0]
+
+    def board(rank: int) -> Board:
+        local.rank = rank
+        return Board(10.0)
+
+    fake = SimpleNamespace(get_rank=lambda: local.rank, get_world_size=lambda: ranks, broadcast_object_list=broadcast)
+    monkeypatch.setattr(boards_of, "dist", fake)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(board, range(ranks)))
+
+
 @pytest.fixture
-def boards(alone):
-    """The boards of three ranks, of which the first is rank 0's, on a store in this process."""
-    store, made = HashStore(), [Board(1.0) for _ in range(3)]
-    for rank, board in enumerate(made):
-        board._rank, board._ranks, board.alone, board._store = rank, len(made), False, store
-    return made
+def boards(monkeypatch):
+    return boards_of_ranks(monkeypatch, 3)
 
 
 def test_a_rank_that_is_late_still_reads_every_end(boards):
     """Rank 0 ends many syncs at once if they fail at once, as when an earlier one failed."""
     first, second, third = boards
     for number in range(5):
-        first.end(WeightSyncError(f"failed {number}"))
+        first.tell(None, WeightSyncError(f"failed {number}"))
     for board in (second, third):
         for number in range(5):
             method, (outcome,) = board.next_call(0.1)
-            board.answer(None)
             assert (method, str(outcome)) == (None, f"failed {number}")
-    first.end("report")
+    first.tell(None, "report")
     assert second.next_call(0.1)[1] == ("report",)
 
 
-def test_what_all_ranks_have_read_is_deleted(boards):
+def test_an_answer_is_that_of_its_call_however_late(boards):
     first, *others = boards
     for number in range(20):
-        call = first.call("send_weights", (number, "adapter"))
+        late = first.call("send_weights", number, "adapter")
+        calls = first.call("finish_sync")
         for board in others:
-            board.next_call(0.1)
-            board.answer(WeightSyncError("out of luck") if number % 2 else None)
-        if number % 2:
-            with pytest.raises(WeightSyncError, match="rank 1: out of luck"):
-                first.unanswered(call, {})
-        else:
-            assert first.unanswered(call, {}) == []
-        first.end(number)
-        for board in others:
-            board.next_call(0.1)
+            assert board.next_call(0.1) == ("send_weights", (number, "adapter")) and board.went_on()
+            board.answer(WeightSyncError("out of luck") if number % 2 else number)
+            assert board.next_call(0.1) == ("finish_sync", ()) and not board.went_on()
             board.answer(None)
-    # The last sync's: a call, its end, and two answers to each.
-    assert first._store.num_keys() == 6
+        assert [call.result(1.0) for call in calls] == [None, None]
+        if number % 2:
+            assert [str(call.exception(1.0)) for call in late] == ["out of luck"] * 2
+        else:
+            assert [call.result(1.0) for call in late] == [number] * 2
+
+
+def test_an_answer_that_another_thread_reads_is_noticed(boards):
+    """Two threads wait for different calls of one rank: each reads whatever comes."""
+    first, second, _ = boards
+    calls = [first.call("send_weights", number)[0] for number in range(8)]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        waits = [pool.submit(wait_or_read, [call], 20.0) for call in calls]
+        time.sleep(0.2)
+        began = time.monotonic()
+        for number in range(len(calls)):
+            second.next_call(1.0)
+            second.answer(number)
+        assert not wait(waits, 10.0).not_done and time.monotonic() - began < 10.0
+    assert [call.result(0) for call in calls] == list(range(8))
+
+
+def test_a_rank_that_is_gone_is_noticed_at_once_on_both_sides(boards):
+    first, second, third = boards
+    calls = first.call("send_weights", 1)
+    third.next_call(1.0)
+    third.answer("sent")
+    second._pipe.close()
+    began = time.monotonic()
+    assert str(calls[0].exception(30.0)) == "its process is gone" and calls[1].result(1.0) == "sent"
+    assert str(first.call("finish_sync")[0].exception(30.0)) == "its process is gone"
+    first._lines[1].pipe.close()
+    with pytest.raises(WeightSyncError, match="rank 0 does not say how the sync goes on"):
+        while third.next_call(30.0):
+            pass
+    assert time.monotonic() - began < 20.0
+
+
+def test_whoever_does_not_know_the_token_is_no_rank(monkeypatch):
+    monkeypatch.setattr(boards_of, "HELLO_SECONDS", 0.2)
+    first, second = boards_of_ranks(monkeypatch, 2, strangers=3)
+    first.tell("begin")
+    assert second.next_call(1.0) == ("begin", ())
+    first, second = boards_of_ranks(monkeypatch, 2)
+    assert not second.went_on()
+
+
+def test_a_rank_that_does_not_connect_is_named(monkeypatch):
+    with boards_of.listen("127.0.0.1") as listener, pytest.raises(WeightSyncError, match=r"rank 1, 2 did not connect"):
+        boards_of._accepted(listener, b"token", 2, 0.1)
 
 
 @pytest.mark.parametrize("closed", [False, True])

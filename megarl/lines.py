@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Call a process over a pipe. The answers are read by a thread, or, without one between, by whoever waits for them.
+"""Call a process over a pipe or a socket. A thread reads the answers, or, with none between, whoever waits for them.
 
 Pickled tuples travel: ``(number, method, arguments)`` there, ``(number, succeeded, result or exception)`` back. Calls
-overlap, and answers may come in any order. The process must take calls at all times, as ``serve`` does.
+overlap, and answers may come in any order. A call with number ``TOLD`` gets none. The process must take calls as they
+come: one that does not read holds up whoever calls.
 """
 
 import itertools
@@ -17,6 +18,9 @@ from megarl.futures import ReadByWaiter, wait_or_read
 
 F = TypeVar("F", bound=Future)
 
+# The number of calls that nobody answers.
+TOLD = 0
+
 
 class Line:
     """One end of a pipe, and the calls over it whose answers have not come. Any thread may call.
@@ -28,7 +32,7 @@ class Line:
 
     def __init__(self, pipe: Connection, death: Callable[[], Exception]) -> None:
         self.pipe, self._death = pipe, death
-        self._numbers, self._waiting, self._lock = itertools.count(), dict[int, Future](), threading.Lock()
+        self._numbers, self._waiting, self._lock = itertools.count(TOLD + 1), dict[int, Future](), threading.Lock()
         # Held while a call is sent, which may take long: answers are read meanwhile, and settling takes only `_lock`.
         self._sending = threading.Lock()
         self._ended = False
@@ -37,10 +41,10 @@ class Line:
         """Send a call; its result or error as a future. Never waits for an answer."""
         return self._send(Future(), method, arguments)
 
-    def tell(self, method: str) -> None:
-        """Send a call that nobody answers."""
+    def tell(self, method: str | None, *arguments: Any) -> None:
+        """Send a call that nobody answers. It is lost if the other end is closed."""
         with self._sending, suppress(OSError):
-            self.pipe.send((0, method, ()))
+            self.pipe.send((TOLD, method, arguments))
 
     def take(self) -> None:
         """Settle the calls whose answers have come, without waiting. One thread at a time.
