@@ -1,27 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say where a trainer rank holds its base weights, so that an engine on the same GPU can read them there."""
+"""Say where a trainer rank holds its base weights, so that an engine's worker on the same GPU can read them there."""
 
+import math
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from megarl.checkpoint_engine.buckets.filling import DTYPES, Named
+from megarl.checkpoint_engine.buckets.filling import DTYPES
+from megarl.checkpoint_engine.choice import Memory, own_memory
 from megarl.cuda_memory import exported
 from megarl.errors import WeightSyncError
 
 
+class Held(NamedTuple):
+    """A weight, or the part of it that a trainer rank holds.
+
+    Attributes:
+        name: Hugging Face's.
+        shape: of the whole weight.
+        part: of each dimension what the rank holds, without a step.
+        view: the part in the rank's memory, in any number of dimensions; rows beyond the part are padding.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    part: tuple[slice, ...]
+    view: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Lent:
-    """A tensor that lies in one piece.
+    """A weight, or a part of it, that lies in one piece.
+
+    The part is one of a matrix: of the weight's last dimension, and of all before it as one.
 
     Attributes:
         name: Hugging Face's.
         dtype: its dtype (``"bfloat16"``).
-        shape: its shape.
-        memory: index of the piece of memory that it lies in.
+        shape: of the whole weight.
+        memory: index of the piece of memory that the part lies in.
         offset: its first byte there.
+        start: the part's first row and column.
+        size: its rows and columns.
     """
 
     name: str
@@ -29,55 +52,76 @@ class Lent:
     shape: tuple[int, ...]
     memory: int
     offset: int
+    start: tuple[int, int]
+    size: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class Loan:
-    """Tensors that an engine may read. The trainer must keep them, unchanged, as long as the engine lives.
+    """Weights that an engine's worker may read. The trainer must keep them, unchanged, as long as the engine lives.
 
     Attributes:
-        tensors: the tensors that lie in one piece.
+        tensors: what lies in one piece.
         handles: of each piece of memory what ``cuda_memory.opened`` needs.
+        place: the memory that they are in.
     """
 
     tensors: list[Lent]
     handles: list[bytes]
+    place: Memory
 
     def to_bytes(self) -> bytes:
         """Return the loan for another process of this host."""
-        return pickle.dumps(self)
-
-    @staticmethod
-    def from_bytes(data: bytes) -> "Loan":
-        """Return the loan that another process of this run has made."""
-        return pickle.loads(data)
+        return pickle.dumps([self])
 
 
-def lend(tensors: Iterable[Named], device: str = "cuda") -> Loan:
-    """List tensors for an engine on the same GPU. What consists of several runs of bytes is left out.
+def joined(loans: Sequence[bytes]) -> bytes:
+    """Return the loan of an engine of several GPUs.
 
     Args:
-        tensors: (name, tensor) pairs.
+        loans: what ``lend_base`` returned on the trainer rank of each of them, in the order of the engine's workers.
+    """
+    return loans[0] if len(loans) == 1 else pickle.dumps([one for loan in loans for one in loans_of(loan)])
+
+
+def loans_of(data: bytes) -> list[Loan]:
+    """Return the loan of each worker, which processes of this run have made."""
+    return pickle.loads(data)
+
+
+def lend(weights: Iterable[Held], device: str = "cuda") -> Loan:
+    """List weights for a worker on the same GPU. What does not lie in one piece is left out.
+
+    Args:
+        weights: what the rank holds.
         device: the type of device whose memory can be lent.
 
     Raises:
-        WeightSyncError: a tensor is elsewhere, or none lies in one piece.
+        WeightSyncError: a weight is elsewhere, or none lies in one piece.
     """
     lent, pieces = list[Lent](), dict[int, tuple[int, torch.Tensor]]()
-    for name, tensor in tensors:
-        if tensor.device.type != device:
+    for name, shape, part, view in weights:
+        if view.device.type != device:
             raise WeightSyncError(
-                f"sampler.share_base is true, but the trainer holds '{name}' in memory of {tensor.device}"
+                f"sampler.share_base is true, but the trainer holds '{name}' in memory of {view.device}"
             )
-        runs = [tensor] if isinstance(tensor, torch.Tensor) else tensor.runs() or []
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if len(runs) != 1 or not runs[0].is_contiguous() or dtype not in DTYPES:
+        dtype, (start, size) = str(view.dtype).removeprefix("torch."), _in_matrix(shape, part)
+        if not view.is_contiguous() or dtype not in DTYPES or view.numel() < math.prod(size) or not math.prod(size):
             continue
-        storage = runs[0].untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        storage = view.untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage)
         number, _ = pieces.setdefault(storage.data_ptr(), (len(pieces), whole))
-        offset = runs[0].storage_offset() * runs[0].itemsize
-        lent.append(Lent(name, dtype, tuple(tensor.shape), number, offset))
+        lent.append(Lent(name, dtype, shape, number, view.storage_offset() * view.itemsize, start, size))
     if not lent:
         raise WeightSyncError("sampler.share_base is true, but no base weight of the trainer lies in one piece")
-    return Loan(lent, [exported(whole) for _, whole in pieces.values()])
+    return Loan(lent, [exported(whole) for _, whole in pieces.values()], own_memory())
+
+
+def _in_matrix(shape: tuple[int, ...], part: tuple[slice, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return first row and column, and rows and columns, of a part of which only first or last dimension is cut."""
+    bounds = [one.indices(size)[:2] for one, size in zip(part, shape, strict=True)]
+    (begin, end), between = bounds[-1], math.prod(shape[1:-1])
+    if len(shape) == 1:
+        return (0, begin), (1, end - begin)
+    first, last = bounds[0]
+    return (first * between, begin), ((last - first) * between, end - begin)

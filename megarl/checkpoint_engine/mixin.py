@@ -13,7 +13,7 @@ from megarl.checkpoint_engine.base import Link, open_sender
 from megarl.checkpoint_engine.buckets.filling import Named
 from megarl.checkpoint_engine.buckets.stream import Outbox, plan_of
 from megarl.checkpoint_engine.choice import Sender, own_sender
-from megarl.checkpoint_engine.loan import lend
+from megarl.checkpoint_engine.loan import Held, lend
 from megarl.checkpoint_engine.records import check_sync
 from megarl.checkpoint_engine.wire import Kind, Plan
 from megarl.config import CheckpointEngineConfig
@@ -63,6 +63,10 @@ class CheckpointEngineMixin:
             changed_only: True leaves out the blocks that the adapter does not change.
         """
         raise NotImplementedError(f"{type(self).__name__} must define export_merged")
+
+    def held_base(self) -> Iterable[Held]:
+        """Return the base weights that this rank holds, and where; not a collective."""
+        raise NotImplementedError(f"{type(self).__name__} must define held_base")
 
     def weights_to_send(self, kind: Kind) -> "Iterable[Named]":
         """Return what a sync sends, on every rank: like the exports, but each tensor may be deferred. Collective.
@@ -158,12 +162,13 @@ class CheckpointEngineMixin:
     def lend_base(self) -> bytes:
         """Return where this rank holds its base weights, for an engine on the same GPU (``sampler.share_base``).
 
-        The rank must hold the whole model, and keep it as long as the engine lives.
+        The rank must keep them as long as the engine lives. An engine of several GPUs needs what the ranks on all of
+        them return (``loan.joined``). Not a collective.
 
         Raises:
             WeightSyncError: the weights are not on a GPU, or none lies in one piece.
         """
-        return lend(self.weights_to_send("base")).to_bytes()
+        return lend(self.held_base()).to_bytes()
 
     def _streams(self, kind: Kind) -> "list[Iterable[Named]]":
         """Return the exports of a transfer: the weights, and before them once more those that a new plan reads."""

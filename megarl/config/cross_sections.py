@@ -130,11 +130,14 @@ def check_share_base(
         f"checkpoint_engine.base_weights {sync.base_weights} (nothing would compare it)": sync.base_weights != "send",
         f"train.device {train.device} (it needs GPUs)": train.device == "cpu",
         "train.shard_base true (no rank holds the whole base)": train.shard_base,
-        f"sampler.parallel.tensor {sampler.parallel.tensor} (a worker holds slices)": sampler.parallel.tensor > 1,
+        f"parallel.tensor {parallel.tensor} and sampler.parallel.tensor {sampler.parallel.tensor} (set both alike: a "
+        "worker reads what the rank on its GPU holds)": parallel.tensor != sampler.parallel.tensor,
+        f"parallel.expert_tensor {parallel.expert_tensor} and sampler.parallel.tensor {sampler.parallel.tensor} (set "
+        "it to 1 or alike)": parallel.expert_tensor not in (1, sampler.parallel.tensor),
     }
-    for axis in ("tensor", "pipeline", "expert", "expert_tensor"):
+    for axis in ("pipeline", "expert"):
         size = getattr(parallel, axis)
-        refused[f"parallel.{axis} {size} (no rank holds the whole base)"] = size > 1
+        refused[f"parallel.{axis} {size} (no rank holds all layers and experts)"] = size > 1
     for setting, is_set in refused.items():
         if is_set:
             raise ConfigError(f"sampler.share_base is true with {setting}; change one of them")

@@ -4,6 +4,7 @@
 import threading
 from collections.abc import Callable
 
+from megarl.checkpoint_engine.loan import joined
 from megarl.errors import WorkerError
 from megarl.launch.placement.plan import Plan
 
@@ -12,7 +13,7 @@ class Loans:
     """The loans of the present trainer ranks. Any thread may ask for one.
 
     Args:
-        plan: the placement: an engine gets the loan of the rank in its bundle.
+        plan: the placement: an engine gets the loans of the ranks in its bundles.
         ask: asks a rank for a loan. Each is good for one engine's start: CUDA counts who opens a handle.
         wanted: ``sampler.share_base``; without it an engine gets none.
         seconds: ``train.build_seconds``, the limit on waiting for ranks.
@@ -20,7 +21,8 @@ class Loans:
 
     def __init__(self, plan: Plan, ask: Callable[[int], bytes], *, wanted: bool, seconds: float) -> None:
         self.wanted, self._ask, self._seconds = wanted, ask, seconds
-        self._ranks = [plan.trainer.index(bundle) for bundle in plan.engine] if wanted else []
+        bundles = [[bundle, *plan.beside(index)] for index, bundle in enumerate(plan.engine)] if wanted else []
+        self._ranks = [[plan.trainer.index(bundle) for bundle in own] for own in bundles]
         self._there = threading.Event()
 
     def allow(self) -> None:
@@ -44,4 +46,4 @@ class Loans:
                 f"sampler {engine} waited for the trainer, whose base it shares, longer than train.build_seconds "
                 f"({self._seconds:g} s)"
             )
-        return [self._ask(self._ranks[engine])]
+        return [joined([self._ask(rank) for rank in self._ranks[engine]])]

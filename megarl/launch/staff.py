@@ -121,7 +121,9 @@ class Staff:
         if not self.loans.wanted:
             return ""
         engine = self.samplers.engines[0]  # the others borrow as much
-        [[(borrowed, total, own)]] = self._wait({engine.name: engine.actor.borrowed.remote()})
+        [workers] = self._wait({engine.name: engine.actor.borrowed.remote()})
+        borrowed, total = (sum(worker[part] for worker in workers) for part in (0, 1))
+        own = sorted({name for *_, names in workers for name in names})
         rest = f"; vLLM has copies of its own of {', '.join(own)}" if own else ""
         return (
             f"engines read {borrowed / 2**30:.1f} of the {total / 2**30:.1f} GiB of the base in the trainer's memory "

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Kind, Named
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Held, Kind, Named
 from megarl.model.adapter import Adapter, Optimizer
 from megarl.model.weights.sharded_tensor import ShardedTensor
 from megarl.model.weights.streaming import stream_full
@@ -55,6 +55,13 @@ class WeightExport(CheckpointEngineMixin):
             return stream_full(self._base_tensors(), self.groups)
         views = self._keep("adapter", tuple, self._views)
         return self.adapter.export() if views is None else views
+
+    def held_base(self) -> Iterator[Held]:
+        """See ``CheckpointEngineMixin``. What is computed, or held by another rank, is left out."""
+        for tensor in self._base_tensors():
+            if tensor.view is not None:
+                _, rank, size = self.groups.along(tensor.axis)
+                yield Held(tensor.name, tensor.shape, tensor.local_slice(rank, size), tensor.view.detach())
 
     def weights_to_send(self, kind: Kind) -> Iterable[Named]:
         """See ``CheckpointEngineMixin``. Base and merged weights that one rank holds whole are deferred."""

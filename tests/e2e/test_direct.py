@@ -46,13 +46,18 @@ def test_experts_are_written_straight_into_parameters(scenarios: Scenarios) -> N
         assert cause in mixture["faults"][name]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "workers", "copied"),
+    [("qwen3", 1, ["qkv_proj"]), ("qwen3_moe", 1, ["qkv_proj"]), ("two ranks", 2, [])],
+)
 def test_an_engine_that_reads_the_trainers_base_gives_pefts_logprobs_and_writes_none_of_it(
-    scenarios: Scenarios, family: str
+    scenarios: Scenarios, name: str, workers: int, copied: list[str]
 ) -> None:
-    shared = scenarios["shared"][family]
-    borrowed, total, own = shared["borrowed"]
-    assert own == ["qkv_proj"] and 0.7 * total < borrowed < total
+    """With two ranks each worker reads the parts of the rank on its GPU; a rank with one KV head holds q, k, v so."""
+    shared = scenarios["shared"][name]
+    assert len(shared["borrowed"]) == workers
+    for borrowed, total, own in shared["borrowed"]:
+        assert own == copied and 0.7 * total < borrowed < total
     assert max(shared["errors"]) < 1e-4
     assert "do not hold the set of base weights exactly in 'model.layers." in shared["faults"]["other"]
     assert "holds a value that is not finite in 'model.layers." in shared["faults"]["nan"]

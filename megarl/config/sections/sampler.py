@@ -38,8 +38,8 @@ class SamplerConfig(Section):
     share_base: bool = False
     """Let engines read the frozen base in the memory of the trainer rank on their GPU, instead of holding it again.
     What vLLM keeps in another layout (fused q, k and v) it still holds itself; the run says how much. Engines then
-    start after the trainer, and again if a trainer rank is lost. Needs ``share_gpus: true``, adapters as content, and
-    ranks and engines that hold the whole model (data and context parallelism only, ``parallel.tensor`` 1)."""
+    start after the trainer, and again if a trainer rank is lost. Needs ``share_gpus: true``, adapters as content, the
+    trainer's ``parallel.tensor`` for the engines too, and neither pipeline nor expert parallelism."""
     samples_per_prompt: int = Field(8, ge=2, le=65_536)
     """Group size: completions per prompt (n)."""
     temperature: float = Field(1.0, ge=0.01)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call vLLM's engine as long as it lives, with errors that say whose they are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megarl.errors import WeightSyncError, WorkerError
@@ -38,7 +39,7 @@ class EngineLink:
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of the extension in every worker."""
-        return await self.call(self.engine().collective_rpc(method, args=args))
+        return await self.call(call_workers(self.engine(), method, args))
 
     async def answer(self, awaitable: Any, timeout: float | None = None) -> Any:
         """Await vLLM as long as the engine lives."""
@@ -53,6 +54,19 @@ class EngineLink:
         except Exception as error:
             dead = self._engine is None or self._engine.errored
             raise (WorkerError if dead else WeightSyncError)(cause_of(error)) from error
+
+
+async def call_workers(engine: Any, method: str, arguments: Sequence[Any]) -> list[Any]:
+    """Call a method of the extension in every worker; return the results, by worker.
+
+    Raises:
+        WeightSyncError: what the first worker that failed raised.
+    """
+    answers = await engine.collective_rpc("megarl_call", args=(method, list(arguments)))
+    for succeeded, value in answers:
+        if not succeeded:
+            raise WeightSyncError(value)
+    return [value for _, value in answers]
 
 
 def cause_of(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megarl.errors import WorkerError
+from megarl.sampler.drawing.engine_link import call_workers
 from megarl.sampler.drawing.watch import answer_of
 
 # Name among ``SamplingParams.extra_args`` under which a request tells the worker its id, and that it is to be kept.
@@ -79,7 +80,7 @@ class FetchedLogprobs:
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of the extension in every worker."""
         engine = self._engine()
-        return await answer_of(engine.collective_rpc(method, args=arguments), engine, self._name)
+        return await answer_of(call_workers(engine, method, arguments), engine, self._name)
 
     def arguments(self, request: str) -> dict[str, Any]:
         """Return keyword arguments of a request's ``SamplingParams``; vLLM counts the drawn token as no logprob."""

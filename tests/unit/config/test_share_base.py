@@ -13,6 +13,7 @@ from megarl.sampler.engine.settings import engine_arguments
 from tests.e2e.sampler_rig import make_model
 
 SHARES = {"share_gpus": True, "share_base": True}
+WIDE = SHARES | {"parallel": {"tensor": 2}}
 
 
 @pytest.mark.parametrize(
@@ -22,14 +23,18 @@ SHARES = {"share_gpus": True, "share_base": True}
         ({"sampler": SHARES, "checkpoint_engine": {"content": "merged"}}, "checkpoint_engine.content merged"),
         ({"sampler": SHARES, "checkpoint_engine": {"base_weights": "disk"}}, "checkpoint_engine.base_weights disk"),
         ({"sampler": SHARES, "train": {"device": "cpu"}}, "train.device cpu (it needs GPUs)"),
-        ({"sampler": SHARES, "parallel": {"tensor": 2}}, "parallel.tensor 2 (no rank holds the whole base)"),
+        ({"sampler": SHARES, "parallel": {"tensor": 2}}, "parallel.tensor 2 and sampler.parallel.tensor 1 (set both"),
+        ({"sampler": SHARES, "parallel": {"pipeline": 2}}, "parallel.pipeline 2 (no rank holds all layers"),
+        ({"sampler": WIDE, "parallel": {"tensor": 4, "expert_tensor": 4}}, "parallel.tensor 4 and sampler.parallel"),
+        ({"sampler": WIDE, "parallel": {"tensor": 2, "expert_tensor": 4, "data": 2}}, "parallel.expert_tensor 4 and"),
         ({"sampler": SHARES, "parallel": {"expert": 2, "data": 2}}, "parallel.expert 2"),
-        ({"sampler": SHARES | {"parallel": {"tensor": 2}}}, "sampler.parallel.tensor 2 (a worker holds slices)"),
+        ({"sampler": WIDE}, "parallel.tensor 1 and sampler.parallel.tensor 2 (set both alike"),
     ],
 )
 def test_what_holds_no_whole_base_or_would_write_into_it_is_refused(sections: dict[str, Any], named: str) -> None:
     base: dict[str, Any] = {"model": {"path": "."}, "task": {"name": "arithmetic"}}
     parse_config(base | {"sampler": SHARES, "parallel": {"data": 2, "context": 2}})
+    parse_config(base | {"sampler": WIDE, "parallel": {"data": 2, "tensor": 2, "expert_tensor": 2}})
     with pytest.raises(ConfigError) as raised:
         parse_config(base | sections)
     assert f"sampler.share_base is true with {named}" in str(raised.value)

@@ -16,7 +16,7 @@ from megarl.launch.transport import check_transport
 from megarl.sampler.engine.build import start_error
 from tests.unit.launch.placement.test_plan import nodes, run
 
-PLAN: Any = SimpleNamespace(trainer=[0, 1], engine=[1, 0])
+PLAN: Any = SimpleNamespace(trainer=[0, 1], engine=[1, 0], beside=lambda engine: [])
 NAMES = ["trainer rank 0", "trainer rank 1", "sampler 0", "sampler 1"]
 
 

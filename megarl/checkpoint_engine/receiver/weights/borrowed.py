@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
@@ -23,7 +24,8 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 from megarl.checkpoint_engine.buckets.filling import DTYPES
-from megarl.checkpoint_engine.loan import Lent, Loan
+from megarl.checkpoint_engine.choice import own_memory
+from megarl.checkpoint_engine.loan import Lent, Loan, loans_of
 from megarl.checkpoint_engine.receiver.weights.model_layout import layout_of
 from megarl.checkpoint_engine.receiver.weights.regions import Region, Regions, find_regions
 from megarl.checkpoint_engine.wire import Place
@@ -90,9 +92,15 @@ class BorrowingLoader(BaseModelLoader):
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Give every parameter its memory."""
-        loan = Loan.from_bytes(Path(self.load_config.model_loader_extra_config["loan"]).read_bytes())
+        loans = loans_of(Path(self.load_config.model_loader_extra_config["loan"]).read_bytes())
+        workers = get_tensor_model_parallel_world_size()
+        if len(loans) != workers:
+            raise WeightSyncError(
+                f"sampler.share_base is true, and the engine has {workers} GPUs, but it got the loans of {len(loans)} "
+                "trainer ranks; give it that of the rank on each (loan.joined)"
+            )
         device = torch.device(self._vllm_config.device_config.device)
-        borrow(model, loan, self._vllm_config, device)
+        borrow(model, loans[get_tensor_model_parallel_rank()], self._vllm_config, device)
 
 
 def borrow(model: torch.nn.Module, loan: Loan, vllm_config: Any, device: torch.device) -> None:
@@ -100,13 +108,18 @@ def borrow(model: torch.nn.Module, loan: Loan, vllm_config: Any, device: torch.d
 
     Args:
         model: vLLM's model, as it was built in ``_without_memory``, without LoRA.
-        loan: the trainer's.
+        loan: that of the trainer rank on the same GPU.
         vllm_config: the worker's config.
         device: the worker's.
 
     Raises:
         WeightSyncError: as ``BorrowingLoader.load_model``.
     """
+    if loan.place != (here := own_memory()):
+        raise WeightSyncError(
+            f"sampler.share_base is true, but the engine's worker is on {here}, and the loan is that of a rank on "
+            f"{loan.place}; give each worker that of the rank on its GPU"
+        )
     layout = layout_of(model, None)._replace(loading=nullcontext)
     places = [Place(one.name, one.dtype, one.shape, 0, 0, 0, 0) for one in loan.tensors]
     regions = find_regions(model, layout, vllm_config, device, places)
@@ -159,12 +172,23 @@ def _sources(loan: Loan, regions: Regions) -> dict[int, tuple[int, int]]:
 def _part(lent: Lent, region: Region) -> tuple[int, int, int, int]:
     """Return (first byte in the parameter, bytes, piece, first byte of the parameter if it began in this piece)."""
     target, size = region.target, region.target.itemsize
-    rows, columns = target.shape
-    whole = target.is_contiguous() and region.strides[1] == 1 and (rows == 1 or region.strides[0] == columns)
-    if not whole or DTYPES[lent.dtype] != target.dtype:
+    if not _is_whole(lent, region) or DTYPES[lent.dtype] != target.dtype:
         return 0, 0, -1, 0
     begin = target.storage_offset() * size
-    return begin, target.nbytes, lent.memory, lent.offset + region.offset * size - begin
+    row, column = divmod(region.offset, lent.shape[-1])
+    inside = (row - lent.start[0]) * lent.size[1] + column - lent.start[1]
+    return begin, target.nbytes, lent.memory, lent.offset + inside * size - begin
+
+
+def _is_whole(lent: Lent, region: Region) -> bool:
+    """Return True if a region lies in the trainer's part, in one piece, and as the parameter has it."""
+    (rows, columns), (row, column) = region.target.shape, divmod(region.offset, lent.shape[-1])
+    below, beside = row - lent.start[0], column - lent.start[1]
+    inside = 0 <= below <= lent.size[0] - rows and 0 <= beside <= lent.size[1] - columns
+    by_rows = region.strides[1] == 1 and (
+        rows == 1 or (region.strides[0] == lent.shape[-1] and columns == lent.size[1])
+    )
+    return inside and by_rows and region.target.is_contiguous()
 
 
 def _in_one_piece(parts: list[tuple[int, int, int, int]], nbytes: int) -> bool:

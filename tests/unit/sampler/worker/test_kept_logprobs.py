@@ -154,19 +154,19 @@ class Engine:
     def __init__(self, kept: dict[str, list[list[int]]], reason: str = "") -> None:
         self.kept, self.reason, self.calls = kept, reason, list[tuple]()
 
-    async def collective_rpc(self, method: str, args: tuple) -> list:
+    async def collective_rpc(self, call: str, args: tuple) -> list:
+        assert call == "megarl_call"
+        method, arguments = args
         if method == "megarl_keep_logprobs":
-            return ["", self.reason]
-        self.calls.append(args)
+            return [[True, ""], [True, self.reason]]
+        self.calls.append(tuple(arguments))
         await asyncio.sleep(0.01)
-        return [
-            b"",
-            pack(
-                (name, sample, np.array(ids, np.int32), -np.array(ids, np.float32))
-                for name in args[0]
-                for sample, ids in enumerate(self.kept[name])
-            ),
-        ]
+        kept = pack(
+            (name, sample, np.array(ids, np.int32), -np.array(ids, np.float32))
+            for name in arguments[0]
+            for sample, ids in enumerate(self.kept[name])
+        )
+        return [[True, b""], [True, kept]]
 
 
 def fetched(engine: Engine, busy: bool = False) -> FetchedLogprobs:
