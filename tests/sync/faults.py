@@ -26,7 +26,8 @@ from tests.helpers.processes import find_engine
 from tests.sync.sender import LORA, SEED, Sender
 
 LIMIT, TIMEOUT = 30.0, 20.0
-TRANSPORTS = ("shm", "gloo", "ipc")
+# Transport, and ranks of the second engine.
+WAYS = (("shm", 1), ("gloo", 1), ("ipc", 1), ("shm", 2), ("ipc", 2))
 AGREEMENT = 1e-4
 SAMPLER = {
     "samples_per_prompt": 2,
@@ -72,7 +73,7 @@ class Row(NamedTuple):
     """The consequences of a fault.
 
     Attributes:
-        transport, fault: what was broken.
+        way, fault: what was broken.
         seconds: until the error.
         recovery: seconds until both engines sampled again.
         error: largest |difference| of logprobs from PEFT's after that.
@@ -80,7 +81,7 @@ class Row(NamedTuple):
         message: the error.
     """
 
-    transport: str
+    way: str
     fault: str
     seconds: float
     recovery: float
@@ -90,10 +91,16 @@ class Row(NamedTuple):
 
 
 class Rig:
-    """A trainer's process, two engines and their manager."""
+    """A trainer's process, two engines and their manager.
 
-    def __init__(self, folder: Path, transport: str) -> None:
-        self.folder = folder
+    Args:
+        folder: has the model.
+        transport: ``checkpoint_engine.transport``.
+        tensor: ``sampler.parallel.tensor`` of the second engine.
+    """
+
+    def __init__(self, folder: Path, transport: str, tensor: int) -> None:
+        self.folder, self._tensors, self._way = folder, (1, tensor), way_of(transport, tensor)
         self.config = CheckpointEngineConfig(transport=transport, timeout_seconds=TIMEOUT, bucket_mib=1)
         self.engines = [self.start_engine(index) for index in range(2)]
         self.sender = Sender(folder / "model", folder / "flag")
@@ -109,8 +116,8 @@ class Rig:
         """Start an engine; it is waited for where it is used."""
         model = {"path": str(self.folder / "model"), "dtype": "float32"}
         lora = {name: LORA[name] for name in ("r", "lora_alpha", "target_modules")}
-        log = self.folder / f"engine-{index}.log"
-        return Engine(model, lora=lora, sampler=SAMPLER, checkpoint_engine=self.config, index=index, log=log, threads=1)
+        sampler, log = SAMPLER | {"parallel": {"tensor": self._tensors[index]}}, self.folder / f"engine-{index}.log"
+        return Engine(model, lora=lora, sampler=sampler, checkpoint_engine=self.config, index=index, log=log, threads=1)
 
     def run(self, fault: Fault) -> Row:
         """Break the next sync, and recover."""
@@ -130,7 +137,7 @@ class Rig:
         recovery, error = time.monotonic() - started, self.error()
         if not error < AGREEMENT:
             problem = problem or f"after recovery logprobs differ by {error:.1e}"
-        return Row(self.config.transport, fault.name, seconds, recovery, error, problem, outcome[0])
+        return Row(self._way, fault.name, seconds, recovery, error, problem, outcome[0])
 
     def _sync_beside(self, fault: Fault) -> str:
         """Sync in a thread; act when the transfer is in its middle."""
@@ -238,22 +245,28 @@ FAULTS = (
 )
 
 
+def way_of(transport: str, tensor: int) -> str:
+    """Return the transport and, if it is not 1, the ranks of the second engine."""
+    return transport if tensor == 1 else f"{transport} TP{tensor}"
+
+
 def rows(words: Sequence[str]) -> Iterator[Row]:
-    """Yield a row for each transport and fault whose names have all words."""
-    for transport in TRANSPORTS:
-        faults = [one for one in FAULTS if all(word in f"{transport}, {one.name}" for word in words)]
+    """Yield a row for each way and fault whose names have all words."""
+    for transport, tensor in WAYS:
+        way = way_of(transport, tensor)
+        faults = [one for one in FAULTS if all(word in f"{way}, {one.name}" for word in words)]
         if not faults:
             continue
         with tempfile.TemporaryDirectory(prefix="megarl-faults-") as folder:
             make_model("llama", Path(folder) / "model")
-            rig = Rig(Path(folder), transport)
+            rig = Rig(Path(folder), transport, tensor)
             try:
                 for fault in faults:
                     yield rig.run(fault)
             finally:
                 rig.close()
         left = sorted(path.name for path in ROOT.glob("*megarl*"))
-        yield Row(transport, "nothing is left in /dev/shm", 0.0, 0.0, 0.0, ", ".join(left), "")
+        yield Row(way, "nothing is left in /dev/shm", 0.0, 0.0, 0.0, ", ".join(left), "")
 
 
 def table(found: Sequence[Row]) -> str:
@@ -266,5 +279,5 @@ def table(found: Sequence[Row]) -> str:
         message = row.message.partition("not synced: ")[2][:120] or row.message[:120]
         mark = f"**{row.problem}** " if row.problem else ""
         times = f"{row.seconds:.1f} | {row.recovery:.1f} | {row.error:.1e}"
-        lines.append(f"| {row.transport} | {row.fault} | {times} | {mark}{message} |")
+        lines.append(f"| {row.way} | {row.fault} | {times} | {mark}{message} |")
     return "\n".join(lines)

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from megarl.checkpoint_engine import loan
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import ConfigError, LostError, WorkerError
 from megarl.launch.loans import Loans
@@ -94,6 +96,21 @@ def test_engines_that_share_the_base_start_after_the_ranks_and_again_after_new_o
     waiting = Loans(PLAN, staff._lent_by, wanted=True, seconds=0.0)
     with pytest.raises(WorkerError, match=r"sampler 1 waited for the trainer, whose base it shares, longer than train"):
         waiting.of(1)
+
+
+def test_an_engine_of_several_gpus_gets_the_loans_of_their_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loan, "exported", lambda whole: b"")
+    layout = {"parallel__tensor": 2, "parallel__data": 2, "sampler__engines": 2, "sampler__parallel__tensor": 2}
+    plan = plan_placement(run(**layout, sampler__share_gpus=True), nodes(4))
+
+    def ask(rank: int) -> bytes:
+        held = loan.Held(f"rank {rank}", (2, 2), (slice(None), slice(None)), torch.zeros(2, 2))
+        return loan.lend([held], "cpu").to_bytes()
+
+    loans = Loans(plan, ask, wanted=True, seconds=0.0)
+    loans.allow()
+    given = [[one.tensors[0].name for one in loan.loans_of(loans.of(engine)[0])] for engine in (0, 1)]
+    assert given == [["rank 0", "rank 1"], ["rank 2", "rank 3"]]
 
 
 @pytest.mark.parametrize(
