@@ -19,12 +19,15 @@ from megarl.network import LOOPBACK, connect, listen, own_address
 TOKEN_BYTES, RANK_BYTES = 32, 4
 # Seconds in which whoever connects must send it.
 HELLO_SECONDS = 5.0
+# A silent node is asked after so many seconds, so often, and is gone if it does not answer.
+KEPT_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Board:
     """Calls of rank 0 and answers of the others. A collective over the ranks of the default process group.
 
-    Every rank takes rank 0's calls in their order. Rank 0 sees at once that another rank is gone, and so do they.
+    Every rank takes rank 0's calls in their order. A process that ends is noticed at once on the other side, a node
+    that is cut off after half a minute.
 
     Args:
         timeout: seconds within which all ranks connect.
@@ -103,22 +106,27 @@ def _accepted(listener: socket.socket, token: bytes, count: int, timeout: float)
         except OSError as error:
             missing = ", ".join(str(rank) for rank in range(1, count + 1) if rank not in found)
             raise WeightSyncError(f"rank {missing} did not connect to rank 0 within {timeout:g} s: {error}") from error
-        if (rank := _rank_of(peer, token)) is None:
-            peer.close()  # not one of ours
-        else:
+        rank = _rank_of(peer, token)
+        if rank in range(1, count + 1):
             found[rank] = _pipe(peer)
+        else:
+            peer.close()  # not one of ours
     return [found[rank] for rank in sorted(found)]
 
 
-def _rank_of(peer: socket.socket, token: bytes) -> int | None:
-    """Return the rank of who has connected, if its first message has the token."""
+def _rank_of(peer: socket.socket, token: bytes) -> int:
+    """Return the rank of who has connected, or -1 if its first message does not have the token."""
+    deadline, hello = time.monotonic() + HELLO_SECONDS, b""
     try:
-        peer.settimeout(HELLO_SECONDS)
-        hello = peer.recv(TOKEN_BYTES + RANK_BYTES, socket.MSG_WAITALL)
+        while len(hello) < TOKEN_BYTES + RANK_BYTES:
+            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
+            if not (came := peer.recv(TOKEN_BYTES + RANK_BYTES - len(hello))):
+                return -1
+            hello += came
     except OSError:
-        return None
+        return -1
     known = hmac.compare_digest(hello[:TOKEN_BYTES], token)
-    return int.from_bytes(hello[TOKEN_BYTES:], "little") if known else None
+    return int.from_bytes(hello[TOKEN_BYTES:], "little") if known else -1
 
 
 def _connected(host: str, port: int, hello: bytes, timeout: float) -> Connection:
@@ -134,6 +142,9 @@ def _pipe(peer: socket.socket) -> Connection:
     """Make a connected socket a pipe for pickled values."""
     peer.settimeout(None)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages may follow each other
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEPT_ALIVE.items():
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
     return Connection(peer.detach())
 
 

@@ -79,7 +79,7 @@ def joined(loans: Sequence[bytes]) -> bytes:
     """Return the loan of an engine of several GPUs.
 
     Args:
-        loans: what ``lend_base`` returned on the trainer rank of each of them, in the order of the engine's workers.
+        loans: what ``lend_base`` returned on the trainer rank of each of them, in the order of the engine's GPUs.
     """
     return loans[0] if len(loans) == 1 else pickle.dumps([one for loan in loans for one in loans_of(loan)])
 
@@ -119,6 +119,8 @@ def lend(weights: Iterable[Held], device: str = "cuda") -> Loan:
 
 def _in_matrix(shape: tuple[int, ...], part: tuple[slice, ...]) -> tuple[tuple[int, int], tuple[int, int]]:
     """Return first row and column, and rows and columns, of a part of which only first or last dimension is cut."""
+    if not shape:
+        return (0, 0), (1, 1)
     bounds = [one.indices(size)[:2] for one, size in zip(part, shape, strict=True)]
     (begin, end), between = bounds[-1], math.prod(shape[1:-1])
     if len(shape) == 1:

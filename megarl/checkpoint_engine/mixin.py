@@ -123,8 +123,8 @@ class CheckpointEngineMixin:
             On a rank that sends what was sent and, if the transport stays connected, what arrived; elsewhere None.
 
         Raises:
-            WeightSyncError: the weights have another version, or the transport failed. The export is still run to its
-                end then, so that no other rank waits in a collective.
+            WeightSyncError: the weights have another version, and nothing is exported; or the transport failed. The
+                export is run to its end in the second case, so that no other rank waits in a collective.
             Exception: the export raised it, on any rank.
         """
         if self._config is None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megarl.checkpoint_engine.board import Board
 from megarl.checkpoint_engine.choice import Sender, choose_transport
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
-from megarl.checkpoint_engine.mixin import CheckpointEngineMixin, Sent
+from megarl.checkpoint_engine.mixin import CheckpointEngineMixin
 from megarl.checkpoint_engine.participants import Sink, gather
 from megarl.checkpoint_engine.phases import SyncReport
 from megarl.checkpoint_engine.senders import ask_receivers, joined_endpoint, joined_sent
@@ -214,9 +214,12 @@ class _AllRanks:
         """See ``checkpoint_engine.participants.Source``."""
         opened = self._opened
         if self._connected == opened:
-            # At once: to wake a thread, and to be woken by it, takes a tenth of a sync. Every receiver is connected, so
-            # the transports notice the end of one.
-            return done(partial(self._send_at_once, version, kind))
+            # In this thread: to wake another, and to be woken by it, takes a tenth of a sync. Every receiver is
+            # connected, so the transports notice the end of one.
+            if self._board.alone:
+                return done(partial(self._model.send_weights, version, kind))
+            calls = self._begin("send_weights", version, kind)
+            return done(lambda: joined_sent(self._answers("send_weights", calls)))
 
         def note(sent: Future) -> None:
             self._connected = opened if sent.exception() is None else -1
@@ -241,6 +244,14 @@ class _AllRanks:
         Returns:
             The result, or the first error.
         """
+        calls = self._begin(method, *arguments)
+        return calls[0] if self._board.alone else in_thread(lambda: join(self._answers(method, calls)))
+
+    def _begin(self, method: str, *arguments: Any) -> list[Future]:
+        """Call a method of every rank's model; return the calls, by rank. That of this rank runs in a thread.
+
+        It may wait for another rank in a collective, whose error must be seen meanwhile.
+        """
         others, before = self._board.call(method, *arguments), self._before
 
         def here() -> Any:
@@ -252,23 +263,17 @@ class _AllRanks:
         mine = self._thread.start(here)
         if method != "finish_sync":
             self._before = mine
-        return in_thread(lambda: join(self._answers(method, [mine, *others]))) if others else mine
-
-    def _send_at_once(self, version: int, kind: Kind) -> Sent:
-        """Send from all ranks, and wait for them in this thread."""
-        others = self._board.call("send_weights", version, kind)
-        mine = done(partial(self._model.send_weights, version, kind))
-        return joined_sent(self._answers("send_weights", [mine, *others]))
+        return [mine, *others]
 
     def _answers(self, method: str, calls: Sequence[Future]) -> list[Any]:
         """Wait for the calls of a method, by rank; return their results.
 
         Raises:
-            MegarlError: of a rank that failed.
             WeightSyncError: a rank did not answer in time.
+            Exception: what a rank raised; of several another one's than rank 0's, which may only follow from it.
         """
         answered, late = wait_or_read(calls, self._timeout)
-        for rank, call in enumerate(calls):
+        for rank, call in [*enumerate(calls)][::-1]:
             if call in answered and (error := call.exception()):
                 if rank:
                     error.args = (f"rank {rank}: {error}",)

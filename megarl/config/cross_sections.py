@@ -133,7 +133,7 @@ def check_share_base(
         f"parallel.tensor {parallel.tensor} and sampler.parallel.tensor {sampler.parallel.tensor} (set both alike: a "
         "worker reads what the rank on its GPU holds)": parallel.tensor != sampler.parallel.tensor,
         f"parallel.expert_tensor {parallel.expert_tensor} and sampler.parallel.tensor {sampler.parallel.tensor} (set "
-        "it to 1 or alike)": parallel.expert_tensor not in (1, sampler.parallel.tensor),
+        "both alike; with 1 the engine copies experts)": parallel.expert_tensor not in (1, sampler.parallel.tensor),
     }
     for axis in ("pipeline", "expert"):
         size = getattr(parallel, axis)

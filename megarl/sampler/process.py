@@ -40,7 +40,7 @@ class SamplerProcess:
         log: file that takes what the child prints; default: this process's standard error.
         index: number of this engine among several; shifts its seeds.
         longest_response: most tokens of any completion; default: ``sampler.max_response_tokens``.
-        loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
+        loan: ``lend_base`` of the trainer rank on the GPU, whose base is then read; for several GPUs ``joined``.
 
     Attributes:
         start_seconds: what the engine took to start; 0 until it has.

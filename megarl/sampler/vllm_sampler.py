@@ -99,7 +99,7 @@ class VllmSampler:
         """Start the engine.
 
         Args:
-            loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
+            loan: ``lend_base`` of the trainer rank on the GPU, whose base is then read; for several GPUs ``joined``.
 
         Raises:
             ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have; or as ``check_loan``.

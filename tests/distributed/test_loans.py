@@ -49,7 +49,7 @@ def test_ranks_lend_the_parts_that_they_hold(family: str, layout: dict[str, int]
     wanted = [
         "embed_tokens",
         "lm_head",
-        "layers.0.self_attn.o_proj",
+        *(f"layers.0.self_attn.{one}_proj" for one in "qkvo"),  # a rank has one KV head
         *(f"layers.0.{mlp}{one}_proj" for one in ("gate", "up", "down")),
     ]
     assert set(wanted) <= set(first)

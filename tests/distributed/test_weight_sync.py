@@ -192,3 +192,49 @@ def test_a_rank_gives_up_an_engine_that_never_connects():
     assert time.monotonic() - start < 30, "rank 1 waited for the engine"
     assert "sampler 1, transfer: integer division or modulo by zero" in first[0] and second[0] == first[0]
     assert first[1:] == ["base", "adapter", "1 [0]", "1 [1]"] and second[1:] == ["base", "adapter"]
+
+
+def left_in_a_collective(first: bool) -> list[str]:
+    """Syncs whose export is a collective, in the last of which rank 1 fails before the collective."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.checkpoint_engine.weight_sync import WeightSync
+    from megarl.errors import WeightSyncError
+    from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
+
+    class Gathering(Rank):
+        """A rank of which the other one needs something for the export."""
+
+        fails = False
+
+        def export_weights(self, adapter_only: bool):
+            if self.fails:
+                raise ValueError("out of luck")
+            dist.all_reduce(torch.zeros(1))
+            yield from super().export_weights(adapter_only)
+
+    dist.init_process_group("gloo")
+    model = Gathering(dist.get_rank())
+    weights = WeightSync(model, [Engine(0, 1)] if model.rank == 0 else [], config("ipc", timeout=60.0))
+    told = []
+    for version in range(1 if first else 3):
+        model.version = version
+        told.append(f"version {weights.sync().version}")
+    model.version, model.fails = 9, model.rank == 1
+    began = time.monotonic()
+    try:
+        weights.sync()
+    except WeightSyncError as error:
+        told += [str(error), f"at once: {time.monotonic() - began < 20.0}"]
+    if model.rank == 1:
+        dist.all_reduce(torch.zeros(1))  # for rank 0's export
+    dist.barrier()
+    return told
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_error_is_seen_while_rank_0_waits_in_a_collective(first: bool):
+    told, others = run_ranks(left_in_a_collective, 2, first)
+    assert told[-2:] == others[-2:] and told[-1] == "at once: True"
+    assert "trainer, transfer: rank 1: " in told[-2] and "out of luck" in told[-2]

@@ -98,8 +98,8 @@ class Plan:
             lines.append(f"placement: {', '.join(held)} on {node.name}")
         if self.shares_gpus:
             taken = [range(bundle, bundle + self.engine_width) for bundle in self.engine]
-            where = "; ".join(f"{index} those of {_runs(ranks)}" for index, ranks in enumerate(taken))
-            lines.append(f"placement: engines share the trainer's GPUs (sampler.share_gpus): engine {where}")
+            where = "; ".join(f"engine {index} those of ranks {_runs(ranks)}" for index, ranks in enumerate(taken))
+            lines.append(f"placement: engines share the trainer's GPUs (sampler.share_gpus): {where}")
         if self.idle_gpus:
             lines.append(f"placement: {self.idle_gpus} GPUs stay idle")
         return "\n".join(lines)

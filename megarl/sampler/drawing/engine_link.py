@@ -60,12 +60,12 @@ async def call_workers(engine: Any, method: str, arguments: Sequence[Any]) -> li
     """Call a method of the extension in every worker; return the results, by worker.
 
     Raises:
-        WeightSyncError: what the first worker that failed raised.
+        WorkerError: a worker failed; with the first one's message.
     """
     answers = await engine.collective_rpc("megarl_call", args=(method, list(arguments)))
     for succeeded, value in answers:
         if not succeeded:
-            raise WeightSyncError(value)
+            raise WorkerError(value)
     return [value for _, value in answers]
 
 

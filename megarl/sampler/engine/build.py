@@ -39,7 +39,7 @@ def build_engine(config: EngineConfig, engine_index: int, device: str, loan: byt
         config: the engine's config.
         engine_index: index of the engine, 0 .. sampler.engines - 1.
         device: ``"cpu"`` or ``"cuda"``.
-        loan: from the ``lend_base`` of the trainer rank on the same GPU, whose base the engine then reads.
+        loan: ``lend_base`` of the trainer rank on the GPU, whose base is then read; for several GPUs ``joined``.
 
     Raises:
         ConfigError: ``sampler.engine_args`` names an argument that vLLM does not have.

@@ -57,7 +57,7 @@ def check_loan(config: EngineConfig, loan: bytes) -> None:
         has = "a loan" if loan else "no loan"
         raise ConfigError(
             f"sampler.share_base is {str(sampler.share_base).lower()}, but the engine gets {has}: give it what the "
-            "trainer's lend_base returned (SamplerProcess: loan), or set it to false"
+            "trainer's lend_base returned, of several GPUs joined (SamplerProcess: loan), or set it to false"
         )
     if loan and (sync.content, sync.base_weights) != ("adapter", "send"):
         raise ConfigError(

@@ -5,8 +5,6 @@ vLLM imports it in its workers by ``worker_extension_cls``.
 """
 
 import os
-import traceback
-from typing import Any
 
 from vllm.platforms import current_platform
 
@@ -14,6 +12,7 @@ from megarl.checkpoint_engine.receiver.extension import ReceiverExtension
 from megarl.checkpoint_engine.receiver.sleep import SleepExtension
 from megarl.sampler.environment import NUMERICS
 from megarl.sampler.worker import lora_graphs
+from megarl.sampler.worker.answers import AnswerExtension
 from megarl.sampler.worker.kept_logprobs import Runner, refusal
 
 # vLLM imports this module before it builds the model.
@@ -25,22 +24,10 @@ if os.environ.get(NUMERICS) == "bitwise":
     bitwise_hooks.install()
 
 
-class EngineExtension(ReceiverExtension, SleepExtension):
+class EngineExtension(AnswerExtension, ReceiverExtension, SleepExtension):
     """Mixed into vLLM's ``Worker``. Its methods are called with ``collective_rpc``, between two steps."""
 
     _megarl_logprobs: Runner | None
-
-    def megarl_call(self, method: str, arguments: list[Any]) -> list[Any]:
-        """Call another method; return True and its result, or False and its error's message.
-
-        An error must not reach vLLM: of several workers it reads the answers up to the first error, and takes those
-        that are left for the answers to its next call (0.26, 0.32).
-        """
-        try:
-            return [True, getattr(self, method)(*arguments)]
-        except Exception as error:
-            traceback.print_exc()  # for the log
-            return [False, str(error) or repr(error)]
 
     def megarl_keep_logprobs(self) -> str:
         """Keep the logprobs of requests that ask for it. Returns why that is impossible, or nothing."""

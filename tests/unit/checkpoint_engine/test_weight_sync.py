@@ -170,8 +170,23 @@ def test_whoever_does_not_know_the_token_is_no_rank(monkeypatch):
     first, second = boards_of_ranks(monkeypatch, 2, strangers=3)
     first.tell("begin")
     assert second.next_call(1.0) == ("begin", ())
-    first, second = boards_of_ranks(monkeypatch, 2)
-    assert not second.went_on()
+
+
+def test_a_first_message_may_come_in_parts_and_names_a_rank_that_there_is():
+    token, found = b"t" * boards_of.TOKEN_BYTES, {}
+    with boards_of.listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(boards_of._accepted, listener, token, 1, 10.0)
+        port = listener.getsockname()[1]
+        with connect("127.0.0.1", port, 5.0) as short:
+            short.sendall(token)
+        for rank in (0, 2, 1):
+            found[rank] = connect("127.0.0.1", port, 5.0)
+            found[rank].sendall(token)
+            time.sleep(0.1)
+            found[rank].sendall(rank.to_bytes(boards_of.RANK_BYTES, "little"))
+        [pipe] = accepted.result(10.0)
+        pipe.send("to rank 1")
+        assert boards_of._pipe(found[1]).recv() == "to rank 1"
 
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch):

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megarl.errors import WeightSyncError
+from megarl.errors import WeightSyncError, WorkerError
 from megarl.sampler.drawing.engine_link import EngineLink, call_workers
-from megarl.sampler.worker.extension import EngineExtension
+from megarl.sampler.worker.answers import AnswerExtension
 
 
-class Worker(EngineExtension):
+class Worker(AnswerExtension):
     """A worker that fails if it is told to."""
 
     def __init__(self, rank: int) -> None:
@@ -62,12 +62,5 @@ def test_answers_are_those_of_their_call_after_errors_too(capfd: pytest.CaptureF
             assert asyncio.run(call) == [number] * 3
     assert not any(engine.answers)
     assert "WeightSyncError: rank 1 failed in call 3" in capfd.readouterr().err  # the workers' log has the traceback
-    with pytest.raises(WeightSyncError, match=r"^ValueError\(\)$"):
+    with pytest.raises(WorkerError, match=r"^ValueError\(\)$"):
         asyncio.run(call_workers(engine, "megarl_crash", ()))
-
-
-def test_without_it_answers_would_be_those_of_other_calls() -> None:
-    engine = Engine()
-    with pytest.raises(RuntimeError, match="rank 0 failed in call 1"):
-        asyncio.run(engine.collective_rpc("megarl_count", ([0], 1)))
-    assert asyncio.run(engine.collective_rpc("megarl_count", ([], 2))) == [2, 1, 1]
