@@ -154,13 +154,16 @@ class Rig:
 
     def _problem(self, fault: Fault, message: str, seconds: float) -> str:
         # The workers of an engine of several ranks are processes of their own, which receive all the same.
-        apart = fault.act is end_engine and max(self._tensors) > 1
+        apart = fault.act in (end_engine, stop_engine) and max(self._tensors) > 1
         unseen = (fault.unseen or apart) and message == "nothing"
         if not unseen and (absent := [part for part in fault.says if part not in message]):
             return f"the error does not say {absent}"
         if seconds > LIMIT:
             return f"the error took {seconds:.0f} s"
-        for engine in self.engines[1:] if unseen else self.engines:
+        asked = self.engines[1:] if unseen else self.engines
+        if fault.act is stop_engine and unseen:
+            asked = []  # it answers nothing
+        for engine in asked:
             for version in (self.version - 1, self.version):
                 answer = raised(lambda engine=engine, version=version: engine.generate(prompts(1), version))
                 if answer == "nothing":
