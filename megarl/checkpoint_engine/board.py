@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pass calls of rank 0 to the other ranks of a torchrun job, and their answers back, over a connection to each."""
 
-import hmac
 import os
-import secrets
 import socket
 import time
 from multiprocessing.connection import Connection
@@ -11,14 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megarl.checkpoint_engine.transports.hello import accept, new_token, reach
 from megarl.errors import WeightSyncError
 from megarl.lines import DirectCall, DirectLine
-from megarl.network import LOOPBACK, connect, listen, own_address
+from megarl.network import LOOPBACK, listen, own_address
 
-# Bytes of a connection's first message: the token, then the rank.
-TOKEN_BYTES, RANK_BYTES = 32, 4
-# Seconds in which whoever connects must send it.
-HELLO_SECONDS = 5.0
 # A silent node is asked after so many seconds, so often, and is gone if it does not answer.
 KEPT_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
@@ -48,7 +43,7 @@ class Board:
             return
         if rank == 0:
             one_host = os.environ.get("LOCAL_WORLD_SIZE", str(ranks)) == str(ranks)
-            host, token = LOOPBACK if one_host else own_address(), secrets.token_bytes(TOKEN_BYTES)
+            host, token = LOOPBACK if one_host else own_address(), new_token()
             with listen(host) as listener:
                 dist.broadcast_object_list([(host, listener.getsockname()[1], token)], 0)
                 pipes = _accepted(listener, token, ranks - 1, timeout)
@@ -57,7 +52,10 @@ class Board:
         place: list[Any] = [None]
         dist.broadcast_object_list(place, 0)
         host, port, token = place[0]
-        self._pipe = _connected(host, port, token + rank.to_bytes(RANK_BYTES, "little"), timeout)
+        try:
+            self._pipe = _pipe(reach(host, port, token, rank, timeout))
+        except OSError as error:
+            raise WeightSyncError(f"cannot reach rank 0 at {host}:{port}: {error}") from error
         self._number = 0
 
     def call(self, method: str, *arguments: Any) -> list[DirectCall]:
@@ -96,52 +94,22 @@ class Board:
             raise WeightSyncError("rank 0 is gone") from error
 
 
-def _accepted(listener: socket.socket, token: bytes, count: int, timeout: float) -> list[Connection]:
-    """Return the connections of the ranks from 1 on, which know the token."""
-    deadline, found = time.monotonic() + timeout, dict[int, Connection]()
+def _accepted(listener: socket.socket, token: str, count: int, timeout: float) -> list[Connection]:
+    """Return the connections of the ranks from 1 on."""
+    deadline, ranks, found = time.monotonic() + timeout, range(1, count + 1), dict[int, Connection]()
     while len(found) < count:
         try:
-            listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-            peer, _ = listener.accept()
+            rank, peer = accept(listener, token, ranks, deadline)
         except OSError as error:
-            missing = ", ".join(str(rank) for rank in range(1, count + 1) if rank not in found)
+            missing = ", ".join(str(rank) for rank in ranks if rank not in found)
             raise WeightSyncError(f"rank {missing} did not connect to rank 0 within {timeout:g} s: {error}") from error
-        rank = _rank_of(peer, token)
-        if rank in range(1, count + 1):
-            found[rank] = _pipe(peer)
-        else:
-            peer.close()  # not one of ours
-    return [found[rank] for rank in sorted(found)]
-
-
-def _rank_of(peer: socket.socket, token: bytes) -> int:
-    """Return the rank of who has connected, or -1 if its first message does not have the token."""
-    deadline, hello = time.monotonic() + HELLO_SECONDS, b""
-    try:
-        while len(hello) < TOKEN_BYTES + RANK_BYTES:
-            peer.settimeout(max(deadline - time.monotonic(), 1e-3))
-            if not (came := peer.recv(TOKEN_BYTES + RANK_BYTES - len(hello))):
-                return -1
-            hello += came
-    except OSError:
-        return -1
-    known = hmac.compare_digest(hello[:TOKEN_BYTES], token)
-    return int.from_bytes(hello[TOKEN_BYTES:], "little") if known else -1
-
-
-def _connected(host: str, port: int, hello: bytes, timeout: float) -> Connection:
-    try:
-        peer = connect(host, port, timeout)
-        peer.sendall(hello)
-    except OSError as error:
-        raise WeightSyncError(f"cannot reach rank 0 at {host}:{port}: {error}") from error
-    return _pipe(peer)
+        found[rank] = _pipe(peer)
+    return [found[rank] for rank in ranks]
 
 
 def _pipe(peer: socket.socket) -> Connection:
     """Make a connected socket a pipe for pickled values."""
     peer.settimeout(None)
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # two messages may follow each other
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEPT_ALIVE.items():
         peer.setsockopt(socket.IPPROTO_TCP, option, value)

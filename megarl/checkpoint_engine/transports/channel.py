@@ -7,8 +7,6 @@ process, which the other end notices at once.
 """
 
 import contextlib
-import hmac
-import secrets
 import select
 import socket
 import struct
@@ -16,11 +14,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from megarl.checkpoint_engine.transports.hello import accept, new_token, reach
 from megarl.errors import WeightSyncError
-from megarl.network import connect, listen, own_address
+from megarl.network import listen, own_address
 
-# Tags of messages: hello (token, receiver's index), bucket, end of transfer; acknowledgement, receipt, failure.
-HELLO, BUCKET, END, ACK, RECEIPT, FAILED = (tag.encode() for tag in "HBEARF")
+# Tags of messages: bucket, end of transfer; acknowledgement, receipt, failure.
+BUCKET, END, ACK, RECEIPT, FAILED = (tag.encode() for tag in "BEARF")
 _HEAD = struct.Struct("<cQ")
 # Bytes that are read at once.
 AT_ONCE = 2**16
@@ -35,7 +34,6 @@ class Line:
     """One end of a connection."""
 
     def __init__(self, peer: socket.socket, name: str) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket, self._name = peer, name
         # What has come and is not yet read: messages that were sent together take one system call.
         self._held = bytearray()
@@ -118,7 +116,7 @@ class Hub:
 
     def __init__(self, receivers: Sequence[int], timeout: float) -> None:
         self._receivers, self._timeout = receivers, timeout
-        self.host, self._token = own_address(), secrets.token_hex(16)
+        self.host, self._token = own_address(), new_token()
         self._lines: dict[int, Line] = {}
         try:
             self._listener = listen(self.host)
@@ -134,18 +132,11 @@ class Hub:
         """Wait until every receiver has connected. Raises ``WeightSyncError`` with those that have not."""
         while len(self._lines) < len(self._receivers):
             try:
-                self._listener.settimeout(max(deadline - time.monotonic(), 1e-3))
-                line = Line(self._listener.accept()[0], "a receiver")
+                index, peer = accept(self._listener, self._token, self._receivers, deadline)
             except OSError as error:
                 missing = ", ".join(str(i) for i in self._receivers if i not in self._lines)
                 raise WeightSyncError(f"receivers {missing} did not connect in time: {error}") from error
-            tag, data = line.receive(deadline)
-            token, _, index = data.decode(errors="replace").partition(" ")
-            if tag != HELLO or not hmac.compare_digest(token, self._token):
-                line.close()  # not one of ours
-                continue
-            line._name = f"receiver {index}"
-            self._lines[int(index)] = line
+            self._lines[index] = Line(peer, f"receiver {index}")
 
     def send(self, tag: bytes, data: bytes, deadline: float) -> None:
         """Send a message to all receivers. Raises ``WeightSyncError``, with the reason if a receiver gave one."""
@@ -207,8 +198,6 @@ def open_line(endpoint: dict[str, Any], index: int) -> Line:
     """Connect a receiver to its sender. Raises ``WeightSyncError`` if it cannot be reached."""
     host, port, timeout = endpoint["host"], endpoint["port"], endpoint["timeout"]
     try:
-        line = Line(connect(host, port, timeout), "the sender")
+        return Line(reach(host, port, endpoint["token"], index, timeout), "the sender")
     except OSError as error:
         raise WeightSyncError(f"receiver {index} cannot reach the sender at {host}:{port}: {error}") from error
-    line.send(HELLO, f"{endpoint['token']} {index}".encode(), time.monotonic() + timeout)
-    return line

@@ -60,9 +60,7 @@ class Places:
 
     def options(self, bundle: int, gpus: float) -> dict[str, Any]:
         """Return actor options that place it into a bundle. Ray never restarts it: its state would be lost."""
-        held = self._of(bundle)
-        place = PlacementGroupSchedulingStrategy(held.group, held.bundles.index(bundle))
-        return {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0, "scheduling_strategy": place}
+        return {"max_restarts": 0} | self._within(bundle, gpus)
 
     def gpus(self, bundles: Sequence[int], share: float) -> list[Any]:
         """Return a reference to the name of each bundle's GPU, as CUDA_VISIBLE_DEVICES has it on its node.
@@ -71,9 +69,8 @@ class Places:
             bundles: of one GPU each.
             share: of the GPU that is free; a task takes it for a moment.
         """
-        ask = ray.remote(_gpu)
-        options = [self.options(bundle, share) for bundle in bundles]
-        return [ask.options(**_of_task(one)).remote() for one in options]
+        ask = ray.remote(max_retries=0)(_gpu)
+        return [ask.options(**self._within(bundle, share)).remote() for bundle in bundles]
 
     def check(self, bundles: Mapping[str, int]) -> None:
         """Raise ``LostError`` if Ray has lost the node of a participant that is being started.
@@ -113,6 +110,12 @@ class Places:
         """Give all resources back."""
         for held in self._held:
             held.release()
+
+    def _within(self, bundle: int, gpus: float) -> dict[str, Any]:
+        """Return options of an actor or a task that place it into a bundle."""
+        held = self._of(bundle)
+        place = PlacementGroupSchedulingStrategy(held.group, held.bundles.index(bundle))
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": place}
 
     def _of(self, bundle: int) -> Held:
         return next(held for held in self._held if bundle in held.bundles)
@@ -204,11 +207,6 @@ def grouped(wanted: Sequence[tuple[Node, Sequence[Mapping[str, float]]]], second
             ray.util.remove_placement_group(group)
         raise WorkerError(f"Ray did not reserve this within {seconds:.0f} s") from None
     return groups
-
-
-def _of_task(options: dict[str, Any]) -> dict[str, Any]:
-    """Return an actor's options for a task."""
-    return {name: value for name, value in options.items() if name != "max_restarts"} | {"max_retries": 0}
 
 
 def _nothing() -> bool:

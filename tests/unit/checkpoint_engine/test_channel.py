@@ -72,3 +72,17 @@ def test_half_a_message_is_waited_for_until_the_deadline() -> None:
     with pytest.raises(WeightSyncError, match="receiver 0 did not answer in time"):
         hub.collect(RECEIPT, time.monotonic() + 0.2)
     hub.close()
+
+
+def test_whoever_does_not_know_the_token_is_no_receiver() -> None:
+    hub = Hub(range(1), 5.0)
+    endpoint = hub.endpoint()
+    with socket.create_connection((endpoint["host"], endpoint["port"])) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n    ")
+    other = open_line(endpoint | {"token": "x" * len(endpoint["token"])}, 0)
+    beyond, line = open_line(endpoint, 1), open_line(endpoint, 0)
+    hub.connect(time.monotonic() + 5)
+    hub.send(BUCKET, b"one", time.monotonic() + 5)
+    assert line.receive(time.monotonic() + 5) == (BUCKET, b"one")
+    assert not other.wait() and not beyond.wait()
+    hub.close()

@@ -12,6 +12,7 @@ import pytest
 from megarl.checkpoint_engine import board as boards_of
 from megarl.checkpoint_engine import weight_sync
 from megarl.checkpoint_engine.board import Board
+from megarl.checkpoint_engine.transports import hello
 from megarl.checkpoint_engine.weight_sync import WeightSync, _AllRanks
 from megarl.errors import WeightSyncError
 from megarl.futures import wait_or_read
@@ -166,24 +167,24 @@ def test_a_rank_that_is_gone_is_noticed_at_once_on_both_sides(boards):
 
 
 def test_whoever_does_not_know_the_token_is_no_rank(monkeypatch):
-    monkeypatch.setattr(boards_of, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(hello, "HELLO_SECONDS", 0.2)
     first, second = boards_of_ranks(monkeypatch, 2, strangers=3)
     first.tell("begin")
     assert second.next_call(1.0) == ("begin", ())
 
 
 def test_a_first_message_may_come_in_parts_and_names_a_rank_that_there_is():
-    token, found = b"t" * boards_of.TOKEN_BYTES, {}
+    token, found = "t" * hello.TOKEN_BYTES, {}
     with boards_of.listen("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(boards_of._accepted, listener, token, 1, 10.0)
         port = listener.getsockname()[1]
         with connect("127.0.0.1", port, 5.0) as short:
-            short.sendall(token)
+            short.sendall(token.encode())
         for rank in (0, 2, 1):
             found[rank] = connect("127.0.0.1", port, 5.0)
-            found[rank].sendall(token)
+            found[rank].sendall(token.encode())
             time.sleep(0.1)
-            found[rank].sendall(rank.to_bytes(boards_of.RANK_BYTES, "little"))
+            found[rank].sendall(rank.to_bytes(hello.NUMBER_BYTES, "little"))
         [pipe] = accepted.result(10.0)
         pipe.send("to rank 1")
         assert boards_of._pipe(found[1]).recv() == "to rank 1"
@@ -191,7 +192,7 @@ def test_a_first_message_may_come_in_parts_and_names_a_rank_that_there_is():
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch):
     with boards_of.listen("127.0.0.1") as listener, pytest.raises(WeightSyncError, match=r"rank 1, 2 did not connect"):
-        boards_of._accepted(listener, b"token", 2, 0.1)
+        boards_of._accepted(listener, "token", 2, 0.1)
 
 
 @pytest.mark.parametrize("closed", [False, True])
