@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megarl.checkpoint_engine.transports.hello import accept, new_token, reach
 from megarl.errors import WeightSyncError
-from megarl.lines import DirectCall, DirectLine
+from megarl.futures.lines import DirectCall, DirectLine
 from megarl.network import LOOPBACK, listen, own_address
 
 # A silent node is asked after so many seconds, so often, and is gone if it does not answer.

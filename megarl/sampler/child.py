@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from megarl.errors import WorkerError
-from megarl.lines import DirectLine, Line
+from megarl.futures.lines import DirectLine, Line
 from megarl.sampler.serve import STOP
 
 # A child that was asked to stop is killed after this many seconds. vLLM gives its own processes 5 to 15.
