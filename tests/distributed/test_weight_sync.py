@@ -194,8 +194,11 @@ def test_a_rank_gives_up_an_engine_that_never_connects():
     assert first[1:] == ["base", "adapter", "1 [0]", "1 [1]"] and second[1:] == ["base", "adapter"]
 
 
-def left_in_a_collective(before: int) -> list[str]:
-    """So many syncs whose export is a collective, and one in which rank 1 fails before the collective."""
+def left_in_a_collective(before: int, late: float) -> list[str]:
+    """So many syncs whose export is a collective, and one in which rank 1 fails before the collective.
+
+    Rank 0 begins that transfer so many seconds late.
+    """
     import torch
     import torch.distributed as dist
 
@@ -203,43 +206,64 @@ def left_in_a_collective(before: int) -> list[str]:
     from megarl.errors import WeightSyncError
     from tests.unit.checkpoint_engine.test_manager import Engine, Rank, config
 
+    dist.init_process_group("gloo")
+    # Only the exports use it, so what the ranks tell each other below cannot meet an export's collective.
+    exporters = dist.new_group()
+
     class Gathering(Rank):
         """A rank of which the other one needs something for the export."""
 
-        fails, exports = False, 0
+        fails, begun, ended = False, 0, False
+
+        def send_weights(self, version: int, kind: str):
+            time.sleep(late if self.rank == 0 and version == 9 else 0.0)
+            try:
+                return super().send_weights(version, kind)
+            finally:
+                self.ended = True
 
         def export_weights(self, adapter_only: bool):
             if self.fails:
                 raise ValueError("out of luck")
-            dist.all_reduce(torch.zeros(1))
-            self.exports += 1
+            self.begun += 1
+            dist.all_reduce(torch.zeros(1), group=exporters)
             yield from super().export_weights(adapter_only)
 
-    dist.init_process_group("gloo")
     model = Gathering(dist.get_rank())
     weights = WeightSync(model, [Engine(0, 1)] if model.rank == 0 else [], config("ipc", timeout=60.0))
     told = []
     for version in range(before):
         model.version = version
         told.append(f"version {weights.sync().version}")
-    model.version, model.fails, exports = 9, model.rank == 1, model.exports
+    model.version, model.fails, model.begun, model.ended = 9, model.rank == 1, 0, False
     began = time.monotonic()
     try:
         weights.sync()
     except WeightSyncError as error:
         told += [str(error), f"at once: {time.monotonic() - began < 20.0}"]
-    # Let rank 0's thread end; the first transfer exports twice, once for the plan.
-    for number in range(1 if before else 2):
-        if model.rank == 1:
-            dist.all_reduce(torch.zeros(1))
-        while model.rank == 0 and model.exports <= exports + number:
-            time.sleep(0.01)
-    dist.barrier()
+    _let_end(model, lambda: dist.all_reduce(torch.zeros(1), group=exporters))
     return told
 
 
-@pytest.mark.parametrize("before", [0, 2])
-def test_an_error_is_seen_while_rank_0_waits_in_a_collective(before: int):
-    told, others = run_ranks(left_in_a_collective, 2, before)
+def _let_end(model, join) -> None:
+    """Let rank 1 join the collectives of rank 0's transfer until that has ended; it may not even have begun."""
+    import torch.distributed as dist
+
+    joined, ended = 0, False
+    while not ended:
+        while model.rank == 0 and not model.ended and model.begun == joined:
+            time.sleep(0.01)
+        # In this order: a transfer that has ended begins no other export.
+        state = [model.ended, model.begun]
+        dist.broadcast_object_list(state, 0)
+        ended, begun = state
+        for _ in range(joined, begun if model.rank else joined):
+            join()
+        joined = begun
+
+
+@pytest.mark.parametrize(("before", "late"), [(0, 0.0), (2, 0.0), (2, 1.0)])
+def test_an_error_is_seen_while_rank_0_waits_in_a_collective(before: int, late: float):
+    told, others = run_ranks(left_in_a_collective, 2, before, late)
     assert told == others and len(told) == before + 2 and told[-1] == "at once: True"
     assert "trainer, transfer: rank 1: " in told[-2] and "out of luck" in told[-2]
