@@ -9,13 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.checkpoint_engine.transports.hello import accept, new_token, reach
+from megarl.checkpoint_engine.transports.hello import accept, as_pipe, new_token, reach
 from megarl.errors import WeightSyncError
 from megarl.futures.lines import DirectCall, DirectLine
 from megarl.network import LOOPBACK, listen, own_address
-
-# A silent node is asked after so many seconds, so often, and is gone if it does not answer.
-KEPT_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 class Board:
@@ -53,7 +50,7 @@ class Board:
         dist.broadcast_object_list(place, 0)
         host, port, token = place[0]
         try:
-            self._pipe = _pipe(reach(host, port, token, rank, timeout))
+            self._pipe = as_pipe(reach(host, port, token, rank, timeout))
         except OSError as error:
             raise WeightSyncError(f"cannot reach rank 0 at {host}:{port}: {error}") from error
         self._number = 0
@@ -103,17 +100,8 @@ def _accepted(listener: socket.socket, token: str, count: int, timeout: float) -
         except OSError as error:
             missing = ", ".join(str(rank) for rank in ranks if rank not in found)
             raise WeightSyncError(f"rank {missing} did not connect to rank 0 within {timeout:g} s: {error}") from error
-        found[rank] = _pipe(peer)
+        found[rank] = as_pipe(peer)
     return [found[rank] for rank in ranks]
-
-
-def _pipe(peer: socket.socket) -> Connection:
-    """Make a connected socket a pipe for pickled values."""
-    peer.settimeout(None)
-    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEPT_ALIVE.items():
-        peer.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(peer.detach())
 
 
 def _gone() -> WeightSyncError:

@@ -2,6 +2,7 @@
 """Run one sync from the trainer to some samplers: prepare, transfer, verify, flip, finish."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -80,13 +81,13 @@ def run_sync(
             prepare = partial(source.prepare, config, receivers, ask_senders(source, sinks, config, deadline))
             endpoint = json.loads(gather({"trainer": prepare}, deadline, "prepare")[0])
         announced = json.dumps(endpoint | {"version": version, "kind": kind}).encode()
-    with _timed("transfer", seconds):
+    with _timed("transfer", seconds), _receivers_named(sinks):
         calls: dict[str, Callable[[], Future]] = {}
         for sink, first in zip(sinks, _offsets(sink.receivers for sink in sinks), strict=True):
             calls[sink.name] = partial(sink.receive, announced, first)
         calls["trainer"] = partial(source.send, version, kind)
         *arrived, answer = gather(calls, deadline, "transfer")
-    with _timed("verify", seconds):
+    with _timed("verify", seconds), _receivers_named(sinks):
         sent = Receipt.from_bytes(answer.manifest)
         receipts = [*answer.receipts, *(receipt for part in arrived for receipt in part)]
         stages = _verify(sent, version, kind, receipts, receivers)
@@ -97,6 +98,19 @@ def run_sync(
             endpoint = None
             gather({"trainer": source.finish}, deadline, "finish")
     return SyncReport(version, kind, sent.nbytes, sent.count, sent.checksum, seconds, stages), endpoint
+
+
+@contextmanager
+def _receivers_named(sinks: Sequence[Sink]) -> Iterator[None]:
+    """Say in an error that names a receiver whose it is: the trainer knows only their numbers."""
+    try:
+        yield
+    except WeightSyncError as error:
+        owners = [sink.name for sink in sinks for _ in range(sink.receivers)]
+        numbers = {int(number) for number in re.findall(r"receiver (\d+)", str(error))}
+        said = "".join(f"; receiver {i} is a worker of {owners[i]}" for i in sorted(numbers) if i < len(owners))
+        error.args = (f"{error}{said}",)
+        raise
 
 
 def _verify(sent: Receipt, version: int, kind: Kind, receipts: Sequence[bytes], receivers: int) -> dict[str, float]:

@@ -6,12 +6,15 @@ import queue
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Self, TypeVar
 
 T = TypeVar("T")
+
+# Seconds between two looks of ``wait_or_read`` at futures of which nothing has come.
+LOOK_SECONDS = 0.5
 
 
 class KeptThread:
@@ -62,13 +65,53 @@ def done(work: Callable[[], T]) -> Future[T]:
 class ReadByWaiter(Future[T]):
     """A future that nobody settles but whoever waits for it, by ``wait_or_read``."""
 
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when its result may have come."""
+    def filenos(self) -> Collection[int]:
+        """Return the descriptors of which one is readable when its result may have come."""
         raise NotImplementedError
 
     def look(self) -> None:
-        """Settle it if its result has come. Does not wait."""
+        """Settle it if its result has come. Does not wait. Called when it may have, and every ``LOOK_SECONDS``."""
         raise NotImplementedError
+
+    def result(self, timeout: float | None = None) -> T:
+        """See ``concurrent.futures.Future``."""
+        if not self.done():
+            wait_or_read([self], timeout)
+        return super().result(0)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """See ``concurrent.futures.Future``."""
+        if not self.done():
+            wait_or_read([self], timeout)
+        return super().exception(0)
+
+
+class Joined(ReadByWaiter[T]):
+    """One future for several that are read by whoever waits: their results made one, or the first error.
+
+    Args:
+        calls: the futures, which nobody else waits for.
+        join: makes one result of theirs, which are in the order of ``calls``. What it raises is the error.
+    """
+
+    def __init__(self, calls: Sequence[ReadByWaiter], join: Callable[[list], T]) -> None:
+        super().__init__()
+        self._calls, self._join = calls, join
+
+    def filenos(self) -> Collection[int]:
+        """See ``ReadByWaiter``."""
+        return [number for call in self._calls if not call.done() for number in call.filenos()]
+
+    def look(self) -> None:
+        """See ``ReadByWaiter``."""
+        for call in self._calls:
+            if not call.done():
+                call.look()
+        ended = [call for call in self._calls if call.done()]
+        if error := next(filter(None, (call.exception() for call in ended)), None):
+            self.set_exception(error)
+        elif len(ended) == len(self._calls):
+            _settle(self, lambda: self._join([call.result() for call in ended]))
 
 
 def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[Future], set[Future]]:
@@ -95,7 +138,7 @@ def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[
             left = until - time.monotonic()
             if failed or done == waiting or left <= 0.0:
                 return done, waiting - done
-            bell.wait({future.fileno() for future in read if not future.done()}, left)
+            bell.wait({number for one in read if not one.done() for number in one.filenos()}, min(left, LOOK_SECONDS))
 
 
 class _Bell:
@@ -123,7 +166,7 @@ class _Bell:
         poll = select.poll()
         for number in {*numbers, self._number} - {-1}:
             poll.register(number, select.POLLIN)
-        poll.poll(None if seconds == float("inf") else seconds * 1e3)
+        poll.poll(seconds * 1e3)
         if self._number >= 0:
             with suppress(BlockingIOError):  # it has not rung
                 os.eventfd_read(self._number)

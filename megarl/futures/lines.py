@@ -14,7 +14,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from megarl.futures import ReadByWaiter, wait_or_read
+from megarl.futures import ReadByWaiter
 
 F = TypeVar("F", bound=Future)
 
@@ -28,6 +28,10 @@ class Line:
     Args:
         pipe: this process's end.
         death: returns why nobody answers any more, when the other end is closed.
+
+    Attributes:
+        pipe: the same.
+        ended: True once the other end was found closed: every call fails.
     """
 
     def __init__(self, pipe: Connection, death: Callable[[], Exception]) -> None:
@@ -35,7 +39,7 @@ class Line:
         self._numbers, self._waiting, self._lock = itertools.count(TOLD + 1), dict[int, Future](), threading.Lock()
         # Held while a call is sent, which may take long: answers are read meanwhile, and settling takes only `_lock`.
         self._sending = threading.Lock()
-        self._ended = False
+        self.ended = False
 
     def call(self, method: str, *arguments: Any) -> Future:
         """Send a call; its result or error as a future. Never waits for an answer."""
@@ -61,7 +65,7 @@ class Line:
     def end(self) -> None:
         """Let all calls fail, those that wait and those to come."""
         with self._lock:
-            self._ended = True
+            self.ended = True
             left, self._waiting = self._waiting, {}
         for future in left.values():
             fail(future, self._death())
@@ -70,7 +74,7 @@ class Line:
         with self._lock:
             number = next(self._numbers)
             self._waiting[number] = future
-            ended = self._ended  # then nobody settles this call any more
+            ended = self.ended  # then nobody settles this call any more
         try:
             if not ended:
                 with self._sending:
@@ -98,9 +102,9 @@ class DirectLine(Line):
         """Send a call; return what reads the answer when it is waited for."""
         return self._send(DirectCall(self), method, arguments)
 
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when an answer has come; -1 once this end is closed."""
-        return -1 if self.pipe.closed else self.pipe.fileno()
+    def filenos(self) -> list[int]:
+        """Return the descriptor that is readable when an answer has come; none once this end is closed."""
+        return [] if self.pipe.closed else [self.pipe.fileno()]
 
     def read(self) -> None:
         """Settle the calls whose answers have come. Does not wait, and leaves it to another thread that reads."""
@@ -121,25 +125,13 @@ class DirectCall(ReadByWaiter):
         super().__init__()
         self._line = line
 
-    def fileno(self) -> int:
+    def filenos(self) -> list[int]:
         """See ``futures.ReadByWaiter``."""
-        return self._line.fileno()
+        return self._line.filenos()
 
     def look(self) -> None:
         """See ``futures.ReadByWaiter``."""
         self._line.read()
-
-    def result(self, timeout: float | None = None) -> Any:
-        """See ``concurrent.futures.Future``."""
-        if not self.done():
-            wait_or_read([self], timeout)
-        return super().result(0)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """See ``concurrent.futures.Future``."""
-        if not self.done():
-            wait_or_read([self], timeout)
-        return super().exception(0)
 
 
 def settle(future: Future, succeeded: bool, value: Any) -> None:

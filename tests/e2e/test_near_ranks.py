@@ -15,6 +15,7 @@ import torch
 from megarl.checkpoint_engine.choice import Memory, Sender
 from megarl.checkpoint_engine.manager import CheckpointEngineManager
 from megarl.config import TrainConfig
+from megarl.controller.actors.direct import AnswersInOrder
 from megarl.controller.actors.pulse import Watch
 from megarl.controller.actors.trainer_group import TrainerGroup
 from megarl.errors import WeightSyncError
@@ -25,10 +26,14 @@ cluster = local_ray
 GPUS = [Memory("here", "GPU-0"), Memory("there", "GPU-1")]
 
 
-class NearRank(Rank):
+class NearRank(AnswersInOrder, Rank):
     """A rank on a GPU, which may be damaged."""
 
     damage = 0.0
+
+    def __init__(self, rank: int) -> None:
+        AnswersInOrder.__init__(self)
+        Rank.__init__(self, rank)
 
     def place(self) -> Sender:
         return Sender(GPUS[self.rank])

@@ -243,7 +243,7 @@ FAULTS = (
     Fault("end_before_receipts", ("trainer, transfer",)),
     Fault("sender killed in the transfer", ("trainer, transfer",), end_sender),
     Fault("engine killed in the transfer", ("transfer",), end_engine),
-    Fault("engine's front end killed in the transfer", ("sampler 1, ",), end_front_end),
+    Fault("engine's front end killed in the transfer", ("sampler 1",), end_front_end),
     Fault("engine stopped in the transfer", ("transfer",), stop_engine),
     Fault("engine killed before the flip", ("sampler 1, flip",), end_engine, at_flip=True, unseen=True),
     Fault("front end killed before the flip", ("sampler 1, flip",), end_front_end, at_flip=True),

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from megarl.futures import KeptThread, ReadByWaiter, done, finished, results, wait_or_read
+from megarl import futures
+from megarl.futures import Joined, KeptThread, ReadByWaiter, done, finished, results, wait_or_read
 
 
 def test_work_runs_in_one_thread_unless_that_is_busy():
@@ -66,8 +67,8 @@ class Piped(ReadByWaiter):
         self.end, self.other_end = os.pipe()
         os.set_blocking(self.end, False)
 
-    def fileno(self) -> int:
-        return self.end
+    def filenos(self) -> list[int]:
+        return [self.end]
 
     def look(self) -> None:
         with contextlib.suppress(BlockingIOError):  # nothing has come
@@ -101,3 +102,33 @@ def test_a_wait_that_reads_ends_with_the_first_failure_and_with_its_time():
     # A future that ends after the wait finds nobody to wake.
     never.set_result(1)
     assert wait_or_read([failed], 5.0) == ({failed}, set())
+
+
+def test_joined_futures_give_one_result_in_their_order_or_the_first_error():
+    first, second, ordinary = Piped(), Piped(), Future[int]()
+    joined = Joined([first, second], list)
+    assert wait_or_read([joined, ordinary], 0.01) == (set(), {joined, ordinary})
+    os.write(second.other_end, b"2")
+    threading.Timer(0.05, os.write, [first.other_end, b"1"]).start()
+    assert joined.result(60.0) == [b"1", b"2"]
+
+    unread, failed = Piped(), Piped()
+    failed.set_exception(KeyError("x"))
+    assert isinstance(Joined([unread, failed], list).exception(60.0), KeyError)
+    with pytest.raises(ZeroDivisionError):
+        Joined([first], lambda results: 1 // 0).result(60.0)
+
+
+def test_a_wait_also_looks_when_nothing_comes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(futures, "LOOK_SECONDS", 0.01)
+    silent = Piped()
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            silent.set_exception(OSError("no sign of life"))
+
+    monkeypatch.setattr(silent, "look", look)
+    with pytest.raises(OSError, match="no sign of life"):
+        silent.result(60.0)

@@ -47,7 +47,7 @@ INTERNAL: dict[str, set[str]] = {
     "files": {"errors"},
     "folder_lock": {"errors", "files"},
     "forks": set(),
-    "futures": set(),
+    "futures": {"errors"},
     "hub": {"config", "errors", "files"},
     "network": set(),
     "plugins": {"errors", "files"},

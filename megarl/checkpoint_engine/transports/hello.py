@@ -6,6 +6,7 @@ import secrets
 import socket
 import time
 from collections.abc import Container
+from multiprocessing.connection import Connection
 
 from megarl.network import connect
 
@@ -13,6 +14,8 @@ from megarl.network import connect
 TOKEN_BYTES, NUMBER_BYTES = 32, 4
 # Seconds in which whoever connects must send it.
 HELLO_SECONDS = 5.0
+# A silent node is asked after so many seconds, so often, and is gone if it does not answer.
+KEPT_ALIVE = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 
 
 def new_token() -> str:
@@ -41,6 +44,18 @@ def accept(listener: socket.socket, token: str, numbers: Container[int], deadlin
         if (number := _number_of(peer, token)) in numbers:
             return number, peer
         peer.close()
+
+
+def as_pipe(peer: socket.socket) -> Connection:
+    """Make a connected socket a pipe for pickled values.
+
+    A process that ends is noticed at once on the other side, a node that is cut off after half a minute.
+    """
+    peer.settimeout(None)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEPT_ALIVE.items():
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    return Connection(peer.detach())
 
 
 def _number_of(peer: socket.socket, token: str) -> int:

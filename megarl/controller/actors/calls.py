@@ -93,14 +93,20 @@ def named_error(error: RayError, name: str, watch: Watch | None = None) -> Megar
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, MegarlError):
-            cause.args = (f"{cause}{log_note}",)
-            return cause
+            return with_note(cause, log_note)
         root = root_of(str(error)) or f"{type(cause).__name__}: {cause}"
         return WorkerError(f"{name} failed:\n{_traceback_of(error)}\n{root}{log_note}")
     if isinstance(error, RayActorError):
         reason = str(error).strip().splitlines()
         return LostError.of([name], f"{name} died: {' '.join(reason[:6])}{log_note}")
     return WorkerError(f"{name} failed: {error}{log_note}")
+
+
+def with_note(error: MegarlError, note: str) -> MegarlError:
+    """Return an error with a note at the end of its message, once."""
+    if note not in str(error):
+        error.args = (f"{error}{note}",)
+    return error
 
 
 def _traceback_of(error: RayTaskError) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.checkpoint_engine.wire import Kind
 from megarl.controller.actors.calls import as_future
+from megarl.controller.actors.direct import DirectActor
 from megarl.controller.actors.pulse import Watch
 
 
@@ -23,7 +24,7 @@ class EngineHandle:
 
     def __init__(self, actor: Any, index: int, receivers: int, watch: Watch) -> None:
         self.actor, self.name, self.index, self.receivers = actor, f"sampler {index}", index, receivers
-        self._watch = watch
+        self._watch, self._direct = watch, DirectActor(self.name, watch)
         self.lost: str | None = None
         self.closed, self.opened = False, 0
 
@@ -33,11 +34,11 @@ class EngineHandle:
 
     def receive(self, endpoint: bytes, first: int) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""
-        return as_future({self.name: self.actor.receive.remote(endpoint, first)}, self._watch)
+        return self._direct.call(self.actor, "receive", endpoint, first)
 
     def flip(self, version: int, kind: Kind, checksum: str) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""
-        return as_future({self.name: self.actor.flip.remote(version, kind, checksum)}, self._watch)
+        return self._direct.call(self.actor, "flip", version, kind, checksum)
 
     def refuse(self, reason: str) -> Future:
         """See ``checkpoint_engine.participants.Sink``."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.config import RunConfig
 from megarl.config.sections.eval import Sampling
+from megarl.controller.actors.direct import AnswersTogether
 from megarl.controller.actors.logs import logs_exceptions, parts_of_start, root_exception, with_cause
 from megarl.controller.actors.pulse import Participant
 from megarl.errors import LostError, WorkerError
@@ -18,7 +19,7 @@ from megarl.types import Completion
 
 
 @logs_exceptions
-class SamplerEngine:
+class SamplerEngine(AnswersTogether):
     """One vLLM engine in its own process. The actor is asynchronous, so that a sync can arrive at any time.
 
     Args:
@@ -44,6 +45,7 @@ class SamplerEngine:
         from megarl.sampler.vllm_sampler import VllmSampler
 
         self.sampler = VllmSampler(config.engine, engine_index=participant.index)
+        super().__init__(on_gpu=bool(ray.get_gpu_ids()))
 
     async def start(self, loan: bytes = b"") -> dict[str, float]:
         """Build the engine. Nothing can be sampled before the first sync.

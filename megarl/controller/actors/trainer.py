@@ -12,6 +12,7 @@ import ray
 from megarl.config import RunConfig
 from megarl.config.back_ends import TRANSFORMERS
 from megarl.controller.actors.adapters import build_trainer, check_start, load_start
+from megarl.controller.actors.direct import AnswersInOrder, in_turn
 from megarl.controller.actors.logs import logs_exceptions
 from megarl.controller.actors.pulse import Participant
 from megarl.network import LOOPBACK
@@ -19,14 +20,15 @@ from megarl.types import Sample
 
 
 @logs_exceptions
-class TrainerRank:
+class TrainerRank(AnswersInOrder):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
     Every method except ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
-    arguments.
+    arguments. Those of a sync come over a connection of its own (``direct``), and take turns with the others.
     """
 
     def __init__(self, config: RunConfig, participant: Participant) -> None:
+        super().__init__()
         participant.join()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # Ray may have started before the driver had all files
         began = time.perf_counter()
@@ -97,18 +99,22 @@ class TrainerRank:
         """See ``CheckpointEngineMixin``."""
         return self.model.lend_base()
 
+    @in_turn
     def forward(self, samples: list[Sample], adapter: bool | str = True) -> list[np.ndarray]:
         """See ``RankTrainer``."""
         return self.trainer.forward(samples, adapter)
 
+    @in_turn
     def forward_backward(self, samples: list[Sample], others: list[int], last: bool) -> None:
         """See ``RankTrainer``."""
         self.trainer.forward_backward(samples, others, last)
 
+    @in_turn
     def optim_step(self, rate: float) -> dict[str, float]:
         """See ``RankTrainer``."""
         return self.trainer.optim_step(rate)
 
+    @in_turn
     def save_checkpoint(self, path: str, extra: dict[str, Any]) -> None:
         """Call ``TrainedModel.save_checkpoint``, which returns once the state is copied."""
         self.model.save_checkpoint(path, extra | self._start)
@@ -117,25 +123,30 @@ class TrainerRank:
         """Call ``TrainedModel.finish_checkpoint``; not a collective."""
         self.model.finish_checkpoint()
 
+    @in_turn
     def load_checkpoint(self, path: str) -> dict[str, Any]:
         """Call ``TrainedModel.load_checkpoint`` and ``adapters.check_start``."""
         extra = self.model.load_checkpoint(path)
         check_start(extra, self._start, self.config)
         return extra
 
+    @in_turn
     def save_adapter(self, path: str) -> None:
         """Write the adapter as a PEFT directory."""
         self.model.save_adapter(path, self.config.lora.save_experts)
 
+    @in_turn
     def score(self, tokens: np.ndarray) -> np.ndarray:
         """Return the logprobs of all tokens but the first under the current policy, float32, at temperature 1."""
         sample = Sample(tokens, np.arange(len(tokens)) > 0)
         return self.model.forward(self.model.pack([sample]), temperature=1.0)[0]
 
+    @in_turn
     def prepare_sync(self, *arguments: Any) -> bytes | None:
         """See ``CheckpointEngineMixin``."""
         return self.model.prepare_sync(*arguments)
 
+    @in_turn
     def send_weights(self, *arguments: Any) -> Any:
         """See ``CheckpointEngineMixin``."""
         return self.model.send_weights(*arguments)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call all trainer ranks as one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -13,8 +13,9 @@ from megarl.checkpoint_engine.senders import joined_endpoint, joined_sent
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig, TrainConfig
 from megarl.controller.actors.calls import Limit, as_future, wait_all
+from megarl.controller.actors.direct import DirectActor
 from megarl.controller.actors.pulse import Watch
-from megarl.futures import in_thread
+from megarl.futures import Joined, in_thread
 from megarl.types import Sample
 
 # Arguments of calls that are short.
@@ -33,6 +34,7 @@ class TrainerGroup:
     def __init__(self, ranks: Sequence[Any], watch: Watch, train: TrainConfig) -> None:
         self.ranks, self.watch, self._train = list(ranks), watch, train
         self._adding: list[dict[str, Any]] = []
+        self._direct = [DirectActor(name, watch, self.names) for name in self.names]
 
     @property
     def names(self) -> list[str]:
@@ -95,17 +97,20 @@ class TrainerGroup:
 
     def prepare(self, config: CheckpointEngineConfig, receivers: int, senders: Sequence[int]) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        calls = self.start("prepare_sync", config, receivers, senders)
-        return in_thread(lambda: joined_endpoint(self.wait(calls), senders))
+        return self._directly(partial(joined_endpoint, senders=senders), "prepare_sync", config, receivers, senders)
 
     def send(self, version: int, kind: Kind) -> Future:
         """See ``checkpoint_engine.participants.Source``."""
-        calls = self.start("send_weights", version, kind)
-        return in_thread(lambda: joined_sent(self.wait(calls)))
+        return self._directly(joined_sent, "send_weights", version, kind)
 
     def finish(self) -> Future:
-        """See ``checkpoint_engine.participants.Source``."""
+        """See ``checkpoint_engine.participants.Source``. Through Ray, so that it overtakes a transfer that is stuck."""
         return in_thread(partial(self.wait, self.start("finish_sync")))
+
+    def _directly(self, join: Callable[[list], Any], method: str, *arguments: Any) -> Future:
+        """Call a method on every rank over its connection; return one future of what ``join`` makes of the results."""
+        lines = zip(self._direct, self.ranks, strict=True)
+        return Joined([direct.call(rank, method, *arguments) for direct, rank in lines], join)
 
     def _trained(self, calls: dict[str, Any]) -> list[Any]:
         """Wait for calls that compute, at most ``train.update_seconds``."""

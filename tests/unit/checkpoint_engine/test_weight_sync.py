@@ -187,7 +187,7 @@ def test_a_first_message_may_come_in_parts_and_names_a_rank_that_there_is():
             found[rank].sendall(rank.to_bytes(hello.NUMBER_BYTES, "little"))
         [pipe] = accepted.result(10.0)
         pipe.send("to rank 1")
-        assert boards_of._pipe(found[1]).recv() == "to rank 1"
+        assert hello.as_pipe(found[1]).recv() == "to rank 1"
 
 
 def test_a_rank_that_does_not_connect_is_named(monkeypatch):

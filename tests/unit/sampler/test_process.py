@@ -16,9 +16,9 @@ import pytest
 from megarl.checkpoint_engine.choice import Memory, Sender
 from megarl.checkpoint_engine.participants import gather
 from megarl.errors import ConfigError, WeightSyncError, WorkerError
+from megarl.futures.answering import AWAKE_SECONDS, Answering
 from megarl.sampler.child import Child
 from megarl.sampler.process import SamplerProcess
-from megarl.sampler.serve import AWAKE_SECONDS, _Server
 from tests.unit.sampler.child import TOGETHER
 
 ROOT = Path(__file__).parents[3]
@@ -174,7 +174,7 @@ def test_a_sync_fails_with_its_first_participant(start: Start) -> None:
 
 
 def test_a_child_stays_awake_until_the_next_flip_and_not_for_long() -> None:
-    server = _Server()
+    server = Answering(None, None)  # type: ignore[arg-type]
 
     async def stay(flip: bool) -> float:
         began = time.monotonic()
