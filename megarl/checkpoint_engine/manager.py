@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bring versions from the trainer to all samplers, and bring back samplers that failed. Fails closed."""
 
-import concurrent.futures
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from megarl.checkpoint_engine.records import check_sync
 from megarl.checkpoint_engine.wire import Kind
 from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
+from megarl.futures import wait_or_read
 
 # Seconds for the clean-up after a failure (samplers refuse, the transport closes), which must not delay its report.
 CLEANUP_SECONDS = 10.0
@@ -167,4 +167,6 @@ class CheckpointEngineManager:
         for call in [*calls, self._source.finish]:
             with suppress(Exception):
                 futures.append(call())
-        concurrent.futures.wait(futures, timeout=CLEANUP_SECONDS)
+        pending, until = set(futures), time.monotonic() + CLEANUP_SECONDS
+        while pending and time.monotonic() < until:
+            _, pending = wait_or_read(pending, until - time.monotonic())

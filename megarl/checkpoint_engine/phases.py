@@ -107,9 +107,11 @@ def _receivers_named(sinks: Sequence[Sink]) -> Iterator[None]:
         yield
     except WeightSyncError as error:
         owners = [sink.name for sink in sinks for _ in range(sink.receivers)]
-        numbers = {int(number) for number in re.findall(r"receiver (\d+)", str(error))}
-        said = "".join(f"; receiver {i} is a worker of {owners[i]}" for i in sorted(numbers) if i < len(owners))
-        error.args = (f"{error}{said}",)
+        found = re.findall(r"receivers? (\d+(?:, \d+)*)", str(error))
+        numbers = sorted({int(number) for one in found for number in one.split(", ")})
+        said = "".join(f"; receiver {i} is a worker of {owners[i]}" for i in numbers if i < len(owners))
+        message, *log = str(error).split("\nlog of", 1)
+        error.args = ("\nlog of".join([message + said, *log]),)
         raise
 
 

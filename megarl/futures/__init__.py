@@ -11,6 +11,8 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from typing import Self, TypeVar
 
+from megarl.errors import LostError
+
 T = TypeVar("T")
 
 # Seconds between two looks of ``wait_or_read`` at futures of which nothing has come.
@@ -87,7 +89,7 @@ class ReadByWaiter(Future[T]):
 
 
 class Joined(ReadByWaiter[T]):
-    """One future for several that are read by whoever waits: their results made one, or the first error.
+    """One future for several that are read by whoever waits: their results made one, or the error of one that failed.
 
     Args:
         calls: the futures, which nobody else waits for.
@@ -108,10 +110,15 @@ class Joined(ReadByWaiter[T]):
             if not call.done():
                 call.look()
         ended = [call for call in self._calls if call.done()]
-        if error := next(filter(None, (call.exception() for call in ended)), None):
-            self.set_exception(error)
+        if errors := [error for call in ended if (error := call.exception())]:
+            # Another one's may only follow from a loss. Rank 0 waits for the others more often than they for it.
+            self.set_exception(next((one for one in errors if isinstance(one, LostError)), errors[-1]))
         elif len(ended) == len(self._calls):
-            _settle(self, lambda: self._join([call.result() for call in ended]))
+            joined = done(lambda: self._join([call.result() for call in ended]))
+            if error := joined.exception():
+                self.set_exception(error)
+            else:
+                self.set_result(joined.result())
 
 
 def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[Future], set[Future]]:

@@ -116,13 +116,13 @@ class Answering:
 
 
 def answer_in_order(connection: Connection, value: Callable[[str, tuple], Any]) -> None:
-    """Answer the calls of a connection one after another, until whoever calls is gone.
+    """Answer the calls of a connection one after another, until whoever calls is gone; then close it.
 
     Args:
         connection: brings the calls.
         value: returns a call's result, given its method and arguments.
     """
-    with contextlib.suppress(EOFError, OSError):
+    with connection, contextlib.suppress(EOFError, OSError):
         while True:
             number, method, arguments = connection.recv()
             try:

@@ -80,7 +80,7 @@ class Line:
                 with self._sending:
                     self.pipe.send((number, method, arguments))
         except OSError:
-            ended = True
+            ended = self.ended = True
         if ended:
             with self._lock:
                 self._waiting.pop(number, None)

@@ -44,7 +44,8 @@ def resolve_transport(
     name, why = section.transport, "as set"
     if name == "auto":
         ranks = trainers.places().result()
-        receivers = [place for engine in samplers.engines for place in engine.places(ranks[0]).result()]
+        asked = [engine.places(ranks[0]) for engine in samplers.engines]
+        receivers = [place for answer in asked for place in answer.result()]
         name, why = choose_transport([rank.memory for rank in ranks], receivers)
     screen.say(f"weights reach the engines by {name}: {why}")
     return section.model_copy(update={"transport": name})

@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -49,13 +50,19 @@ class Rank(AnswersInOrder):
         self.done.append(f"{name} begins")
         time.sleep(seconds)
         self.done.append(f"{name} ends")
-        return self.done
+        return list(self.done)
 
     def fail(self, error: Exception) -> None:
         raise error
 
     def end(self) -> None:
         os._exit(3)
+
+    def end_answers(self) -> None:
+        """End the thread that answers, by an error that cannot travel."""
+        error = WorkerError("cannot travel")
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
+        raise error
 
 
 @logs_exceptions
@@ -134,7 +141,7 @@ def test_an_error_has_the_path_of_the_log_which_has_its_traceback(start: Callabl
     with pytest.raises(WeightSyncError) as caught:
         rank("fail", WeightSyncError("out of luck")).result(60.0)
     assert str(caught.value) == f"out of luck\nlog of {NAME}: {file}"
-    with pytest.raises(WorkerError, match=r"^fail raised KeyError: 'x'\nlog of"):
+    with pytest.raises(WorkerError, match=r"^trainer rank 0: fail raised KeyError: 'x'\nlog of"):
         rank("fail", KeyError("x")).result(60.0)
     assert "KeyError: 'x'" in file.read_text() and "Traceback" in file.read_text()
 
@@ -154,6 +161,23 @@ def test_a_dead_process_is_lost_and_its_successor_is_called_next(start: Callable
         rank("end").result(60.0)
 
 
+def test_a_living_actor_is_connected_anew_once_its_connection_has_ended(start: Callable[[type], Called]) -> None:
+    rank = start(Rank)
+    with pytest.raises(LostError, match=f"^{NAME} has closed its connection"):
+        rank("end_answers").result(60.0)
+    assert rank("work", "a", 0.0).result(60.0) == ["a begins", "a ends"]
+    # Ended while nobody waited.
+    unread = rank("end_answers")
+    file = rank.watch.logs / "trainer-rank-0.log"
+    deadline = time.monotonic() + 30
+    while file.read_text().count("cannot pickle") < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.2)
+    assert len(rank("work", "b", 0.0).result(60.0)) == 4
+    assert isinstance(unread.exception(60.0), LostError)
+
+
 def test_a_stopped_process_is_named_while_it_is_waited_for(start: Callable[[type], Called]) -> None:
     rank = start(Rank)
     rank("work", "short", 0.0).result(60.0)
@@ -163,10 +187,17 @@ def test_a_stopped_process_is_named_while_it_is_waited_for(start: Callable[[type
         time.sleep(0.1)
     stopped = psutil.Process(rank.through_ray("process"))
     stopped.suspend()
+    time.sleep(0.5)  # its threads stop one after the other
     began = time.monotonic()
     with pytest.raises(LostError, match=r"has given no sign of life for \d+ s \(train\.hang_seconds is 3\)"):
         rank("work", "more", 0.0).result(60.0)
     assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 25
+    # A rank that waits for it is not blamed, though its log is there.
+    other = start(Rank)
+    (rank.watch.logs / "trainer-rank-1.log").touch()
+    with pytest.raises(LostError) as caught:
+        DirectActor("trainer rank 1", rank.watch, [NAME]).call(other.actor, "work", "long", 60.0).result(60.0)
+    assert caught.value.names == (NAME,) and "trainer rank 1" not in str(caught.value)
     stopped.resume()
 
 
@@ -188,3 +219,5 @@ def test_nobody_else_is_answered(start: Callable[[type], Called], monkeypatch: p
         pipe = hello.as_pipe(known)
         pipe.send((1, "process", ()))
         assert pipe.recv()[:2] == (1, True)
+        with pytest.raises(ConnectionRefusedError):
+            connect(place.host, place.port, 10.0)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 import pytest
 
 from megarl import futures
+from megarl.errors import LostError
 from megarl.futures import Joined, KeptThread, ReadByWaiter, done, finished, results, wait_or_read
 
 
@@ -112,11 +113,19 @@ def test_joined_futures_give_one_result_in_their_order_or_the_first_error():
     threading.Timer(0.05, os.write, [first.other_end, b"1"]).start()
     assert joined.result(60.0) == [b"1", b"2"]
 
-    unread, failed = Piped(), Piped()
-    failed.set_exception(KeyError("x"))
+    unread, lost, failed = Piped(), Piped(), Piped()
+    failed.set_exception(KeyError("peer"))
     assert isinstance(Joined([unread, failed], list).exception(60.0), KeyError)
+    lost.set_exception(LostError.of(["rank 0"], "rank 0 died"))
+    assert isinstance(Joined([unread, lost, failed], list).exception(60.0), LostError)
     with pytest.raises(ZeroDivisionError):
         Joined([first], lambda results: 1 // 0).result(60.0)
+
+    def interrupt(results: list) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Joined([first], interrupt).look()
 
 
 def test_a_wait_also_looks_when_nothing_comes(monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial, wraps
 from multiprocessing.connection import Connection
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -58,9 +57,12 @@ def open_place(caller: str, take: Callable[[Connection], object]) -> Place:
     listener = listen(host)
 
     def wait() -> None:
-        with listener, suppress(OSError):  # the controller has not come
-            _, peer = accept(listener, token, [CONTROLLER], time.monotonic() + CONNECT_SECONDS)
-            take(as_pipe(peer))
+        with listener:
+            try:
+                _, peer = accept(listener, token, [CONTROLLER], time.monotonic() + CONNECT_SECONDS)
+            except OSError:  # the controller has not come
+                return
+        take(as_pipe(peer))
 
     threading.Thread(target=wait, daemon=True).start()
     return Place(host, listener.getsockname()[1], token)
@@ -122,7 +124,7 @@ class AnswersTogether:
 
 
 class DirectActor:
-    """The connection to whichever actor has a name at present; made with the first call to it.
+    """The connection to whichever actor has a name at present; made with the first call to it. Used from one thread.
 
     Args:
         name: the participant's name.
@@ -140,11 +142,12 @@ class DirectActor:
         Raises:
             MegarlError: it cannot be reached.
         """
-        if self._line is None or self._line.ended or self._line.actor is not actor:
-            if self._line is not None:
+        if self._line is not None:
+            self._line.read()  # it may have ended since
+            if self._line.ended or self._line.actor is not actor:
                 self._line.pipe.close()
                 self._line = None
-            self._line = self._connected(actor)
+        self._line = self._line or self._connected(actor)
         return self._line.call(method, *arguments)
 
     def _connected(self, actor: Any) -> "_WatchedLine":
@@ -200,7 +203,12 @@ class _WatchedCall(DirectCall):
                 fail(self, error)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Say in the error where the participant's log is."""
-        if isinstance(exception, MegarlError):
-            exception = with_note(exception, self._owner.watch.log_note(self._owner.name))
+        """Say in an error of the participant who it is, if the error does not, and where its log is."""
+        name = self._owner.name
+        if type(exception) is WorkerError and name not in str(exception):
+            exception.args = (f"{name}: {exception}",)
+        if isinstance(exception, MegarlError) and not (
+            isinstance(exception, LostError) and name not in exception.names
+        ):
+            exception = with_note(exception, self._owner.watch.log_note(name))
         super().set_exception(exception)

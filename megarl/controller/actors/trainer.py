@@ -24,7 +24,7 @@ class TrainerRank(AnswersInOrder):
     """One rank of the trainer. torch and mcore are imported here, never in the controller's process.
 
     Every method except ``rendezvous`` and ``sees`` is a collective: the controller calls it on all ranks with the same
-    arguments. Those of a sync come over a connection of its own (``direct``), and take turns with the others.
+    arguments. The calls of a sync come over a connection (``direct``), and take turns with the others.
     """
 
     def __init__(self, config: RunConfig, participant: Participant) -> None:
@@ -151,6 +151,7 @@ class TrainerRank(AnswersInOrder):
         """See ``CheckpointEngineMixin``."""
         return self.model.send_weights(*arguments)
 
+    @in_turn
     def finish_sync(self) -> None:
         """See ``CheckpointEngineMixin``."""
         self.model.finish_sync()

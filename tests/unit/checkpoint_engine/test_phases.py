@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check what an error of a sync tells whoever reads it."""
+
+from concurrent.futures import Future
+
+import pytest
+
+from megarl.checkpoint_engine.manager import CheckpointEngineManager
+from megarl.checkpoint_engine.wire import Kind
+from megarl.errors import WeightSyncError
+from megarl.futures import done
+from tests.unit.checkpoint_engine.test_manager import Engine, Trainer, config
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("receivers 1, 2 did not connect in time", "; receiver 1 is a worker of sampler 1; receiver 2 is a worker of"),
+        (
+            "receiver 0 is gone\nlog of trainer rank 0: /x",
+            "; receiver 0 is a worker of sampler 0\nlog of trainer rank 0",
+        ),
+        ("receiver 7 is unknown", ""),
+    ],
+)
+def test_an_error_that_names_a_receiver_tells_its_engine(said: str, told: str) -> None:
+    class Failing(Trainer):
+        def send(self, version: int, kind: Kind) -> Future:
+            def fail() -> None:
+                raise WeightSyncError(said)
+
+            return done(fail)
+
+    manager = CheckpointEngineManager(Failing(), [Engine(0, 1), Engine(1, 2)], config("ipc"))
+    with pytest.raises(WeightSyncError) as caught:
+        manager.sync(3, "adapter")
+    first = said.partition("\n")[0]
+    assert f"trainer, transfer: {first}{told}" in str(caught.value)
+    assert ("worker of" in str(caught.value)) is bool(told)
