@@ -129,8 +129,8 @@ def begin_canary(state: RunState) -> Callable[[], dict[str, float]]:
     if canary is None:
         return dict
     with timed(state, "canary"):
-        trainer = state.trainers.score(canary.tokens, state.config.checkpoint_engine.timeout_seconds)
         scored = state.samplers.start_score(canary.tokens, version)
+        trainer = state.trainers.score(canary.tokens, state.config.checkpoint_engine.timeout_seconds)
 
     @cache
     def check() -> dict[str, float]:
