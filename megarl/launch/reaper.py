@@ -22,6 +22,8 @@ import psutil
 from megarl.checkpoint_engine.transports.shm_folders import remove_stale
 
 LOOK_SECONDS = 1.0
+# Asks the reaper for another look, and the seconds in which it has one even if it has only just been started.
+LOOK, START_SECONDS = b"?", 20.0
 GRACE_SECONDS = 5.0
 # Ray's sockets are some 80 characters below the scratch folder, and a socket's path has at most 107.
 LONGEST = 12
@@ -41,17 +43,29 @@ def reaper() -> Iterator[Path]:
     # A session of its own, so that Ctrl-C on the terminal does not reach it.
     theirs = [str(process.pid) for process in psutil.Process().children(recursive=True)]
     command = [sys.executable, "-m", "megarl.launch.reaper", str(os.getpid()), str(scratch), *theirs]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+    )
     try:
         yield scratch
     finally:
-        if process.stdin:
-            process.stdin.close()
+        _let_look(process)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _let_look(process: subprocess.Popen) -> None:
+    """Let the reaper look once more before the block ends: a block may be short, and the reaper slow to start."""
+    assert process.stdin is not None and process.stdout is not None
+    with process.stdin, process.stdout, contextlib.suppress(OSError):
+        process.stdin.write(LOOK)
+        if select.select([process.stdout], [], [], START_SECONDS)[0]:
+            process.stdout.read(1)
 
 
 def watch(parent: psutil.Process, others: Iterable[int]) -> None:
     """Remember descendants until standard input closes (which happens when the parent dies), then end them.
+
+    A byte from standard input is written to standard output after another look.
 
     Args:
         parent: the process that runs the training.
@@ -59,9 +73,14 @@ def watch(parent: psutil.Process, others: Iterable[int]) -> None:
     """
     family: set[psutil.Process] = set()
     left = _living(others) | {psutil.Process()}
-    while not select.select([sys.stdin], [], [], LOOK_SECONDS)[0]:
+    asked = None
+    while asked != b"":
         left |= {process for one in left for process in _descendants(one)}
         family |= _descendants(parent) - left
+        if asked:
+            with contextlib.suppress(OSError):  # the parent is gone
+                os.write(1, asked)
+        asked = os.read(0, 1) if select.select([0], [], [], LOOK_SECONDS)[0] else None
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(process.is_running() for process in family):
         time.sleep(0.2)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -27,7 +26,7 @@ from tests.helpers.ray_cluster import local_ray
 cluster = local_ray
 
 HANG_SECONDS = 3.0
-NAME = "trainer rank 0"
+LIVING = "trainer rank 0"
 
 
 @logs_exceptions
@@ -54,9 +53,6 @@ class Rank(AnswersInOrder):
 
     def fail(self, error: Exception) -> None:
         raise error
-
-    def end(self) -> None:
-        os._exit(3)
 
     def end_answers(self) -> None:
         """End the thread that answers, by an error that cannot travel."""
@@ -85,29 +81,32 @@ class Engine(AnswersTogether):
 class Called:
     """An actor, and both ways to call it."""
 
-    def __init__(self, kind: type, watch: Watch) -> None:
-        self.watch, self._kind, self.direct = watch, kind, DirectActor(NAME, watch)
+    def __init__(self, kind: type, watch: Watch, name: str) -> None:
+        self.watch, self._kind, self.name, self.direct = watch, kind, name, DirectActor(name, watch)
         self.start()
 
     def start(self) -> None:
+        """Start the actor, or its successor."""
+        self.watch.end(self.name)
         actor = ray.remote(self._kind).options(num_cpus=0, max_concurrency=1 if self._kind is Rank else 100)
-        self.actor = actor.remote(self.watch.participant(NAME, 0))
+        self.actor = actor.remote(self.watch.participant(self.name, 0))
 
     def __call__(self, method: str, *arguments: Any) -> Future:
         return self.direct.call(self.actor, method, *arguments)
 
     def through_ray(self, method: str, *arguments: Any) -> Any:
-        [result] = wait_all({NAME: getattr(self.actor, method).remote(*arguments)}, self.watch)
+        [result] = wait_all({self.name: getattr(self.actor, method).remote(*arguments)}, self.watch)
         return result
 
 
-@pytest.fixture
-def start(cluster: None, tmp_path: Path) -> Iterator[Callable[[type], Called]]:
-    watch = Watch([NAME], tmp_path / "logs", HANG_SECONDS)
+@pytest.fixture(scope="module")
+def start(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[type, str], Called]]:
+    names = [LIVING, "other"]
+    watch = Watch(names, tmp_path_factory.mktemp("calls") / "logs", HANG_SECONDS)
     started: list[Called] = []
 
-    def begin(kind: type) -> Called:
-        started.append(Called(kind, watch))
+    def begin(kind: type, name: str) -> Called:
+        started.append(Called(kind, watch, name))
         return started[-1]
 
     yield begin
@@ -117,100 +116,51 @@ def start(cluster: None, tmp_path: Path) -> Iterator[Callable[[type], Called]]:
     watch.close()
 
 
-def test_calls_of_both_ways_take_turns_where_they_must(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    rank.through_ray("ping")
-    first = rank("work", "direct", 1.0)
+@pytest.fixture(scope="module")
+def living(start: Callable[[type, str], Called]) -> Called:
+    """Return a rank that no test ends."""
+    return start(Rank, LIVING)
+
+
+def test_calls_of_both_ways_take_turns_where_they_must_and_others_overtake(living: Called) -> None:
+    living.through_ray("ping")
+    first = living("work", "direct", 2.0)
     time.sleep(0.3)
-    done = rank.through_ray("work", "through Ray", 0.0)
+    assert living.through_ray("process") and not first.done()
+    done = living.through_ray("work", "through Ray", 0.0)
     assert done == ["direct begins", "direct ends", "through Ray begins", "through Ray ends"]
     assert first.result(60.0) == done[:2]
-    assert Joined([rank("work", "a", 0.0), rank("work", "b", 0.0)], len).result(60.0) == 2
+    assert Joined([living("work", "a", 0.0), living("work", "b", 0.0)], len).result(60.0) == 2
 
 
-def test_what_is_not_in_turn_overtakes(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    slow = rank("work", "slow", 5.0)
-    assert rank.through_ray("process") and not slow.done()
-    assert slow.result(60.0)[-1] == "slow ends"
-
-
-def test_an_error_has_the_path_of_the_log_which_has_its_traceback(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    file = rank.watch.logs / "trainer-rank-0.log"
+def test_an_error_has_the_path_of_the_log_which_has_its_traceback(living: Called) -> None:
+    file = living.watch.logs / "trainer-rank-0.log"
     with pytest.raises(WeightSyncError) as caught:
-        rank("fail", WeightSyncError("out of luck")).result(60.0)
-    assert str(caught.value) == f"out of luck\nlog of {NAME}: {file}"
+        living("fail", WeightSyncError("out of luck")).result(60.0)
+    assert str(caught.value) == f"out of luck\nlog of {LIVING}: {file}"
     with pytest.raises(WorkerError, match=r"^trainer rank 0: fail raised KeyError: 'x'\nlog of"):
-        rank("fail", KeyError("x")).result(60.0)
+        living("fail", KeyError("x")).result(60.0)
     assert "KeyError: 'x'" in file.read_text() and "Traceback" in file.read_text()
 
 
-def test_a_dead_process_is_lost_and_its_successor_is_called_next(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    waiting = rank("work", "long", 60.0)
-    psutil.Process(rank.through_ray("process")).kill()
-    with pytest.raises(LostError, match=f"^{NAME} (died|did not answer)") as caught:
-        waiting.result(60.0)
-    assert caught.value.names == (NAME,)
-    with pytest.raises(LostError):
-        rank("work", "short", 0.0).result(60.0)
-    rank.start()
-    assert rank("work", "short", 0.0).result(60.0) == ["short begins", "short ends"]
-    with pytest.raises(LostError, match=NAME):
-        rank("end").result(60.0)
-
-
-def test_a_living_actor_is_connected_anew_once_its_connection_has_ended(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    with pytest.raises(LostError, match=f"^{NAME} has closed its connection"):
-        rank("end_answers").result(60.0)
-    assert rank("work", "a", 0.0).result(60.0) == ["a begins", "a ends"]
+def test_a_living_actor_is_connected_anew_once_its_connection_has_ended(living: Called) -> None:
+    with pytest.raises(LostError, match=f"^{LIVING} has closed its connection"):
+        living("end_answers").result(60.0)
+    assert living("work", "a", 0.0).result(60.0)[-1] == "a ends"
     # Ended while nobody waited.
-    unread = rank("end_answers")
-    file = rank.watch.logs / "trainer-rank-0.log"
+    unread = living("end_answers")
+    file = living.watch.logs / "trainer-rank-0.log"
     deadline = time.monotonic() + 30
     while file.read_text().count("cannot pickle") < 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.2)
-    assert len(rank("work", "b", 0.0).result(60.0)) == 4
+    assert living("work", "b", 0.0).result(60.0)[-1] == "b ends"
     assert isinstance(unread.exception(60.0), LostError)
 
 
-def test_a_stopped_process_is_named_while_it_is_waited_for(start: Callable[[type], Called]) -> None:
-    rank = start(Rank)
-    rank("work", "short", 0.0).result(60.0)
-    deadline = time.monotonic() + 30
-    while not rank.watch._seen:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    stopped = psutil.Process(rank.through_ray("process"))
-    stopped.suspend()
-    time.sleep(0.5)  # its threads stop one after the other
-    began = time.monotonic()
-    with pytest.raises(LostError, match=r"has given no sign of life for \d+ s \(train\.hang_seconds is 3\)"):
-        rank("work", "more", 0.0).result(60.0)
-    assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 25
-    # A rank that waits for it is not blamed, though its log is there.
-    other = start(Rank)
-    (rank.watch.logs / "trainer-rank-1.log").touch()
-    with pytest.raises(LostError) as caught:
-        DirectActor("trainer rank 1", rank.watch, [NAME]).call(other.actor, "work", "long", 60.0).result(60.0)
-    assert caught.value.names == (NAME,) and "trainer rank 1" not in str(caught.value)
-    stopped.resume()
-
-
-def test_calls_of_an_asynchronous_actor_overlap_and_their_answers_may_be_long(start: Callable[[type], Called]) -> None:
-    engine = start(Engine)
-    waiting = [engine("wait", size) for size in (1, 3_000_000)]
-    engine("release").result(60.0)
-    assert [len(one.result(60.0)) for one in waiting] == [1, 3_000_000]
-
-
-def test_nobody_else_is_answered(start: Callable[[type], Called], monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = start(Rank)
-    [place] = wait_all({NAME: rank.actor.open_place.remote(ray.util.get_node_ip_address())}, rank.watch)
+def test_nobody_else_is_answered(living: Called) -> None:
+    [place] = wait_all({LIVING: living.actor.open_place.remote(ray.util.get_node_ip_address())}, living.watch)
     assert place.host == "127.0.0.1"  # the controller is on its node
     with connect(place.host, place.port, 10.0) as stranger:
         stranger.sendall(b"?" * (hello.TOKEN_BYTES + hello.NUMBER_BYTES))
@@ -221,3 +171,43 @@ def test_nobody_else_is_answered(start: Callable[[type], Called], monkeypatch: p
         assert pipe.recv()[:2] == (1, True)
         with pytest.raises(ConnectionRefusedError):
             connect(place.host, place.port, 10.0)
+
+
+def test_a_dead_or_stopped_process_is_lost_and_its_successor_is_called_next(
+    start: Callable[[type, str], Called], living: Called
+) -> None:
+    rank = start(Rank, "other")
+    waiting = rank("work", "long", 60.0)
+    psutil.Process(rank.through_ray("process")).kill()
+    with pytest.raises(LostError, match=r"^other (died|did not answer)") as caught:
+        waiting.result(60.0)
+    assert caught.value.names == ("other",)
+    with pytest.raises(LostError):
+        rank("work", "short", 0.0).result(60.0)
+    rank.start()
+    assert rank("work", "short", 0.0).result(60.0) == ["short begins", "short ends"]
+
+    deadline = time.monotonic() + 30
+    while "other" not in rank.watch._seen:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    stopped = psutil.Process(rank.through_ray("process"))
+    stopped.suspend()
+    time.sleep(0.5)  # its threads stop one after the other
+    began = time.monotonic()
+    with pytest.raises(LostError, match=r"has given no sign of life for \d+ s \(train\.hang_seconds is 3\)"):
+        rank("work", "more", 0.0).result(60.0)
+    assert HANG_SECONDS - 2 < time.monotonic() - began < HANG_SECONDS + 25
+    # A rank that waits for it is not blamed.
+    with pytest.raises(LostError) as caught:
+        DirectActor(LIVING, rank.watch, ["other"]).call(living.actor, "work", "long", 5.0).result(60.0)
+    assert caught.value.names == ("other",) and LIVING not in str(caught.value)
+
+
+def test_calls_of_an_asynchronous_actor_overlap_and_their_answers_may_be_long(
+    start: Callable[[type, str], Called],
+) -> None:
+    engine = start(Engine, "other")
+    waiting = [engine("wait", size) for size in (1, 3_000_000)]
+    engine("release").result(60.0)
+    assert [len(one.result(60.0)) for one in waiting] == [1, 3_000_000]

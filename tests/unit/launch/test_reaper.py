@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megarl.checkpoint_engine.transports.shm_folders import HIDDEN_SECONDS, ROOT, remove_stale
 
@@ -37,7 +38,7 @@ def test_a_controller_killed_while_syncing_leaves_no_process_and_no_shared_memor
         pid, folder = controller.stdout.readline().split()
         sender = psutil.Process(int(pid))
         assert Path(folder).is_dir()
-        time.sleep(2.5)  # the reaper looks every second
+        time.sleep(5.0)  # the reaper looks every second, and takes long to start on a busy machine
         os.kill(controller.pid, signal.SIGKILL)
         deadline = time.monotonic() + 25
         while Path(folder).exists() or sender.is_running():
@@ -53,7 +54,7 @@ quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
 theirs = subprocess.Popen(["sh", "-c", "sleep 0.5; sleep 300 & wait"], **quiet)
 with reaper():
     ours = subprocess.Popen(["sleep", "300"], **quiet)
-    time.sleep(2.5)
+    time.sleep(float(sys.argv[1]))
 status = ours.wait(20)
 time.sleep(2)
 left = psutil.Process(theirs.pid).children()
@@ -63,8 +64,9 @@ for process in (*left, theirs):
 """
 
 
-def test_what_the_caller_started_before_and_what_that_starts_is_left_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", CALLER], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("seconds", [0.0, 2.5])
+def test_what_the_caller_started_before_and_what_that_starts_is_left_alone(seconds: float) -> None:
+    done = subprocess.run([sys.executable, "-c", CALLER, str(seconds)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["-9", "None", "1"], done.stderr
 
 
