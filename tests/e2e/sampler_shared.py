@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scenario ``shared`` of ``sampler_scenarios``: engines that read the base in the trainer's memory.
 
-Memory of the host stands for that of the GPU.
+Memory of the host stands for that of the GPU. The engines compare by the GPU's kernels, interpreted.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl.checkpoint_engine import loan
-from tests.e2e.plain_layout import PLAIN
+from tests.e2e.plain_layout import INTERPRET, PLAIN
 from tests.e2e.sampler_moe import FileTrainer, change
 from tests.e2e.sampler_rig import Rig, prompts, raised, run_config
 
@@ -94,7 +94,7 @@ def in_order(name: str) -> list[int | str]:
 
 def shared(folder: Path) -> dict[str, Any]:
     """Run an engine of a dense model, one of a mixture, and one of a dense model on two ranks."""
-    os.environ[PLAIN] = "1"
+    os.environ |= {PLAIN: "1", INTERPRET: "1"}
     loan.exported = lambda whole: bytes(ForkingPickler.dumps(whole))
     found = {family: of_family(folder / family, family) for family in ("qwen3", "qwen3_moe")}
     return found | {"two ranks": of_family(folder / "two", "qwen3", KV_HEADS)}

@@ -12,8 +12,8 @@ is in OUT/logs.tar.gz, which is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, graphs4, compile, parity, parity4, experts, overlapped, weights, swaps     tests of this
-                                        folder
+    smoke, kernels, graphs, graphs4, compile, compile2, parity, parity4, experts, overlapped, weights, swaps
+                                        tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -21,8 +21,9 @@ release. Stages:
     overlap[:SHAPE:RANKS:TOKENS]        `tests.gpu.overlap_times`
     updates[:WORD,...]                  `tests.gpu.update_times`
     script:FILE                         a shell script
-    sleep[:CYCLES:SHAPE], modes         an engine's sleep on the trainer's GPU: alone, and in `megarl train`; with
-                                        `0,1@` of two tensor parallel ranks and an engine of two
+    sleep[:CYCLES:SHAPE]                an engine's sleep on the trainer's GPU
+    modes[:MODE]                        `tests.gpu.train_modes`: `megarl train` where trainer and engine share a GPU;
+                                        with `0,1@` two tensor parallel ranks and an engine of two
     shared[:SHAPE[:NUMERICS]]           `tests.gpu.share_base`: one copy of the base for trainer and engine
     twice[:SETTING,...]                 `megarl train` twice with the same seeds, `numerics: bitwise`
     loop:SHAPE[:SETTING,...]            `megarl bench loop`: a run in turns, and one side by side
@@ -80,6 +81,7 @@ TESTS = {
     "graphs": ["test_graphs.py"],
     "graphs4": ["test_graphs.py", "-k", "2 or 4"],
     "compile": ["test_compile.py"],
+    "compile2": ["test_compile.py", "-k", "2"],
     "parity": ["test_parity_cuda.py"],
     "parity4": ["test_parity_cuda.py", "-k", "(SPxCP2 or SPxEP2xETP2xDP2 or TP2xPP2) and not qwen3_moe"],
     "experts": ["test_parity_cuda.py", "-k", "bf16 and qwen3_moe"],
@@ -132,8 +134,8 @@ def command_of(stage: str, out: Path) -> tuple[list[str], str]:
             return [sys.executable, "-m", "tests.gpu.bitwise_ops", *",".join(names).replace(",", " ").split()], OTHER
         case "bitwise", words:
             return [sys.executable, "-m", "tests.gpu.bitwise_model", *words[:1], *options_of(words[1:])], OTHER
-        case "modes", []:
-            return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes")], OTHER
+        case "modes", names:
+            return [sys.executable, "-m", "tests.gpu.train_modes", str(out / "modes"), *names], OTHER
         case "twice", words:
             return [sys.executable, "-m", "tests.gpu.train_twice", str(out / "twice"), *options_of(words)], OTHER
         case "matrix", [family, backend, dtype, ranks, *settings]:

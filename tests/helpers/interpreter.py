@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run programs whose Triton kernels are interpreted on the CPU."""
+"""Run programs whose Triton kernels are interpreted on the CPU, or compiled there for a GPU."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
 def run_interpreted(*program: str) -> None:
     """Run `python *program` in another process, because Triton decides on import whether it interprets."""
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", *program],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    _run(program, {"TRITON_INTERPRET": "1"})
+
+
+def run_compiled(what: str) -> list[str]:
+    """Compile kernels (``compiled_kernels``) in another process; return their names."""
+    return _run(["-m", "tests.helpers.compiled_kernels", what], {}).split()
+
+
+def _run(program: Sequence[str], environment: dict[str, str]) -> str:
+    command = [sys.executable, "-W", "ignore", *program]
+    run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
 
 
 def sum_in_order() -> None:

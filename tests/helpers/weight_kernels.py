@@ -4,14 +4,12 @@
 Run as a program (`python -m tests.helpers.weight_kernels`), it uses the CPU and Triton's interpreter.
 """
 
-import pytest
 import torch
 
 from megarl.checkpoint_engine.buckets.splitmix import mix64
 from megarl.checkpoint_engine.receiver.writers.host import HostWrites
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Place, Places
-from megarl.errors import WeightSyncError
 from megarl.model.weights.sharded_tensor import Update
 from megarl.model.weights.sums import Deferred
 
@@ -126,13 +124,14 @@ def check_copies(device: str, dtype: torch.dtype) -> None:
 
 
 def check_held(places: list[Place], writes: list[list[Write]], payload: torch.Tensor, held: torch.Tensor) -> None:
-    """Bytes that must be there already are compared, and not written.
+    """Compare what must be there already, and write nothing: bytes of a tensor, and columns of one.
 
     Args:
-        places, writes, payload: of ``check_copies``; the last tensor's writes are no copies.
+        places, writes, payload: of ``check_copies``; the last tensor's writes are no copies, but its first columns.
         held: the memory of all parameters.
     """
     from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
+    from megarl.checkpoint_engine.receiver.writers.gpu import GpuWrites
 
     there = [[write._replace(held=True) for write in group] for group in writes]
     compared = Copies(Places(places[:3]), there[:3])
@@ -143,8 +142,19 @@ def check_held(places: list[Place], writes: list[list[Write]], payload: torch.Te
     assert compared.run(payload).found() == ([], []) and torch.equal(held, before)
     writes[0][0].target[8, 399] += 1.0
     assert compared.run(payload).found() == ([], ["whole"])
-    with pytest.raises(WeightSyncError, match="tensor 'rest' does not lie in the trainer's memory as vLLM reads it"):
-        Copies(Places(places[3:]), there[3:])
+    others = Copies(Places(places[3:]), there[3:]).others
+    assert others == there[3]
+    cut = GpuWrites(others)
+    held.fill_(7.0)
+    assert cut.run(payload)() == ([], ["rest", "rest"]) and (held == 7.0).all()
+    assert GpuWrites(writes[3]).run(payload)() == ([], [])
+    before = held.clone()
+    assert cut.run(payload)() == ([], []) and torch.equal(held, before)
+    writes[3][0].target[5, 7] += 1.0
+    assert cut.run(payload)() == ([], ["rest"])
+    bad, before = payload.clone(), held.clone()
+    bad[places[3].offset :].view(held.dtype)[3] = float("nan")
+    assert cut.run(bad)()[0] == ["rest"] and torch.equal(held, before)
 
 
 def check_slots(device: str, dtype: torch.dtype, exact: bool) -> None:

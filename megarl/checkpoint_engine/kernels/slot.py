@@ -3,7 +3,7 @@
 
 A job fills one buffer ``[R, C]`` from a matrix ``[r, c]``, r <= R, c <= C: it multiplies by the job's scaling in
 float32, rounds once to the buffer's dtype, and writes zeros around it. What is read back is compared, bit by bit, with
-the same computed once more.
+the same computed once more. A job whose buffer is held compares only.
 
 A job is flat if the matrix lies in the first elements of its buffer in the same order, as it does unless it is cut
 for tensor parallelism or has a smaller rank than the buffer. Then whole vectors move.
@@ -21,7 +21,7 @@ KINDS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: t
 
 
 class Jobs(NamedTuple):
-    """Jobs of one bucket with one source dtype, all flat or none, on the GPU.
+    """Jobs of one bucket with one source dtype, all flat or none, all held or none, on the GPU.
 
     Attributes:
         columns: int64 ``[9, jobs]``: element offset of the matrix in the bucket, its two strides in elements, r, c
@@ -29,12 +29,14 @@ class Jobs(NamedTuple):
         scaling: float32 ``[jobs]``.
         programs: int64 ``[2, programs]``: each program's job, and its block of the buffer.
         flat: True if all jobs are flat.
+        held: True if no job writes: the buffers must hold the matrices already.
     """
 
     columns: torch.Tensor
     scaling: torch.Tensor
     programs: torch.Tensor
     flat: bool
+    held: bool
 
 
 def is_flat(column: tuple[int, ...], itemsize: int) -> bool:
@@ -61,7 +63,9 @@ def write(payload: torch.Tensor, jobs: Jobs, source: torch.dtype, target: torch.
     """
     count, programs = len(jobs.scaling), jobs.programs.shape[1]
     given = payload.view(source), *jobs[:3], outcome, count, programs
-    fixed = {"FLAT": jobs.flat, "TARGET": KINDS[target], "BITS": _bits(target), "num_warps": WARPS}
+    fixed = {
+        "FLAT": jobs.flat, "HELD": jobs.held, "TARGET": KINDS[target], "BITS": _bits(target), "num_warps": WARPS
+    }  # fmt: skip
     for read in (False, True):
         _run[(programs,)](*given, READ=read, BLOCK=FLAT_BLOCK if jobs.flat else BLOCK, VECTOR=VECTOR, **fixed)
 
@@ -73,10 +77,10 @@ def _bits(dtype: torch.dtype) -> tl.dtype:
 @triton.jit
 def _run(
     payload, columns, scaling, programs, outcome, count, launched,
-    READ: tl.constexpr, FLAT: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    VECTOR: tl.constexpr,
+    READ: tl.constexpr, FLAT: tl.constexpr, HELD: tl.constexpr, TARGET: tl.constexpr, BITS: tl.constexpr,
+    BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of a buffer and count what is not finite; or read it and count what differs."""
+    """Write a block of a buffer, unless held, and count what is not finite; or read it and count what differs."""
     program = tl.program_id(0)
     job = tl.load(programs + program)
     first = tl.load(programs + launched + program) * BLOCK
@@ -108,7 +112,8 @@ def _run(
         bad = inside & (held != rounded.to(BITS, bitcast=True))
         wrong = outcome + job
     else:
-        tl.store(out, rounded, mask=inside)
+        if not HELD:
+            tl.store(out, rounded, mask=inside)
         # Not by their difference from themselves: a compiler may fuse that with the product, whose rounding then shows.
         again = rounded.to(tl.float32)
         bad = real & ((again != again) | (tl.abs(again) == float("inf")))

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels of layers, run by Triton's interpreter, give what torch does in float64; all of them compile for a GPU."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.model.layers import kernels
-from tests.helpers.interpreter import run_interpreted
+from tests.helpers.interpreter import run_compiled, run_interpreted
 
 pytest.importorskip("triton")
 
@@ -26,10 +24,7 @@ def test_updates_left_to_kernels_are_added() -> None:
 
 
 def test_kernels_compile_for_a_gpu() -> None:
-    program = [sys.executable, "-W", "ignore", "-m", "tests.helpers.compiled_kernels"]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-3000:]
-    files = {name.partition(".")[0] for name in run.stdout.split()}
+    files = {name.partition(".")[0] for name in run_compiled("layers")}
     folder = Path(kernels.__file__).parent
     # Without a kernel of their own.
     others = {"__init__", "low_rank", "ops", "rows"}

@@ -6,6 +6,7 @@ another digests the parameters (``gpu_copies``). Whatever is cut, padded or scal
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write, 
 from megarl.checkpoint_engine.receiver.writers.prepare import prepare
 from megarl.checkpoint_engine.records import Manifest, Receipt
 from megarl.checkpoint_engine.wire import Places
+
+if TYPE_CHECKING:
+    from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
 
 
 class BucketWrites:
@@ -26,13 +30,8 @@ class BucketWrites:
     """
 
     def __init__(self, places: Places, writes: Sequence[Sequence[Write]]) -> None:
-        self._places, self._copies = places, None
-        others = [write for group in writes for write in group]
-        if others and others[0].target.is_cuda:
-            from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
-
-            self._copies = Copies(places, writes)
-            others = self._copies.others
+        self._places, self._copies = places, _copies(places, writes)
+        others = [write for group in writes for write in group] if self._copies is None else self._copies.others
         self._others: Writes | None = prepare(others) if others else None
 
     def run(self, payload: torch.Tensor) -> Begun:
@@ -69,6 +68,15 @@ def write_transfer(inbox: Inbox, writes_of: Callable[[Places], BucketWrites]) ->
     for found in written:
         found().refuse(f"set of {manifest.kind} weights")
     return manifest, receipt
+
+
+def _copies(places: Places, writes: Sequence[Sequence[Write]]) -> "Copies | None":
+    """Return the copies of a bucket whose parameters are on a GPU; None on a CPU."""
+    if not any(group and group[0].target.is_cuda for group in writes):
+        return None
+    from megarl.checkpoint_engine.receiver.weights.gpu_copies import Copies
+
+    return Copies(places, writes)
 
 
 def _together(found: list[Found]) -> Found:

@@ -12,7 +12,6 @@ from megarl.checkpoint_engine.buckets.host_copies import to_host
 from megarl.checkpoint_engine.kernels.ranges import WORD, Range, copy_out, read_back_table, table_of
 from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write
 from megarl.checkpoint_engine.wire import Place, Places
-from megarl.errors import WeightSyncError
 
 
 class Copies:
@@ -68,10 +67,6 @@ class Copies:
         for write in writes:
             run = _run_of(place, write)
             if run is None or any(run[0] < end and begin < run[1] for begin, end in taken):
-                if write.held:
-                    raise WeightSyncError(
-                        f"tensor '{place.name}' does not lie in the trainer's memory as vLLM reads it"
-                    )
                 self.others.append(write)
                 continue
             taken.append(run)

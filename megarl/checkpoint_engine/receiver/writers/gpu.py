@@ -17,7 +17,7 @@ NOWHERE = Source(0, torch.bfloat16, 0, (0, 0), (0, 0))
 
 
 class _Launch(NamedTuple):
-    """One launch: writes from one dtype into one, all flat or none, in order, and the same on the GPU."""
+    """One launch: writes from one dtype into one, of one kind (``Jobs``), in order, and the same on the GPU."""
 
     source: torch.dtype
     target: torch.dtype
@@ -30,13 +30,13 @@ class GpuWrites:
 
     def __init__(self, writes: Sequence[Write]) -> None:
         self._device = writes[0].target.device
-        groups: dict[tuple[torch.dtype, torch.dtype, bool], list[Write]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[Write]] = {}
         for one in writes:
             flat = is_flat(_column(one), one.target.itemsize)
-            groups.setdefault(((one.source or NOWHERE).dtype, one.target.dtype, flat), []).append(one)
+            groups.setdefault(((one.source or NOWHERE).dtype, one.target.dtype, flat, one.held), []).append(one)
         self._launches = [
-            _Launch(source, target, [one.name for one in group], self._table(group, flat))
-            for (source, target, flat), group in groups.items()
+            _Launch(source, target, [one.name for one in group], self._table(group, flat, held))
+            for (source, target, flat, held), group in groups.items()
         ]
         self._replays = Replays()
 
@@ -79,14 +79,14 @@ class GpuWrites:
             found.different.extend(launch.names[i] for i in unlike.nonzero()[:, 0].tolist())
         return found
 
-    def _table(self, writes: list[Write], flat: bool) -> Jobs:
+    def _table(self, writes: list[Write], flat: bool, held: bool) -> Jobs:
         """Bring a group of writes to the GPU."""
         sizes = [one.target.numel() for one in writes]
         columns = np.asarray([_column(one) for one in writes], dtype=np.int64).T.copy()
         programs = np.stack(program_table(sizes, FLAT_BLOCK if flat else BLOCK))
         scaling = torch.tensor([one.scaling for one in writes], dtype=torch.float32)
         columns, programs = (torch.from_numpy(table).to(self._device) for table in (columns, programs))
-        return Jobs(columns, scaling.to(self._device), programs, flat)
+        return Jobs(columns, scaling.to(self._device), programs, flat, held)
 
 
 def _column(one: Write) -> tuple[int, ...]:
