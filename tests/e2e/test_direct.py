@@ -27,7 +27,7 @@ def test_weights_written_straight_into_parameters_give_pefts_logprobs(scenarios:
     for name, cause in {
         "missing": f"parameters that no tensor reached: '{norm}'",
         "unknown": f"'{norm.replace('layers.1', 'layers.7')}' came twice or is no parameter of the model",
-        "wrong_shape": "vLLM refused a tensor, or its shape",
+        "wrong_shape": f"vLLM refused tensor '{embedding}' of shape (",
         "nan": f"the set of base weights holds a value that is not finite in '{embedding}'",
     }.items():
         sync, refused = direct["faults"][name]

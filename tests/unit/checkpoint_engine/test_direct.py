@@ -102,8 +102,11 @@ def test_finding_places_changes_no_value_but_padding(loader: direct.DirectLoader
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda given: given | {"norm": torch.ones(9)}, "vLLM refused a tensor, or its shape: Assertion"),
-        (lambda given: given | {"scaled": torch.ones(8)}, "vLLM refused a tensor.*its loader computes with it"),
+        (lambda given: given | {"norm": torch.ones(9)}, r"vLLM refused tensor 'norm' of shape \(9,\): Assertion"),
+        (
+            lambda given: given | {"scaled": torch.ones(8)},
+            r"refused tensor 'scaled' of shape \(8,\).*its loader computes with it",
+        ),
         (lambda given: given | {"unused": torch.ones(8)}, "put no part of 'unused' into a parameter"),
         (lambda given: {name: given[name] for name in given if name != "row"}, "no tensor reached: 'row'"),
     ],

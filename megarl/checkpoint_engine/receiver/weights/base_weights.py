@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megarl.checkpoint_engine.buckets.stream import is_finite
 from megarl.checkpoint_engine.receiver.experts import mixtures
-from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, layout_of
+from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, Offered, layout_of
 from megarl.checkpoint_engine.wire import listed
 from megarl.errors import WeightSyncError
 
@@ -45,26 +45,27 @@ def load_weights(runner: Any, vllm_config: Any, weights: Iterable[Named], *, who
     layout = layout_of(model, getattr(runner, "lora_manager", None))
     expected = Expected(model, layout)
 
-    def checked() -> Iterator[Named]:
-        """Yield the tensors under the names by which vLLM loads them. Raises as ``load_weights`` does."""
+    def checked() -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the tensors with the names by which vLLM loads them. Raises as ``load_weights`` does."""
         for name, tensor in weights:
             load = expected.take(name, tuple(tensor.shape))
             if not is_finite(tensor):
                 raise WeightSyncError(f"tensor '{name}' holds a value that is not finite")
-            yield load, tensor
+            yield name, load, tensor
 
+    offered = Offered(checked())
     with set_current_vllm_config(vllm_config), torch.device(runner.device), layout.loading(), _quiet(not whole):
         owners = _owners(model)
         initialize_layerwise_reload(model)
         try:
-            model.load_weights(checked())
+            model.load_weights(iter(offered))
         except Exception as error:
             # Take the model out of the reload, so that a complete base can still be loaded.
             with suppress(Exception):
                 finalize_layerwise_reload(model, vllm_config.model_config)
             if isinstance(error, WeightSyncError) or not isinstance(error, AssertionError | ValueError | RuntimeError):
                 raise
-            raise WeightSyncError(f"vLLM refused a tensor (wrong shape?): {error!r}") from error
+            raise offered.refused(error) from error
         came = owners if whole else expected.came()
         untouched = [name for name, layer in owners.items() if name in came and _is_untouched(layer)]
         finalize_layerwise_reload(model, vllm_config.model_config)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """List where a vLLM model takes each tensor of a Hugging Face folder, and check that exactly those come."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase
 
@@ -87,6 +88,27 @@ class Expected:
         came, targets = self.came(), self._layout.targets
         if missing := {name for name in self._pending if whole or targets[name].layer in came}:
             raise WeightSyncError(f"parameters that no tensor reached: {listed(missing)}")
+
+
+class Offered:
+    """Tensors that ``model.load_weights`` takes one by one, and the last that it took.
+
+    Args:
+        tensors: (Hugging Face name, the name by which the model takes it, tensor).
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, str, torch.Tensor]]) -> None:
+        self._tensors, self._last = tensors, "to load any tensor"
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (the model's name, tensor)."""
+        for name, load, tensor in self._tensors:
+            self._last = f"tensor '{name}' of shape {tuple(tensor.shape)}"
+            yield load, tensor
+
+    def refused(self, error: Exception) -> WeightSyncError:
+        """Return the error of a model that raised ``error`` while it loaded."""
+        return WeightSyncError(f"vLLM refused {self._last}: {error!r}")
 
 
 def layout_of(model: Any, manager: Any) -> Layout:

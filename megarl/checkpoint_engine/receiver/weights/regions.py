@@ -14,7 +14,7 @@ from vllm.config import set_current_vllm_config
 
 from megarl.checkpoint_engine.buckets.filling import DTYPES, tensor_bytes
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SPACE
-from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, Layout
+from megarl.checkpoint_engine.receiver.weights.model_layout import Expected, Layout, Offered
 from megarl.checkpoint_engine.wire import Place, listed
 from megarl.errors import WeightSyncError
 
@@ -58,13 +58,13 @@ def find_regions(
     given = []
     for number, (name, place) in enumerate(zip(names, places, strict=True)):
         part = space[number * SPACE :][: tensor_bytes(place)]
-        given.append((name, part.view(DTYPES[place.dtype]).view(place.shape)))
-    noted = _Noted(space)
+        given.append((place.name, name, part.view(DTYPES[place.dtype]).view(place.shape)))
+    noted, offered = _Noted(space), Offered(given)
     try:
         with set_current_vllm_config(vllm_config), device, layout.loading(), noted:
-            model.load_weights(iter(given))
+            model.load_weights(iter(offered))
     except (AssertionError, ValueError, RuntimeError) as error:
-        raise WeightSyncError(f"vLLM refused a tensor, or its shape: {error!r}") from error
+        raise offered.refused(error) from error
     regions: Regions = {place[:3]: [] for place in places}
     for target, source in noted.copies:
         number, begin = divmod(source.storage_offset() * source.itemsize, SPACE)
