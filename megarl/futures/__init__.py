@@ -57,10 +57,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 def done(work: Callable[[], T]) -> Future[T]:
     """Do ``work`` now; its result or error as a future. What is no error, such as Ctrl-C, is raised."""
     future: Future[T] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
+    _do(future, work)
     return future
 
 
@@ -114,11 +111,7 @@ class Joined(ReadByWaiter[T]):
             # Another one's may only follow from a loss. Rank 0 waits for the others more often than they for it.
             self.set_exception(next((one for one in errors if isinstance(one, LostError)), errors[-1]))
         elif len(ended) == len(self._calls):
-            joined = done(lambda: self._join([call.result() for call in ended]))
-            if error := joined.exception():
-                self.set_exception(error)
-            else:
-                self.set_result(joined.result())
+            _do(self, lambda: self._join([call.result() for call in ended]))
 
 
 def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[Future], set[Future]]:
@@ -208,6 +201,14 @@ def finished(futures: Sequence[Future[T]], seconds: float) -> list[tuple[Future[
     """Return those that are done, with their results; wait at most ``seconds`` for the first. Raises as ``results``."""
     done = wait(futures, seconds, FIRST_COMPLETED).done if futures else ()
     return [(future, future.result()) for future in futures if future in done]
+
+
+def _do(future: Future[T], work: Callable[[], T]) -> None:
+    """Do ``work`` in the caller's thread, and give its result or error to a future. What is no error is raised."""
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
 
 
 def _settle(future: Future[T], work: Callable[[], T], before: Callable[[], None] = lambda: None) -> None:
