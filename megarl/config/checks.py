@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.back_ends import check_backend
-from megarl.config.compilation import check_compile
 from megarl.config.cuda_graphs import check_graphs
 from megarl.config.numerics import check_engine_numerics, check_trainer_numerics
 from megarl.config.run import RunConfig
@@ -74,7 +73,7 @@ def add_own_family(model: ModelConfig, folder: Path | None = None) -> None:
 
 
 def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
-    """Check layout, back end, CUDA graphs and compilation against the model's ``config.json``.
+    """Check layout, back end and CUDA graphs against the model's ``config.json``.
 
     Raises:
         ConfigError: a size of the model is not a multiple of the axis that splits it.
@@ -84,7 +83,6 @@ def check_trainer(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
     check_trainer_numerics(config, shape)
     check_layout_fits_model(config.parallel, shape)
     check_graphs(config, shape)
-    check_compile(config)
 
 
 def read_model_shape(path: str) -> dict[str, Any]:

@@ -56,7 +56,6 @@ class MegatronModel(TrainedModel):
         checks.add_own_family(config.model)
         self.hf_config = read_config(config.model.path)
         checks.check_graphs(config, self.hf_config)
-        checks.check_compile(config)
         self._rope = rope_of(self.hf_config)
         if config.longest is not None:
             self._rope.check_length(config.longest, "sampler.max_prompt_tokens + sampler.max_response_tokens")

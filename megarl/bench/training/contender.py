@@ -49,7 +49,7 @@ def build(name: Contender, settings: BenchSettings) -> Step:
     if name == "full":
         from megarl.bench.training.full_step import FullStep
 
-        return FullStep(settings, "te" if has_te() and not settings.compile else "local")
+        return FullStep(settings, "te" if has_te() else "local")
     from megarl.bench.training.megarl_step import MegarlStep
 
     return MegarlStep(settings, "local", name) if name == "bitwise" else MegarlStep(settings, name)

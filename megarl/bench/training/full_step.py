@@ -44,7 +44,7 @@ class FullStep:
         groups = init_groups(layout, self.device, seed=settings.seed)
         hf_config = model_config(settings.model, settings.layers)
         choice = ModelConfig(path=settings.model, dtype=settings.dtype, backend=backend)  # type: ignore[arg-type]
-        self._chunks = build_chunks(hf_config, choice, layout, groups, train, _layers_of(backend))
+        self._chunks = build_chunks(hf_config, choice, layout, groups, train, _layers_of(backend, settings))
         base_filler(settings.model, settings.seed)(self._chunks, Path(settings.model), hf_config, groups)
         for chunk in self._chunks:
             chunk.requires_grad_(True)
@@ -126,9 +126,9 @@ class FullStep:
             chunk.zero_grad_buffer()
 
 
-def _layers_of(backend: str) -> BlockSpec | None:
-    """Return mcore's own choice of layers for a back end; None for megarl's."""
-    if backend != "te":
+def _layers_of(backend: str, settings: BenchSettings) -> BlockSpec | None:
+    """Return mcore's own choice of layers for a back end; None for megarl's, which can be compiled."""
+    if backend != "te" or settings.compile:
         return None
     from megarl.model.layers.te import whole_te_block_spec
 

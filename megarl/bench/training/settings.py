@@ -47,8 +47,7 @@ class BenchSettings(Measured, ParallelConfig):
     cuda_graphs: bool = False
     """``train.cuda_graphs`` of megarl's contenders."""
     compile: bool = False
-    """``train.compile`` of megarl's contenders. ``te`` is left out, since it cannot be compiled; ``full`` is
-    ``local``."""
+    """``train.compile`` of megarl's contenders. ``full`` has megarl's layers then, not mcore's."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``train.recompute`` of megarl's contenders. ``peft`` checkpoints its layers with ``full``."""
     recompute_layers: int | None = Field(None, ge=1)

@@ -67,11 +67,11 @@ class TrainConfig(Section):
     pays for small models, whose kernels finish faster than they can be launched. Activations then keep their memory.
     With experts: on one rank, in 16 bits, with adapters whose ranks are multiples of 8, on a Hopper GPU."""
     compile: bool = False
-    """Compile the transformer layers with torch.compile, in place. Needs ``model.backend: local``, on a CPU a C++
-    compiler. The first step takes minutes; after that no packing compiles anything again (``compilations`` in the
-    metrics counts). Micro-batches are padded to a multiple of 16 tokens, so with ``lora_dropout`` other elements are
-    dropped than without. With experts, the router and the exchange of tokens stay uncompiled. ``recompute: selective``
-    then changes nothing: compiled attention keeps no weights."""
+    """Compile the transformer layers with torch.compile, in place. Needs a C++ compiler on a CPU. The first step takes
+    minutes; after that no packing compiles anything again (``compilations`` in the metrics counts). Micro-batches are
+    padded to a multiple of 16 tokens, so with ``lora_dropout`` other elements are dropped than without. The attention
+    of ``model.backend: te`` stays uncompiled, and so do, with experts, the router and the exchange of tokens.
+    ``recompute: selective`` then changes nothing: attention keeps no weights here."""
     keep_logits_gib: float = Field(6.0, ge=0.0)
     """On a GPU: the logits of a micro-batch's response tokens are kept for the backward pass if they take at most this
     much memory on a rank; otherwise they are recomputed chunk by chunk."""

@@ -51,6 +51,8 @@ def _attention(config: TransformerConfig) -> type:
 class PackedTEAttention(TEDotProductAttention):
     """TE's variable-length ("thd") attention with the interface of ``PackedAttention``."""
 
+    can_trace = False
+
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         # TE has no fused kernel for float32; its unfused one would hold whole score matrices.

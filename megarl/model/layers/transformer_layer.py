@@ -19,10 +19,11 @@ class PackedLayer(TransformerLayer):
 
     Attributes:
         compiles: True if the forward pass is the one for torch.compile; set by ``megarl.model.step.compiled``.
+        in_parts: True if attention cannot be traced: it runs between two parts that are compiled each; likewise.
         adapted: the layer's linears that have adapters, without experts; likewise.
     """
 
-    compiles = False
+    compiles = in_parts = False
     adapted: Sequence[Any] = ()
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,12 +46,23 @@ class PackedLayer(TransformerLayer):
         maybe_mark_dynamic(angles, 0)
         wait_for_adapters(self.adapted)
         progress.made()
-        output = torch.nn.Module.__call__(
-            self, hidden_states, None, rotary_pos_emb=angles, packed_seq_params=packed.traced
-        )
+        if self.in_parts:
+            output = self._around_attention(hidden_states, angles, packed), None
+        else:
+            output = torch.nn.Module.__call__(
+                self, hidden_states, None, rotary_pos_emb=angles, packed_seq_params=packed.traced
+            )
         if output[0].requires_grad:
             output[0].register_hook(_made)
         return output
+
+    def _around_attention(self, hidden: torch.Tensor, angles: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
+        """Return the output of ``forward``; what is before attention and what is behind it are compiled each."""
+        hidden, *heads = self.before_attention(hidden, angles)
+        out = self.self_attention.attend(heads, packed)
+        maybe_mark_dynamic(hidden, 0)
+        maybe_mark_dynamic(out, 0)
+        return self.behind_attention(hidden, out)
 
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -63,6 +75,23 @@ class PackedLayer(TransformerLayer):
             return super().forward(hidden_states, *args, **kwargs)
         hidden, normed, more = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
         return add(hidden, self.mlp(normed, **more)), None
+
+    def before_attention(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the hidden states for the residual stream, and the heads that attention takes."""
+        normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
+        return hidden, *self.self_attention.heads_of(normed, angles, **more)
+
+    def behind_attention(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output of the residual stream and of what attention has returned."""
+        hidden, normed, more = self.joined(hidden, out)
+        return add(hidden, self.mlp(normed, **more))
+
+    def joined(
+        self, hidden: torch.Tensor, out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Return what ``attended`` does, of the residual stream and of what attention has returned."""
+        normed, hidden, more = beside_sum(self.pre_mlp_layernorm, hidden, self.self_attention.project(out), self.mlp)
+        return hidden, normed, more
 
     def attended(
         self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any

@@ -10,6 +10,8 @@ gradient, with or without adapter) and of layer.
 Of a layer with experts, everything before the router is one compilation. The router and the dispatcher run uncompiled:
 how many tokens an expert gets is known only while the layer runs. So do experts that are computed together
 (``experts.grouped``); where they are not, an expert's MLP is one compilation that all experts share.
+
+Transformer Engine's attention cannot be traced. What is before it and what is behind it are a compilation each then.
 """
 
 import contextlib
@@ -64,17 +66,26 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         layer.adapted = _adapted(layer)
         for place, linear in enumerate(layer.adapted):
             linear.place = place
-        if not isinstance(layer.mlp, MoELayer):
+        sparse = isinstance(layer.mlp, MoELayer)
+        layer.in_parts = not layer.self_attention.core_attention.can_trace
+        if layer.in_parts:
+            _compile_parts(layer, ("before_attention", "joined" if sparse else "behind_attention"))
+        elif sparse:
+            _compile_parts(layer, ("attended",))
+        else:
             layer.compile(backend=BACKEND)
-            continue
-        layer.attended = torch.compile(layer.attended, backend=BACKEND)  # type: ignore[method-assign]
-        for module in layer.mlp.modules():
+        for module in layer.mlp.modules() if sparse else ():
             if isinstance(module, PackedExperts):
                 module.compiles, module.adapted = True, _adapted(module)
                 experts = set(module.adapted)
                 layer.adapted = [linear for linear in layer.adapted if linear not in experts]
                 for expert in module.local_experts:
                     expert.compile(backend=BACKEND, dynamic=True)
+
+
+def _compile_parts(layer: PackedLayer, methods: Iterable[str]) -> None:
+    for name in methods:
+        setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND))
 
 
 def _adapted(module: torch.nn.Module) -> list[Any]:

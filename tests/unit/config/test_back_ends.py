@@ -27,11 +27,10 @@ def test_transformers_refuses_what_only_megatron_has(recipe, override, named):
     assert f"model.backend is 'transformers' with {named}; supported are parallel.data" in refused
 
 
-def test_te_cannot_be_compiled(recipe):
-    everything = ["parallel.pipeline=2", "train.recompute=full", "lora.lora_dropout=0.1", "train.device=cpu"]
-    assert load_config(recipe, ["train.compile=true", *everything]).train.compile
-    refused = message_of(recipe, "train.compile=true", "model.backend=te", error=UnsupportedError)
-    assert "train.compile is true with model.backend 'te'" in refused
+@pytest.mark.parametrize("backend", ["local", "te"])
+def test_what_megatron_has_can_be_compiled(recipe, backend):
+    everything = ["parallel.pipeline=2", "train.recompute=full", "lora.lora_dropout=0.1"]
+    assert load_config(recipe, ["train.compile=true", f"model.backend={backend}", *everything]).train.compile
 
 
 def test_a_base_is_sharded_by_transformers_only(recipe):

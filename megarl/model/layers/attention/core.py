@@ -130,6 +130,7 @@ class PackedAttention(torch.nn.Module):
 
     Attributes:
         window: number of tokens that a token attends to, itself included; None for all before it.
+        can_trace: True if torch.compile can trace it, with a ``TracedPack``.
 
     Takes query ``[T, 1, heads, head_dim]``, key ``[T, 1, kv_heads, head_dim]`` and value ``[T, 1, kv_heads,
     value_dim]`` of this rank's tokens; returns ``[T, 1, heads * value_dim]``.
@@ -138,6 +139,8 @@ class PackedAttention(torch.nn.Module):
     sequence up to the run's end. No masked block is computed, and all ranks do the same amount of work. Unless it is
     recomputed, a layer keeps about T * (CP + 1/2) keys and values instead of T until its backward pass.
     """
+
+    can_trace = True
 
     def __init__(
         self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None, **kwargs: Any

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Self-attention for packed tokens on the linears of either back end."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,11 +52,19 @@ class PackedSelfAttention(SelfAttention):
             low: the product of ``hidden_states`` and ``projection``, where that is not None.
             kwargs: ignored.
         """
-        query, key, value = self._heads_of(hidden_states, rotary_pos_emb, low)
+        query, key, value = self.heads_of(hidden_states, rotary_pos_emb, low)
         # A traced attention keeps no weights that could be recomputed.
         recomputed = self.checkpoint_core_attention and self.training and not traced()
         attend = self._checkpointed_attention_forward if recomputed else self.core_attention
         out = attend(query, key, value, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed_seq_params)
+        return self.project(out)
+
+    def attend(self, heads: Sequence[torch.Tensor], packed: PackedSequences) -> torch.Tensor:
+        """Return the attention of what ``heads_of`` returns, ``[T, 1, heads * head_dim]``; for ``project``."""
+        return self.core_attention(*heads, None, attn_mask_type=self.attn_mask_type, packed_seq_params=packed)
+
+    def project(self, out: torch.Tensor) -> Outcome:
+        """Return the layer's output of what attention has returned."""
         leaves = self.leaves_updates and wants_kernels(out)
         return apart(self.linear_proj, out) if leaves else self.linear_proj(out)
 
@@ -67,8 +76,8 @@ class PackedSelfAttention(SelfAttention):
         """Return True if a kernel adds the update of ``linear_qkv``."""
         return wants_kernels(hidden) and self._has_kernel(hidden) and self._heads.head_dim >= LEAST_WIDTH
 
-    def _heads_of(
-        self, hidden: torch.Tensor, angles: torch.Tensor, low: torch.Tensor | None
+    def heads_of(
+        self, hidden: torch.Tensor, angles: torch.Tensor, low: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""
         takes = self._takes_updates(hidden)
