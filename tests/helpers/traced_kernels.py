@@ -12,21 +12,31 @@ import numpy as np
 import torch
 from torch.library import opcheck
 
+from megarl.lora.layers import products, traced_linear
 from megarl.model.layers import pointwise
 from megarl.model.layers.attention import self_attention
-from megarl.model.layers.kernels import heads, swiglu
+from megarl.model.layers.kernels import heads, narrow_gradients, swiglu, through_gradients
 from megarl.model.step import compiled
 from megarl.verify.inputs.tiny_model import write_random
 from tests.helpers.bitwise_layers import CONFIGS, results
 from tests.helpers.counting import count_calls
 
-# Operation -> the module and the name of the function that computes it.
+# What a kernel computes -> the module and the name of the function that launches it.
 OPERATIONS = {
     "prepare_heads": (heads, "result_of"),
     "prepare_heads_backward": (heads, "gradient_of"),
     "swiglu": (swiglu, "result_of"),
     "swiglu_backward": (swiglu, "gradient_of"),
+    "gradients of A": (through_gradients, "through_gradients"),
+    "gradients of B": (narrow_gradients, "narrow_gradients"),
 }
+# Functions that say whether there is a GPU's kernel for a tensor.
+SWITCHES = (
+    (pointwise, "has_kernels"),
+    (self_attention, "has_kernels"),
+    (traced_linear, "has_kernels"),
+    (products, "wants_kernels"),
+)
 
 
 def check_operations() -> None:
@@ -48,10 +58,12 @@ def main() -> None:
             plain, plain_gradients, _ = results(folder, "fast")
             # As on a GPU in 16 bits.
             pointwise.has_kernels = self_attention.has_kernels = lambda tensor: pointwise.traced()
+            traced_linear.has_kernels = products.wants_kernels = lambda tensor: True
             calls = count_calls(OPERATIONS)
             torch._dynamo.reset()
             ours, gradients, _ = results(folder, "fast", compile=True)
-            pointwise.has_kernels = self_attention.has_kernels = lambda tensor: False
+            for module, name in SWITCHES:
+                setattr(module, name, lambda tensor: False)
         assert all(calls.values()), calls
         for one, other in zip(ours, plain, strict=True):
             np.testing.assert_allclose(one, other, atol=2e-5)

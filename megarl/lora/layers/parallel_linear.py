@@ -17,9 +17,9 @@ from megarl.lora.layers.beside import linear_beside, with_bias, with_rows_behind
 from megarl.lora.layers.dropout import drop_inputs
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
-from megarl.lora.layers.products import Layout, add_wide, project, project_through, update_of, wide_matrix
+from megarl.lora.layers.products import Layout, add_wide, project, project_through, update_of
 from megarl.lora.layers.state import WithBaseNames
-from megarl.lora.layers.traced_linear import adapted_linear
+from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import wants_kernels
 from megarl.model.layers.regions import (
@@ -208,9 +208,8 @@ class _LinearLora(ParallelLoraLinear):
 
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
-        weight = self.base_layer.weight
-        wide, scale = wide_matrix(self.matrices_b(adapter), weight.shape[0], self.layout(adapter))
-        out, _ = adapted_linear(hidden, weight, adapter.matrix_a(), wide, scale)
+        matrices, layout = self.matrices_b(adapter), numbers_of(self.layout(adapter))
+        out, _ = adapted_linear(hidden, self.base_layer.weight, adapter.matrix_a(), matrices, *layout)
         return with_bias(self.base_layer, out)
 
     def _overlapped(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

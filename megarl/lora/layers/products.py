@@ -77,18 +77,9 @@ def add_wide(
 
 def _add_traced(out: torch.Tensor, low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Return what ``add_wide`` returns, in operations that torch.compile traces and differentiates."""
-    wide, scale = wide_matrix(matrices, out.shape[-1], layout)
-    rows = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), wide.t(), alpha=scale)
+    wide = matrices[0] if layout.fusion == "single" else _padded(matrices, out.shape[-1], layout)
+    rows = torch.addmm(out.flatten(0, -2), low.flatten(0, -2), wide.t(), alpha=factor(layout))
     return rows.view(out.shape)
-
-
-def wide_matrix(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tuple[torch.Tensor, float]:
-    """Return every B at its part's rows and columns of ``[O, R]``, zero elsewhere, and the factor to apply.
-
-    torch.compile can trace and differentiate it. ``width`` is O.
-    """
-    wide = matrices[0] if layout.fusion == "single" else _padded(matrices, width, layout)
-    return wide, factor(layout)
 
 
 def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> torch.Tensor:
@@ -143,7 +134,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_low: torch.Tensor) -> Any:
         """Return no gradient of ``hidden``, and that of A, ``[R, I]``."""
-        return None, _by_a(None, _rows(by_low), *ctx.saved_tensors) if ctx.needs_input_grad[1] else None
+        return None, add_through(None, _rows(by_low), *ctx.saved_tensors) if ctx.needs_input_grad[1] else None
 
 
 class _ProjectThrough(torch.autograd.Function):
@@ -159,14 +150,21 @@ class _ProjectThrough(torch.autograd.Function):
         by_hidden, by_low = (gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients)
         if not ctx.needs_input_grad[1]:
             return by_hidden.addmm_(by_low, matrix).view(hidden.shape), None
-        by_matrix = _by_a(by_hidden, by_low, hidden, matrix)
+        by_matrix = add_through(by_hidden, by_low, hidden, matrix)
         return by_hidden.view(hidden.shape), by_matrix
 
 
-def _by_a(
+def add_through(
     by_hidden: torch.Tensor | None, by_low: torch.Tensor, hidden: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
-    """Return A's gradient; add what comes through A to ``by_hidden [T, I]``, unless that is None."""
+    """Return A's gradient, ``[R, I]``; add what comes through A to ``by_hidden``, unless that is None.
+
+    Args:
+        by_hidden: ``[T, I]``; overwritten.
+        by_low: ``[T, R]``.
+        hidden: ``[..., I]``, T tokens.
+        matrix: A, ``[R, I]``.
+    """
     if wants_kernels(by_low):
         from megarl.model.layers.kernels import through_gradients as kernel
 
@@ -244,7 +242,7 @@ def factor(layout: Layout) -> float:
     return 1.0 if _differ(layout) else layout.scalings[0]
 
 
-def assemble(matrices: tuple[torch.Tensor, ...], width: int, layout: Layout) -> torch.Tensor:
+def assemble(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> torch.Tensor:
     """Place each B at its part's rows and columns of ``[O, R]``, zero elsewhere; times its scaling if they differ."""
     if layout.fusion == "single":
         return matrices[0]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from megarl.lora.layers.products import Layout, add_wide, project_through
+from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.weights.fusion import HeadLayout
 
 HEADS = HeadLayout(groups=2, queries=3, head_dim=4)
@@ -48,7 +49,14 @@ def test_the_fused_update_equals_one_product_per_part(fusion: str, adapted: tupl
     torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
     leaves = (hidden, weight, *a, *b)
     gradients = torch.autograd.grad((mix * ours).sum(), leaves)
-    torch.testing.assert_close(gradients, torch.autograd.grad((mix * truth).sum(), leaves), rtol=1e-12, atol=1e-12)
+    expected = torch.autograd.grad((mix * truth).sum(), leaves)
+    torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
+
+    # The operator of compiled layers; its weight is frozen.
+    traced, _ = adapted_linear(hidden, weight, torch.cat(a), b, *numbers_of(layout))
+    torch.testing.assert_close(traced, truth, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((mix * traced).sum(), (hidden, *a, *b))
+    torch.testing.assert_close(gradients, (expected[0], *expected[2:]), rtol=1e-12, atol=1e-12)
 
 
 def test_an_output_that_the_base_needs_again_is_not_silently_changed() -> None:

@@ -10,11 +10,13 @@ from torch.library import opcheck
 
 from megarl.errors import UnsupportedError
 from megarl.lora.layers.dropout import dropout
-from megarl.lora.layers.traced_linear import adapted_linear
+from megarl.lora.layers.products import Layout
+from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.layers.attention.core import PackedSequences, attend_runs
 from megarl.model.layers.attention.traced_attention import attend
 from megarl.model.step import compiled
 from megarl.model.step.pass_clock import PassClock
+from megarl.model.weights.fusion import HeadLayout
 
 CPU = torch.device("cpu")
 
@@ -43,10 +45,12 @@ def test_attention_as_an_operator_equals_sdpa_with_its_gradients(lengths, contex
 def test_the_operators_are_sound():
     packed = PackedSequences.from_lengths((3, 1, 4), CPU)
     opcheck(attend, (*inputs(packed), packed.traced.host_bounds, 0.3, 2))
-    hidden = torch.randn(8, 1, 6, requires_grad=True)
-    matrices = torch.randn(3, 6, requires_grad=True), torch.randn(5, 3, requires_grad=True)
-    opcheck(adapted_linear, (hidden, torch.randn(5, 6), *matrices, 0.5))
-    opcheck(adapted_linear, (hidden.detach(), torch.randn(5, 6), *matrices, 0.5))
+    hidden, heads = torch.randn(8, 1, 6, requires_grad=True), HeadLayout(1, 2, 4)
+    layout = Layout((0, 2), (3, 2), (0.5, 2.0), "qkv", heads)
+    matrices = [torch.randn(rows, rank, requires_grad=True) for rows, rank in ((8, 3), (4, 2))]
+    given = torch.randn(16, 6), torch.randn(5, 6, requires_grad=True), matrices, *numbers_of(layout)
+    for states in (hidden, hidden.detach()):
+        opcheck(adapted_linear, (states, *given))
     # Two calls draw different masks, so results cannot be compared.
     opcheck(
         dropout, (hidden, 0.5, False, 0), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
