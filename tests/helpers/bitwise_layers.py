@@ -25,11 +25,13 @@ def samples() -> list[megarl.Sample]:
     return [megarl.Sample(t, np.arange(len(t)) >= 4, float(i - 1)) for i, t in enumerate(tokens)]
 
 
-def results(folder: Path, numerics: str, **train: Any) -> tuple[list[np.ndarray], dict[str, torch.Tensor], Any]:
+def results(
+    folder: Path, numerics: str, rank: int = 4, **train: Any
+) -> tuple[list[np.ndarray], dict[str, torch.Tensor], Any]:
     """Return logprobs and gradients after one step, which makes B differ from zero."""
     model = megarl.build_model(
         {"path": str(folder), "dtype": "float32", "numerics": numerics},
-        lora={"r": 4},
+        lora={"r": rank},
         train={"device": "cpu"} | train,
     )
     weights = megarl.sequence_weights(np.array([20, 5, 9]), "token_mean", max_response_tokens=100)

@@ -17,7 +17,7 @@ from tests.helpers.update_errors import MEASURES, SHAPES
 
 def count_updates() -> dict[str, int]:
     """Count the calls of the functions that add updates from here on."""
-    from megarl.lora.layers import beside
+    from megarl.model.layers import updates
     from megarl.model.layers.kernels import (
         adapted_heads,
         adapted_norm,
@@ -33,7 +33,7 @@ def count_updates() -> dict[str, int]:
         norm: "rms_norm_beside",
         residual: "add_adapted",
         through_gradients: "through_gradients",
-        beside: "in_one_piece",
+        updates: "in_one_piece",
     }
     found = {name: (module, name) for module, name in places.items()}
     return count_calls(found | {name: (adapted_norm, name) for name in ("rms_norm_projected", "add_and_norm")})
@@ -41,16 +41,16 @@ def count_updates() -> dict[str, int]:
 
 def require_pieces() -> None:
     """Let a linear's backward pass fail from here on if the gradients that it gets do not lie in one piece."""
-    from megarl.lora.layers import beside
+    from megarl.model.layers import updates
 
-    look = beside.in_one_piece
+    look = updates.in_one_piece
 
     def found(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
         whole = look(wide, narrow)
         assert whole is not None, (wide.shape, wide.stride(), narrow.shape, narrow.stride())
         return whole
 
-    beside.in_one_piece = found
+    updates.in_one_piece = found
 
 
 def with_kernels(on: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl import progress
-from megarl.model.layers.updates import in_one_piece
+from megarl.model.layers.updates import input_gradient
 
 # Rows and columns of a matrix of which cuBLAS has its fast kernels, in 16 bits.
 ALIGNED = 8
@@ -69,8 +69,7 @@ class _LinearBeside(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, low: torch.Tensor, weight: Any, matrix: Any, room: Any) -> Any:
         progress.made()
         ctx.save_for_backward(weight, matrix)
-        # The weight may have been moved or cast since.
-        ctx.room = room if room is not None and room.data_ptr() == weight.data_ptr() else None
+        ctx.room = room
         return F.linear(hidden, weight), low.detach()
 
     @staticmethod
@@ -78,15 +77,7 @@ class _LinearBeside(torch.autograd.Function):
         """Return the gradients of ``hidden [..., I]`` and of ``low [..., R]``, from those of the output and ``low``."""
         progress.made()
         weight, matrix = ctx.saved_tensors
-        whole = in_one_piece(by_out, by_low)
-        if whole is not None and ctx.room is not None and len(ctx.room) >= len(weight) + len(matrix):
-            both = ctx.room[: len(weight) + len(matrix)]
-            both[len(weight) :] = matrix
-            by_hidden = whole @ both
-        else:
-            rows, narrow = (one.reshape(-1, one.shape[-1]) for one in (by_out, by_low))
-            by_hidden = (rows @ weight).addmm_(narrow, matrix)
-        return by_hidden.view(*by_out.shape[:-1], -1), by_low, None, None, None
+        return input_gradient(by_out, by_low, weight, matrix, ctx.room), by_low, None, None, None
 
 
 def with_rows_behind(weight: torch.nn.Parameter, rows: int) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from megarl.lora.layers.beside import linear_beside, with_bias, with_rows_behind
 from megarl.lora.layers.dropout import drop_inputs
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
-from megarl.lora.layers.products import Layout, add_wide, project, project_through, update_of
+from megarl.lora.layers.products import Layout, add_wide, parts_of, project, project_through, update_of
 from megarl.lora.layers.state import WithBaseNames
 from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
@@ -29,7 +29,7 @@ from megarl.model.layers.regions import (
     reduce_scatter_to_sequence_parallel_region,
     traced,
 )
-from megarl.model.layers.updates import Outcome
+from megarl.model.layers.updates import Operands, Outcome
 from megarl.model.weights.fusion import HeadLayout
 from megarl.parallel.groups import Axis
 
@@ -187,11 +187,21 @@ class _LinearLora(ParallelLoraLinear):
         adapter = self.current()
         return None if self.training and adapter.dropout > 0.0 else adapter.matrix_a()
 
+    def operands(self) -> Operands | None:
+        """Return what an operation needs that computes this linear with what lies behind it; None if it cannot."""
+        adapter = self.current() if self._takes_kernels() and self.base_layer.bias is None else None
+        if adapter is None or (self.training and adapter.dropout > 0.0):
+            return None
+        parts = parts_of(self.matrices_b(adapter), self.layout(adapter))
+        return Operands(self.base_layer.weight, adapter.matrix_a(), parts, self.room)
+
     def _leaves(self) -> bool:
-        """Return True if a kernel can add the update: on one rank, of ranks that a tile can hold."""
-        if not self.active or traced() or not self._alone():
-            return False
-        return max(self.adapters[self.active].ranks) <= MOST_RANKS
+        """Return True if a kernel outside traces can add the update."""
+        return not traced() and self._takes_kernels()
+
+    def _takes_kernels(self) -> bool:
+        """Return True if kernels can add the update: on one rank, of ranks that a tile can hold."""
+        return bool(self.active) and self._alone() and max(self.adapters[self.active].ranks) <= MOST_RANKS
 
     def _alone(self) -> bool:
         """Return True if the base is one frozen matrix on one rank, whose product can be formed here."""
@@ -214,9 +224,8 @@ class _LinearLora(ParallelLoraLinear):
 
     def _overlapped(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, with collectives that run beside the products; under sequence parallelism."""
-        matrices, layout = self.matrices_b(adapter), self.layout(adapter)
-        weight, matrix_a = self.base_layer.weight, adapter.matrix_a()
-        return with_bias(self.base_layer, self.linear(hidden, weight, matrix_a, matrices, layout, self.group))
+        matrices, layout, weight = self.matrices_b(adapter), self.layout(adapter), self.base_layer.weight
+        return with_bias(self.base_layer, self.linear(hidden, weight, adapter.matrix_a(), matrices, layout, self.group))
 
     def _bitwise(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> torch.Tensor:
         from megarl.lora.layers.bitwise import adapted_linear

@@ -102,10 +102,15 @@ def _padded(matrices: Sequence[torch.Tensor], width: int, layout: Layout) -> tor
 
 def update_of(low: torch.Tensor, matrices: Sequence[torch.Tensor], layout: Layout) -> Update:
     """Return what ``add_wide`` would add, for a kernel that adds it later."""
+    return Update(low, parts_of(matrices, layout))
+
+
+def parts_of(matrices: Sequence[torch.Tensor], layout: Layout) -> tuple[Part | None, ...]:
+    """Return B of each part of the output, in order, with its place; None for a part without an adapter."""
     parts: list[Part | None] = [None] * {"single": 1, "gated": 2, "qkv": 3}[layout.fusion]
     for place, matrix, start, scaling in zip(layout.places, matrices, layout.starts, layout.scalings, strict=True):
         parts[place] = Part(matrix, start, scaling)
-    return Update(low, tuple(parts))
+    return tuple(parts)
 
 
 def project_through(hidden: torch.Tensor, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

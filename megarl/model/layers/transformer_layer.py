@@ -11,6 +11,8 @@ from torch._dynamo import maybe_mark_dynamic
 from megarl import progress
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.linears import wait_for_adapters
+from megarl.model.layers.regions import traced
+from megarl.model.layers.traced.layer import before, behind
 from megarl.model.layers.updates import Outcome, Update
 
 
@@ -73,16 +75,26 @@ class PackedLayer(TransformerLayer):
         """
         if not (self._own or self.compiles):
             return super().forward(hidden_states, *args, **kwargs)
-        hidden, normed, more = self.attended(hidden_states, kwargs["rotary_pos_emb"], kwargs["packed_seq_params"])
+        angles, packed = kwargs["rotary_pos_emb"], kwargs["packed_seq_params"]
+        if traced() and hasattr(self.self_attention, "attend"):
+            hidden, *heads = self.before_attention(hidden_states, angles)
+            return self.behind_attention(hidden, self.self_attention.attend(heads, packed)), None
+        hidden, normed, more = self.attended(hidden_states, angles, packed)
         return add(hidden, self.mlp(normed, **more)), None
 
     def before_attention(self, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the hidden states for the residual stream, and the heads that attention takes."""
+        found = before(self, hidden, angles) if traced() else None
+        if found is not None:
+            return hidden, *found
         normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
         return hidden, *self.self_attention.heads_of(normed, angles, **more)
 
     def behind_attention(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Return the layer's output of the residual stream and of what attention has returned."""
+        found = behind(self, hidden, out) if traced() else None
+        if found is not None:
+            return found
         hidden, normed, more = self.joined(hidden, out)
         return add(hidden, self.mlp(normed, **more))
 

@@ -44,6 +44,22 @@ class Update(NamedTuple):
     parts: tuple[Part | None, ...]
 
 
+class Operands(NamedTuple):
+    """A frozen linear and its adapter, for an operation that computes them with what lies around them.
+
+    Attributes:
+        weight: the base's, ``[O, I]``.
+        matrix: every A, ``[R, I]``.
+        parts: as in ``Update``.
+        room: memory that begins with the weight, with room for the rows of ``matrix`` behind it; None if there is none.
+    """
+
+    weight: torch.Tensor
+    matrix: torch.Tensor
+    parts: tuple[Part | None, ...]
+    room: torch.Tensor | None
+
+
 # Elements of which the rows that ``with_room`` makes are multiples: Triton then compiles kernels for aligned rows.
 ALIGNED = 16
 # A linear's output, and a bias or an update that is not yet added.
@@ -66,6 +82,11 @@ def apart(linear: Any, hidden: torch.Tensor, low: torch.Tensor | None = None, *,
 def projection(linear: Any) -> torch.Tensor | None:
     """Return every A of a linear's adapters, ``[R, I]``, if ``apart`` takes the product with them; else None."""
     return linear.projection() if hasattr(linear, "projection") else None
+
+
+def operands(linear: Any) -> Operands | None:
+    """Return what an operation needs that computes a linear with what lies behind it; None if it cannot."""
+    return linear.operands() if hasattr(linear, "operands") else None
 
 
 def flattened(update: Update | None, count: int) -> tuple[Any, ...]:
@@ -98,6 +119,28 @@ def in_one_piece(wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor | Non
         return None
     same = wide.untyped_storage().data_ptr() == narrow.untyped_storage().data_ptr()
     return wide.as_strided((rows, width + columns), (stride, 1)) if same else None
+
+
+def input_gradient(
+    by_out: torch.Tensor, by_low: torch.Tensor, weight: torch.Tensor, matrix: torch.Tensor, room: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the gradient of a linear's input, from those of its output and of the input's product with A.
+
+    Args:
+        by_out, by_low: ``[..., O]`` and ``[..., R]``. One product forms the result if ``with_room`` made them.
+        weight, matrix, room: see ``Operands``. The rows behind the weight are overwritten.
+    """
+    whole = in_one_piece(by_out, by_low)
+    # The weight may have been moved or cast since the room was made.
+    held = room is not None and room.data_ptr() == weight.data_ptr() and len(room) >= len(weight) + len(matrix)
+    if whole is not None and room is not None and held:
+        both = room[: len(weight) + len(matrix)]
+        both[len(weight) :] = matrix
+        by_hidden = whole @ both
+    else:
+        rows, narrow = (one.reshape(-1, one.shape[-1]) for one in (by_out, by_low))
+        by_hidden = (rows @ weight).addmm_(narrow, matrix)
+    return by_hidden.view(*by_out.shape[:-1], -1)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:

@@ -54,7 +54,10 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
     """
     _check_compiler(device)
     if has_triton():
-        import megarl.model.layers.kernels.ops  # noqa: F401 - what a trace calls must be registered before
+        # What a trace calls must be registered before.
+        import megarl.model.layers.traced.before
+        import megarl.model.layers.traced.behind
+        import megarl.model.layers.traced.ops  # noqa: F401
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, LIMIT)
     # A compilation takes long, and must not look like a hang.

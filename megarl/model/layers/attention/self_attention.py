@@ -26,13 +26,14 @@ class PackedSelfAttention(SelfAttention):
 
     Attributes:
         leaves_updates: True if the layer adds the update of ``linear_proj``; set by the layer.
+        heads: this rank's heads.
     """
 
     leaves_updates = False
 
     def __init__(self, config: PackedConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config.with_bias(True) if config.attention_bias else config, *args, **kwargs)
-        self._heads = head_layout(self.config)
+        self.heads = head_layout(self.config)
 
     def forward(
         self,
@@ -74,7 +75,11 @@ class PackedSelfAttention(SelfAttention):
 
     def _takes_updates(self, hidden: torch.Tensor) -> bool:
         """Return True if a kernel adds the update of ``linear_qkv``."""
-        return wants_kernels(hidden) and self._has_kernel(hidden) and self._heads.head_dim >= LEAST_WIDTH
+        return wants_kernels(hidden) and self.has_wide_heads(hidden)
+
+    def has_wide_heads(self, hidden: torch.Tensor) -> bool:
+        """Return True if a kernel can add the update of ``linear_qkv``, in a trace too."""
+        return self._has_kernel(hidden) and self.heads.head_dim >= LEAST_WIDTH
 
     def heads_of(
         self, hidden: torch.Tensor, angles: torch.Tensor, low: torch.Tensor | None = None
@@ -85,32 +90,32 @@ class PackedSelfAttention(SelfAttention):
         if isinstance(update, Update):
             from megarl.model.layers.kernels.adapted_heads import prepare_adapted_heads
 
-            norms, eps = self._norms(), self.config.layernorm_epsilon
-            return prepare_adapted_heads(fused, angles, norms, eps, self._heads, update)
+            norms, eps = self.norms(), self.config.layernorm_epsilon
+            return prepare_adapted_heads(fused, angles, norms, eps, self.heads, update)
         return self._split_by_kernel(fused, angles) if self._has_kernel(fused) else self._split(fused, angles)
 
-    def _norms(self) -> tuple[torch.Tensor, ...]:
+    def norms(self) -> tuple[torch.Tensor, ...]:
         """Return the weights of the query and key norms, if the model has them."""
         weights = (getattr(norm, "weight", None) for norm in (self.q_layernorm, self.k_layernorm))
         return tuple(weight for weight in weights if weight is not None)
 
     def _has_kernel(self, fused: torch.Tensor) -> bool:
-        frozen = not any(weight.requires_grad for weight in self._norms())
+        frozen = not any(weight.requires_grad for weight in self.norms())
         return has_kernels(fused) and frozen
 
     def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        eps, heads = self.config.layernorm_epsilon, self._heads
+        eps, heads = self.config.layernorm_epsilon, self.heads
         if traced():
             layout = [heads.groups, heads.queries, heads.head_dim]
-            return torch.ops.megarl.prepare_heads(fused, angles, list(self._norms()), eps, layout)
+            return torch.ops.megarl.prepare_heads(fused, angles, list(self.norms()), eps, layout)
         from megarl.model.layers.kernels.heads import prepare_heads
 
-        return prepare_heads(fused, angles, self._norms(), eps, heads)
+        return prepare_heads(fused, angles, self.norms(), eps, heads)
 
     def _split(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return normed and rotated queries and keys, and values, each ``[T, 1, heads, head_dim]``."""
-        query, key, value = split_heads(fused, self._heads)
-        if self._norms():
+        query, key, value = split_heads(fused, self.heads)
+        if self.norms():
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         turned = [apply_rope(states, angles, self.config, self.pg_collection.cp) for states in (query, key)]
         return turned[0], turned[1], value

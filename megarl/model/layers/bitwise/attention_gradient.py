@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from megarl.model.layers.attention import traced_attention
-from megarl.model.layers.kernels.ops import Tensors
+from megarl.model.layers.traced.ops import Tensors
 
 
 def attend_backward(

@@ -85,11 +85,11 @@ class BitwiseSelfAttention(PackedSelfAttention):
         return True
 
     def _split_by_kernel(self, fused: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        heads = self._heads
+        heads = self.heads
         layout = [heads.groups, heads.queries, heads.head_dim]
         angles = angles.view(len(angles), -1)
         states = ops.prepare_heads(
-            fused.view(len(fused), -1), angles, list(self._norms()), self.config.layernorm_epsilon, layout
+            fused.view(len(fused), -1), angles, list(self.norms()), self.config.layernorm_epsilon, layout
         )
         return tuple(state.unsqueeze(1) for state in states)
 

@@ -17,8 +17,8 @@ from megarl.bitwise.kernels.attention import attend as attend_pages
 from megarl.bitwise.kernels.attention import packed_pages
 from megarl.model.layers.bitwise import attention_gradient
 from megarl.model.layers.kernels import norm as norm_kernels
-from megarl.model.layers.kernels import ops as kernel_ops
-from megarl.model.layers.kernels.ops import Tensors
+from megarl.model.layers.traced import ops as kernel_ops
+from megarl.model.layers.traced.ops import Tensors
 
 
 @custom_op("megarl::bitwise_rms_norm", mutates_args=())

@@ -37,10 +37,12 @@ def prepare_adapted_heads(
         angles, weights, eps, heads: see ``heads.prepare_heads``.
         update: of queries, keys and values.
     """
-    return _AdaptedHeads.apply(fused, angles, weights, eps, heads, *flattened(update, 3))
+    return AdaptedHeads.apply(fused, angles, weights, eps, heads, *flattened(update, 3))
 
 
-class _AdaptedHeads(torch.autograd.Function):
+class AdaptedHeads(torch.autograd.Function):
+    """``prepare_adapted_heads`` as autograd takes it, its update ``flattened``."""
+
     @staticmethod
     def forward(
         ctx: Any, fused: torch.Tensor, angles: torch.Tensor, weights: Any, eps: float, heads: HeadLayout, low: Any,

@@ -40,10 +40,12 @@ def rms_norm_projected(
         The norm ``[..., H]``, its product with A ``[..., R]``, and ``hidden`` for the residual stream. What comes back
         through the second is for A alone: the linear's gradient of the first takes it in (``updates.apart``).
     """
-    return _ProjectedNorm.apply(hidden, weight, eps, matrix)
+    return ProjectedNorm.apply(hidden, weight, eps, matrix)
 
 
-class _ProjectedNorm(torch.autograd.Function):
+class ProjectedNorm(torch.autograd.Function):
+    """``rms_norm_projected`` as autograd takes it."""
+
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, eps: float, matrix: torch.Tensor) -> Any:
         """Compute ``rms_norm_projected``; keep its input."""
@@ -52,7 +54,7 @@ class _ProjectedNorm(torch.autograd.Function):
         return normed, F.linear(normed, matrix), hidden.detach()
 
     @staticmethod
-    def backward(ctx: Any, by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor) -> Any:
+    def backward(ctx: Any, by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor | None) -> Any:
         """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``."""
         by_hidden, by_matrix = _gradients_of(by_normed, by_low, beside, *ctx.saved_tensors)
         return by_hidden, None, None, by_matrix
@@ -68,10 +70,12 @@ def add_and_norm(
         update: what is to be added to ``out``.
         weight, eps, matrix: see ``rms_norm_projected``.
     """
-    return _AddAndNorm.apply(residual, out, weight, eps, matrix, *flattened(update, 1))
+    return AddAndNorm.apply(residual, out, weight, eps, matrix, *flattened(update, 1))
 
 
-class _AddAndNorm(torch.autograd.Function):
+class AddAndNorm(torch.autograd.Function):
+    """``add_and_norm`` as autograd takes it, its update ``flattened``."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: torch.Tensor, out: torch.Tensor, weight: torch.Tensor, eps: float, matrix: torch.Tensor,
@@ -102,13 +106,13 @@ class _AddAndNorm(torch.autograd.Function):
 
 
 def _gradients_of(
-    by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor,
-    inverse: torch.Tensor, matrix: torch.Tensor, into: torch.Tensor | None = None,
+    by_normed: torch.Tensor, by_low: torch.Tensor, beside: torch.Tensor | None, hidden: torch.Tensor,
+    weight: torch.Tensor, inverse: torch.Tensor, matrix: torch.Tensor, into: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of ``hidden [..., H]`` and of A ``[R, H]``.
 
     Args:
-        by_normed, by_low, beside: those of what ``rms_norm_projected`` returns.
+        by_normed, by_low, beside: those of what ``rms_norm_projected`` returns; None for no gradient of the last.
         hidden, weight, matrix: its arguments.
         inverse: one over the root of each row of ``hidden``, float32 ``[T]``.
         into: memory for the first.

@@ -51,11 +51,13 @@ def adapted_swiglu(
         ``[..., I]``, and its product with ``matrix``, ``[..., S]``, or None. Pass the first to the second linear's base
         and nowhere else.
     """
-    out, projected = _AdaptedSwiGLU.apply(fused, matrix, *flattened(update, 2))
+    out, projected = AdaptedSwiGLU.apply(fused, matrix, *flattened(update, 2))
     return out, None if matrix is None else projected
 
 
-class _AdaptedSwiGLU(torch.autograd.Function):
+class AdaptedSwiGLU(torch.autograd.Function):
+    """``adapted_swiglu`` as autograd takes it, its update ``flattened``."""
+
     @staticmethod
     def forward(ctx: Any, fused: torch.Tensor, matrix: Any, low: Any, places: Any, *matrices: Any) -> Any:
         """Compute ``adapted_swiglu``; an empty tensor stands for no product with A."""

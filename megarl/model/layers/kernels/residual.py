@@ -26,10 +26,12 @@ def add_adapted(residual: torch.Tensor, out: torch.Tensor, update: Update) -> to
         residual, out: ``[..., H]``, 16-bit.
         update: what is to be added to ``out``.
     """
-    return _AddAdapted.apply(residual, out, *flattened(update, 1))
+    return AddAdapted.apply(residual, out, *flattened(update, 1))
 
 
-class _AddAdapted(torch.autograd.Function):
+class AddAdapted(torch.autograd.Function):
+    """``add_adapted`` as autograd takes it, its update ``flattened``."""
+
     @staticmethod
     def forward(
         ctx: Any, residual: torch.Tensor, out: torch.Tensor, low: torch.Tensor, places: Any, matrix: torch.Tensor

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute what is before attention by one operation: norm, projection of q, k and v with its adapter, norms of heads, RoPE.
+
+It calls the kernels that uncompiled layers use, in the same order.
+
+Shapes: T tokens, H hidden size, O outputs of the projection, R sum of its ranks, r a part's rank, D head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch.library import custom_op
+
+from megarl.model.layers.kernels.adapted_heads import AdaptedHeads
+from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
+from megarl.model.layers.kernels.heads import empty_parts
+from megarl.model.layers.kernels.through_gradients import through_gradients
+from megarl.model.layers.traced.kept import Kept, joined, parted, parts_of
+from megarl.model.layers.updates import input_gradient
+from megarl.model.weights.fusion import HeadLayout
+
+Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@custom_op("megarl::before_attention", mutates_args=())
+def before_attention(
+    hidden: torch.Tensor, angles: torch.Tensor, weight: torch.Tensor, matrix_a: torch.Tensor,
+    matrices: list[torch.Tensor], room: torch.Tensor | None, norms: list[torch.Tensor], starts: list[int],
+    scales: list[float], eps: list[float], layout: list[int],
+) -> Six:  # fmt: skip
+    """Return queries, keys and values of hidden states, and what the backward pass reads.
+
+    Args:
+        hidden: ``[T, 1, H]``, 16-bit.
+        angles: ``[T, 1, 1, D]`` float32, radians.
+        weight, matrix_a, room: of the projection; see ``updates.Operands``. The weight gets no gradient.
+        matrices: B of each part that has one, ``[O of the part, r]``.
+        norms: frozen weights of the norm of hidden states, and of queries and keys if there are such.
+        starts, scales: of ``kept.places_of``, for queries, keys and values.
+        eps: of the norm of hidden states, and of those of heads.
+        layout: G, N and D of ``heads.HeadLayout``.
+
+    Returns:
+        Queries, keys and values, ``[T, 1, heads, D]``; ``1 / root`` of the norm's rows, float32 ``[T]``; the projection
+        with the updates of queries and keys, ``[T, 1, O]``; the norm's product with A, ``[T, 1, R]``.
+    """
+    inner, outer, heads = Kept(), Kept(), HeadLayout(*layout)
+    places, parts = parts_of(matrices, starts, scales)
+    normed, low, _ = ProjectedNorm.forward(inner, hidden, norms[0], eps[0], matrix_a)
+    fused = torch.nn.functional.linear(normed, weight)
+    query, key, value = AdaptedHeads.forward(
+        outer, fused, angles, tuple(norms[1:]), eps[1], heads, low, places, *parts
+    )  # fmt: skip
+    return query, key, value, inner.saved_tensors[2], outer.saved_tensors[0], low
+
+
+@before_attention.register_fake
+def _(
+    hidden: Any, angles: Any, weight: Any, matrix_a: Any, matrices: Any, room: Any, norms: Any, starts: Any,
+    scales: Any, eps: Any, layout: Any,
+) -> Six:  # fmt: skip
+    fused = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
+    inverse = hidden.new_empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
+    low = hidden.new_empty(*hidden.shape[:-1], matrix_a.shape[0])
+    return *empty_parts(fused, HeadLayout(*layout)), inverse, fused, low
+
+
+@custom_op("megarl::before_attention_backward", mutates_args=())
+def before_attention_backward(
+    by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, hidden: torch.Tensor, angles: torch.Tensor,
+    weight: torch.Tensor, matrix_a: torch.Tensor, matrices: list[torch.Tensor], room: torch.Tensor | None,
+    norms: list[torch.Tensor], inverse: torch.Tensor, fused: torch.Tensor, low: torch.Tensor, starts: list[int],
+    scales: list[float], eps: list[float], layout: list[int], needs_hidden: bool,
+) -> Three:  # fmt: skip
+    """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of ``matrix_a``, and all B's, flat."""
+    places, parts = parts_of(matrices, starts, scales)
+    kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
+    by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
+    if not needs_hidden:
+        narrow = by_low.reshape(-1, by_low.shape[-1])
+        by_a = through_gradients(None, narrow, hidden, matrix_a, (inverse, norms[0]))
+        return hidden.new_empty(0), by_a, joined(by_matrices)
+    by_normed = input_gradient(by_fused, by_low, weight, matrix_a, unversioned(room))
+    kept = Kept(hidden, norms[0], inverse, matrix_a)
+    by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, None)
+    return by_hidden, by_a, joined(by_matrices)
+
+
+@before_attention_backward.register_fake
+def _(
+    by_query: Any, by_key: Any, by_value: Any, hidden: Any, angles: Any, weight: Any, matrix_a: Any, matrices: Any,
+    *others: Any,
+) -> Three:  # fmt: skip
+    flat, needs_hidden = matrix_a.new_empty(sum(matrix.numel() for matrix in matrices)), others[-1]
+    return hidden.new_empty(hidden.shape if needs_hidden else 0), matrix_a.new_empty(matrix_a.shape), flat
+
+
+def unversioned(room: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a room whose changes autograd does not count: nothing that it saved is changed by them."""
+    return None if room is None else room.data
+
+
+def _save(ctx: Any, inputs: tuple, output: Six) -> None:
+    hidden, angles, weight, matrix_a, matrices, ctx.room, norms, *ctx.settings = inputs
+    ctx.counts = len(matrices), len(norms)
+    ctx.save_for_backward(hidden, angles, weight, matrix_a, *output[3:], *matrices, *norms)
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _differentiate(ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, *_: Any) -> tuple:
+    hidden, angles, weight, matrix_a, inverse, fused, low, *lists = ctx.saved_tensors
+    matrices, norms, needs_hidden = lists[: ctx.counts[0]], lists[ctx.counts[0] :], ctx.needs_input_grad[0]
+    by_hidden, by_a, flat = before_attention_backward(
+        by_query, by_key, by_value, hidden, angles, weight, matrix_a, matrices, ctx.room, norms, inverse, fused, low,
+        *ctx.settings, needs_hidden,
+    )  # fmt: skip
+    by_hidden = by_hidden if needs_hidden else None
+    return by_hidden, None, None, by_a, parted(flat, matrices), None, [None] * len(norms), None, None, None, None
+
+
+before_attention.register_autograd(_differentiate, setup_context=_save)

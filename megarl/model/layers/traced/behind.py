@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compute what is behind attention by one operation: its projection, the residual stream, norm and gated MLP, with adapters.
+
+It calls the kernels that uncompiled layers use, in the same order.
+
+Shapes: T tokens, H hidden size, E inputs of attention's projection, I features of the gate, r rank of a part; P, S and
+U ranks of the adapters of the projection, of gate and up together, and of the last linear.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.library import custom_op
+
+from megarl.model.layers.kernels.adapted_norm import AddAndNorm
+from megarl.model.layers.kernels.adapted_swiglu import AdaptedSwiGLU
+from megarl.model.layers.kernels.residual import AddAdapted
+from megarl.model.layers.kernels.through_gradients import through_gradients
+from megarl.model.layers.traced.before import unversioned
+from megarl.model.layers.traced.kept import Kept, joined, parted, parts_of
+from megarl.model.layers.updates import ALIGNED, input_gradient
+
+Seven = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]  # fmt: skip
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@custom_op("megarl::behind_attention", mutates_args=())
+def behind_attention(
+    out: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, weights: list[torch.Tensor],
+    matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], room: torch.Tensor | None,
+    room_gated: torch.Tensor | None, starts: list[int], scales: list[float], eps: float,
+) -> Seven:  # fmt: skip
+    """Return the layer's output of what attention has returned, and what the backward pass reads.
+
+    Args:
+        out: attention's, ``[T, 1, E]``, 16-bit.
+        residual: the residual stream, ``[T, 1, H]``.
+        norm: frozen weight of the norm in front of the MLP, ``[H]``.
+        weights: frozen weights of attention's projection ``[H, E]``, of gate and up ``[2 I, H]``, and of the last
+            linear ``[H, I]``.
+        matrices_a: every A of each of these: ``[P, E]``, ``[S, H]``, ``[U, I]``.
+        matrices: B of each part that has one, ``[outputs of the part, r]``: projection, gate, up, last linear.
+        room, room_gated: ``updates.Operands.room`` of the first two.
+        starts, scales: of ``kept.places_of``, for those four parts.
+        eps: of the norm.
+
+    Returns:
+        The output ``[T, 1, H]``; of the projection the product with A ``[T, 1, P]``; the sum in front of the norm
+        ``[T, 1, H]``, and ``1 / root`` of its rows, float32 ``[T]``; of gate and up the product with A ``[T, 1, S]``
+        and with the weight ``[T, 1, 2 I]``; of the last linear the product with A ``[T, 1, U]``.
+    """
+    places, parts = parts_of(matrices, starts, scales)
+    kept, low = Kept(), F.linear(out, matrices_a[0])
+    projected = F.linear(out, weights[0])
+    normed, low_gated, total = AddAndNorm.forward(
+        kept, residual, projected, norm, eps, matrices_a[1], low, places[:1], parts[0]
+    )
+    fused = F.linear(normed, weights[1])
+    active, low_last = AdaptedSwiGLU.forward(Kept(), fused, matrices_a[2], low_gated, places[1:3], *parts[1:3])
+    last = F.linear(active, weights[2])
+    output = AddAdapted.forward(Kept(), total, last, low_last, places[3:], parts[3])
+    return output, low, total, kept.saved_tensors[2], low_gated, fused, low_last
+
+
+@behind_attention.register_fake
+def _(out: Any, residual: Any, norm: Any, weights: Any, matrices_a: Any, *others: Any) -> Seven:
+    ahead = out.shape[:-1]
+    lows = [out.new_empty(*ahead, matrix.shape[0]) for matrix in matrices_a]
+    output, total = (residual.new_empty(residual.shape) for _ in range(2))
+    inverse = out.new_empty(out.shape[0] * out.shape[1], dtype=torch.float32)
+    return output, lows[0], total, inverse, lows[1], out.new_empty(*ahead, weights[1].shape[0]), lows[2]
+
+
+@custom_op("megarl::behind_attention_backward", mutates_args=())
+def behind_attention_backward(
+    by_output: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, weights: list[torch.Tensor],
+    matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], kept: list[torch.Tensor], room: torch.Tensor | None,
+    room_gated: torch.Tensor | None, starts: list[int], scales: list[float],
+) -> Four:  # fmt: skip
+    """Return the gradients of ``out``, ``residual``, and of all ``matrices_a`` and all ``matrices``, flat.
+
+    ``kept`` is what ``behind_attention`` returns behind its output.
+    """
+    places, parts = parts_of(matrices, starts, scales)
+    low, total, inverse, low_gated, fused, low_last = kept
+    by_output = by_output.contiguous()
+
+    context = Kept(low_last, parts[3], places=places[3:])
+    _, _, by_low, _, by_last = AddAdapted.backward(context, by_output)
+    by_active = (by_output.view(-1, by_output.shape[-1]) @ weights[2]).view(*by_output.shape[:-1], -1)
+    context = Kept(fused, matrices_a[2], low_gated, *parts[1:3], places=places[1:3])
+    by_fused, by_a_last, by_low, _, *by_gated = AdaptedSwiGLU.backward(context, by_active, by_low)
+
+    by_normed = input_gradient(by_fused, by_low, weights[1], matrices_a[1], unversioned(room_gated))
+    context = Kept(total, norm, inverse, matrices_a[1], low, parts[0], places=places[:1])
+    by_total, _, _, _, by_a_gated, by_low, _, by_first = AddAndNorm.backward(context, by_normed, by_low, by_output)
+
+    by_out = input_gradient(by_total, by_low, weights[0], matrices_a[0], unversioned(room))
+    by_a = through_gradients(None, by_low.reshape(-1, by_low.shape[-1]), out, matrices_a[0])
+    return by_out, by_total, joined([by_a, by_a_gated, by_a_last]), joined([by_first, *by_gated, by_last])
+
+
+@behind_attention_backward.register_fake
+def _(
+    by_output: Any, out: Any, norm: Any, weights: Any, matrices_a: Any, matrices: Any, *others: Any
+) -> Four:  # fmt: skip
+    # ``with_room`` makes the gradient of the residual stream.
+    width, ranks = by_output.shape[-1], matrices_a[0].shape[0]
+    whole = -(-(width + ranks) // ALIGNED) * ALIGNED
+    by_residual = by_output.new_empty_strided(by_output.shape, (by_output.shape[1] * whole, whole, 1))
+    sizes = (sum(matrix.numel() for matrix in group) for group in (matrices_a, matrices))
+    return out.new_empty(out.shape), by_residual, *(norm.new_empty(size) for size in sizes)
+
+
+def _save(ctx: Any, inputs: tuple, output: Seven) -> None:
+    out, _, norm, weights, matrices_a, matrices, *ctx.settings, _ = inputs
+    ctx.counts = len(weights), len(matrices_a), len(matrices)
+    ctx.save_for_backward(out, norm, *output[1:], *weights, *matrices_a, *matrices)
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, by_output: torch.Tensor, *_: Any) -> tuple:
+    out, norm, *saved = ctx.saved_tensors
+    kept, saved = saved[:6], saved[6:]
+    weights, saved = saved[: ctx.counts[0]], saved[ctx.counts[0] :]
+    matrices_a, matrices = saved[: ctx.counts[1]], saved[ctx.counts[1] :]
+    by_out, by_residual, flat_a, flat = behind_attention_backward(
+        by_output, out, norm, weights, matrices_a, matrices, kept, *ctx.settings
+    )
+    by_a, by_b = parted(flat_a, matrices_a), parted(flat, matrices)
+    return by_out, by_residual, None, [None] * len(weights), by_a, by_b, None, None, None, None, None
+
+
+behind_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call autograd functions inside an operation that torch.compile does not look into, where autograd does not run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megarl.model.layers.updates import Operands
+
+# Arguments of an autograd function, at most.
+ARGUMENTS = 16
+
+
+class Kept:
+    """Stands for the ``ctx`` of an autograd function: what its forward pass keeps for its backward pass.
+
+    Args:
+        saved: what the forward pass has saved.
+        attributes: what else it has kept.
+    """
+
+    needs_input_grad = (True,) * ARGUMENTS
+
+    def __init__(self, *saved: torch.Tensor | None, **attributes: Any) -> None:
+        self.saved_tensors = saved
+        vars(self).update(attributes)
+
+    def save_for_backward(self, *saved: torch.Tensor | None) -> None:
+        """Keep tensors."""
+        self.saved_tensors = saved
+
+
+def places_of(*linears: Operands) -> tuple[list[torch.Tensor], list[int], list[float]]:
+    """Return what ``parts_of`` takes: every B there is, and of each part its first column (-1 for none) and scale."""
+    parts = [part for linear in linears for part in linear.parts]
+    matrices = [part.matrix for part in parts if part is not None]
+    return (
+        matrices,
+        [-1 if part is None else part.start for part in parts],
+        [part.scale if part else 0.0 for part in parts],
+    )
+
+
+def parts_of(
+    matrices: Sequence[torch.Tensor], starts: Sequence[int], scales: Sequence[float]
+) -> tuple[list[tuple[int, float] | None], list[torch.Tensor | None]]:
+    """Return the places of an update's parts and their matrices, as ``updates.flattened`` does."""
+    left = iter(matrices)
+    places = [None if start < 0 else (start, scale) for start, scale in zip(starts, scales, strict=True)]
+    return places, [None if place is None else next(left) for place in places]
+
+
+def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the gradients of all matrices one after the other, flat: an operation's results share no memory."""
+    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+
+
+def parted(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what ``joined`` has joined, shaped like these matrices; torch.compile can trace it."""
+    pieces = flat.split([matrix.numel() for matrix in like])
+    return [piece.view(matrix.shape) for piece, matrix in zip(pieces, like, strict=True)]
