@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute what is before attention by one operation: norm, projection of q, k and v with its adapter, norms of heads, RoPE.
+"""Compute what is before attention by one operation: norm, projection of q, k and v, norms of heads, RoPE.
 
-It calls the kernels that uncompiled layers use, in the same order.
+The projection has an adapter. It calls the kernels that uncompiled layers use, in the same order.
 
 Shapes: T tokens, H hidden size, O outputs of the projection, R sum of its ranks, r a part's rank, D head_dim.
 """
@@ -9,13 +9,14 @@ Shapes: T tokens, H hidden size, O outputs of the projection, R sum of its ranks
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.library import custom_op
 
 from megarl.model.layers.kernels.adapted_heads import AdaptedHeads
 from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
 from megarl.model.layers.kernels.heads import empty_parts
 from megarl.model.layers.kernels.through_gradients import through_gradients
-from megarl.model.layers.traced.kept import Kept, joined, parted, parts_of
+from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted
 from megarl.model.layers.updates import input_gradient
 from megarl.model.weights.fusion import HeadLayout
 
@@ -37,7 +38,7 @@ def before_attention(
         weight, matrix_a, room: of the projection; see ``updates.Operands``. The weight gets no gradient.
         matrices: B of each part that has one, ``[O of the part, r]``.
         norms: frozen weights of the norm of hidden states, and of queries and keys if there are such.
-        starts, scales: of ``kept.places_of``, for queries, keys and values.
+        starts, scales: of ``kept.as_lists``, for queries, keys and values.
         eps: of the norm of hidden states, and of those of heads.
         layout: G, N and D of ``heads.HeadLayout``.
 
@@ -46,12 +47,10 @@ def before_attention(
         with the updates of queries and keys, ``[T, 1, O]``; the norm's product with A, ``[T, 1, R]``.
     """
     inner, outer, heads = Kept(), Kept(), HeadLayout(*layout)
-    places, parts = parts_of(matrices, starts, scales)
+    places, parts = from_lists(matrices, starts, scales)
     normed, low, _ = ProjectedNorm.forward(inner, hidden, norms[0], eps[0], matrix_a)
-    fused = torch.nn.functional.linear(normed, weight)
-    query, key, value = AdaptedHeads.forward(
-        outer, fused, angles, tuple(norms[1:]), eps[1], heads, low, places, *parts
-    )  # fmt: skip
+    fused = F.linear(normed, weight)
+    query, key, value = AdaptedHeads.forward(outer, fused, angles, tuple(norms[1:]), eps[1], heads, low, places, *parts)
     return query, key, value, inner.saved_tensors[2], outer.saved_tensors[0], low
 
 
@@ -74,7 +73,7 @@ def before_attention_backward(
     scales: list[float], eps: list[float], layout: list[int], needs_hidden: bool,
 ) -> Three:  # fmt: skip
     """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of ``matrix_a``, and all B's, flat."""
-    places, parts = parts_of(matrices, starts, scales)
+    places, parts = from_lists(matrices, starts, scales)
     kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
     by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
     if not needs_hidden:

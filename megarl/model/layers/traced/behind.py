@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute what is behind attention by one operation: its projection, the residual stream, norm and gated MLP, with adapters.
+"""Compute what is behind attention by one operation: its projection, the residual stream, norm and gated MLP.
 
-It calls the kernels that uncompiled layers use, in the same order.
+Each linear has an adapter. It calls the kernels that uncompiled layers use, in the same order.
 
 Shapes: T tokens, H hidden size, E inputs of attention's projection, I features of the gate, r rank of a part; P, S and
 U ranks of the adapters of the projection, of gate and up together, and of the last linear.
@@ -18,7 +18,7 @@ from megarl.model.layers.kernels.adapted_swiglu import AdaptedSwiGLU
 from megarl.model.layers.kernels.residual import AddAdapted
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.before import unversioned
-from megarl.model.layers.traced.kept import Kept, joined, parted, parts_of
+from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted
 from megarl.model.layers.updates import ALIGNED, input_gradient
 
 Seven = tuple[
@@ -44,7 +44,7 @@ def behind_attention(
         matrices_a: every A of each of these: ``[P, E]``, ``[S, H]``, ``[U, I]``.
         matrices: B of each part that has one, ``[outputs of the part, r]``: projection, gate, up, last linear.
         room, room_gated: ``updates.Operands.room`` of the first two.
-        starts, scales: of ``kept.places_of``, for those four parts.
+        starts, scales: of ``kept.as_lists``, for those four parts.
         eps: of the norm.
 
     Returns:
@@ -52,7 +52,7 @@ def behind_attention(
         ``[T, 1, H]``, and ``1 / root`` of its rows, float32 ``[T]``; of gate and up the product with A ``[T, 1, S]``
         and with the weight ``[T, 1, 2 I]``; of the last linear the product with A ``[T, 1, U]``.
     """
-    places, parts = parts_of(matrices, starts, scales)
+    places, parts = from_lists(matrices, starts, scales)
     kept, low = Kept(), F.linear(out, matrices_a[0])
     projected = F.linear(out, weights[0])
     normed, low_gated, total = AddAndNorm.forward(
@@ -84,7 +84,7 @@ def behind_attention_backward(
 
     ``kept`` is what ``behind_attention`` returns behind its output.
     """
-    places, parts = parts_of(matrices, starts, scales)
+    places, parts = from_lists(matrices, starts, scales)
     low, total, inverse, low_gated, fused, low_last = kept
     by_output = by_output.contiguous()
 
@@ -112,7 +112,7 @@ def _(
     whole = -(-(width + ranks) // ALIGNED) * ALIGNED
     by_residual = by_output.new_empty_strided(by_output.shape, (by_output.shape[1] * whole, whole, 1))
     sizes = (sum(matrix.numel() for matrix in group) for group in (matrices_a, matrices))
-    return out.new_empty(out.shape), by_residual, *(norm.new_empty(size) for size in sizes)
+    return out.new_empty(out.shape), by_residual, *(matrices_a[0].new_empty(size) for size in sizes)
 
 
 def _save(ctx: Any, inputs: tuple, output: Seven) -> None:

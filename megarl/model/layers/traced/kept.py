@@ -31,8 +31,8 @@ class Kept:
         self.saved_tensors = saved
 
 
-def places_of(*linears: Operands) -> tuple[list[torch.Tensor], list[int], list[float]]:
-    """Return what ``parts_of`` takes: every B there is, and of each part its first column (-1 for none) and scale."""
+def as_lists(*linears: Operands) -> tuple[list[torch.Tensor], list[int], list[float]]:
+    """Return what ``from_lists`` takes: every B there is, and of each part its first column (-1 for none) and scale."""
     parts = [part for linear in linears for part in linear.parts]
     matrices = [part.matrix for part in parts if part is not None]
     return (
@@ -42,7 +42,7 @@ def places_of(*linears: Operands) -> tuple[list[torch.Tensor], list[int], list[f
     )
 
 
-def parts_of(
+def from_lists(
     matrices: Sequence[torch.Tensor], starts: Sequence[int], scales: Sequence[float]
 ) -> tuple[list[tuple[int, float] | None], list[torch.Tensor | None]]:
     """Return the places of an update's parts and their matrices, as ``updates.flattened`` does."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megarl.model.layers import pointwise
-from megarl.model.layers.traced.kept import places_of
+from megarl.model.layers.traced.kept import as_lists
 from megarl.model.layers.updates import Operands, operands
 
 # Most rows of A whose gradient ``through_gradients`` forms.
@@ -26,7 +26,7 @@ def before(layer: Any, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torc
         return None
     (linear,), heads = given, attention.heads
     eps, norms = [norm.eps, attention.config.layernorm_epsilon], [norm.weight, *attention.norms()]
-    matrices, starts, scales = places_of(linear)
+    matrices, starts, scales = as_lists(linear)
     query, key, value, *_ = torch.ops.megarl.before_attention(
         hidden, angles, linear.weight, linear.matrix, matrices, linear.room, norms, starts, scales, eps,
         [heads.groups, heads.queries, heads.head_dim],
@@ -46,7 +46,7 @@ def behind(layer: Any, residual: torch.Tensor, out: torch.Tensor) -> torch.Tenso
     if linears is None:
         return None
     weights, matrices_a = [linear.weight for linear in linears], [linear.matrix for linear in linears]
-    matrices, starts, scales = places_of(*linears)
+    matrices, starts, scales = as_lists(*linears)
     output, *_ = torch.ops.megarl.behind_attention(
         out, residual, norm.weight, weights, matrices_a, matrices, linears[0].room, linears[1].room, starts, scales,
         norm.eps,
