@@ -10,4 +10,3 @@ from megarl.config import back_ends, checks
 def nothing_is_refused_as_unproven(monkeypatch):
     monkeypatch.setattr(back_ends, "check_te", lambda *given: None)
     monkeypatch.setattr(checks, "check_graphs", lambda *given: None)
-    monkeypatch.setattr(checks, "check_compile", lambda *given: None)
