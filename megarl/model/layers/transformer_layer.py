@@ -102,8 +102,7 @@ class PackedLayer(TransformerLayer):
         self, hidden: torch.Tensor, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return what ``attended`` does, of the residual stream and of what attention has returned."""
-        normed, hidden, more = beside_sum(self.pre_mlp_layernorm, hidden, self.self_attention.project(out), self.mlp)
-        return hidden, normed, more
+        return self._before_mlp(hidden, self.self_attention.project(out))
 
     def attended(
         self, hidden: torch.Tensor, angles: torch.Tensor, packed: Any
@@ -111,6 +110,11 @@ class PackedLayer(TransformerLayer):
         """Return the hidden states behind attention, the MLP's input, and what else it takes."""
         normed, hidden, more = beside(self.input_layernorm, hidden, self.self_attention)
         attention = self.self_attention(normed, None, rotary_pos_emb=angles, packed_seq_params=packed, **more)
+        return self._before_mlp(hidden, attention)
+
+    def _before_mlp(
+        self, hidden: torch.Tensor, attention: Outcome
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         normed, hidden, more = beside_sum(self.pre_mlp_layernorm, hidden, attention, self.mlp)
         return hidden, normed, more
 

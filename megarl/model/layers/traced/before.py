@@ -16,7 +16,7 @@ from megarl.model.layers.kernels.adapted_heads import AdaptedHeads
 from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
 from megarl.model.layers.kernels.heads import empty_parts
 from megarl.model.layers.kernels.through_gradients import through_gradients
-from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted
+from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
 from megarl.model.layers.updates import input_gradient
 from megarl.model.weights.fusion import HeadLayout
 
@@ -93,11 +93,6 @@ def _(
 ) -> Three:  # fmt: skip
     flat, needs_hidden = matrix_a.new_empty(sum(matrix.numel() for matrix in matrices)), others[-1]
     return hidden.new_empty(hidden.shape if needs_hidden else 0), matrix_a.new_empty(matrix_a.shape), flat
-
-
-def unversioned(room: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a room whose changes autograd does not count: nothing that it saved is changed by them."""
-    return None if room is None else room.data
 
 
 def _save(ctx: Any, inputs: tuple, output: Six) -> None:

@@ -17,9 +17,8 @@ from megarl.model.layers.kernels.adapted_norm import AddAndNorm
 from megarl.model.layers.kernels.adapted_swiglu import AdaptedSwiGLU
 from megarl.model.layers.kernels.residual import AddAdapted
 from megarl.model.layers.kernels.through_gradients import through_gradients
-from megarl.model.layers.traced.before import unversioned
-from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted
-from megarl.model.layers.updates import ALIGNED, input_gradient
+from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
+from megarl.model.layers.updates import input_gradient, with_room
 
 Seven = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -107,10 +106,7 @@ def behind_attention_backward(
 def _(
     by_output: Any, out: Any, norm: Any, weights: Any, matrices_a: Any, matrices: Any, *others: Any
 ) -> Four:  # fmt: skip
-    # ``with_room`` makes the gradient of the residual stream.
-    width, ranks = by_output.shape[-1], matrices_a[0].shape[0]
-    whole = -(-(width + ranks) // ALIGNED) * ALIGNED
-    by_residual = by_output.new_empty_strided(by_output.shape, (by_output.shape[1] * whole, whole, 1))
+    by_residual, _ = with_room(by_output, matrices_a[0].shape[0])
     sizes = (sum(matrix.numel() for matrix in group) for group in (matrices_a, matrices))
     return out.new_empty(out.shape), by_residual, *(matrices_a[0].new_empty(size) for size in sizes)
 

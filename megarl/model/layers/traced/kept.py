@@ -60,3 +60,8 @@ def parted(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tenso
     """Return what ``joined`` has joined, shaped like these matrices; torch.compile can trace it."""
     pieces = flat.split([matrix.numel() for matrix in like])
     return [piece.view(matrix.shape) for piece, matrix in zip(pieces, like, strict=True)]
+
+
+def unversioned(room: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a room whose changes autograd does not count: nothing that it saved is changed by them."""
+    return None if room is None else room.data

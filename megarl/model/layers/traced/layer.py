@@ -12,9 +12,6 @@ from megarl.model.layers import pointwise
 from megarl.model.layers.traced.kept import as_lists
 from megarl.model.layers.updates import Operands, operands
 
-# Most rows of A whose gradient ``through_gradients`` forms.
-MOST = 96
-
 
 def before(layer: Any, hidden: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...] | None:
     """Return queries, keys and values of a layer's input ``[T, 1, H]``; None if no operation computes them."""
@@ -59,6 +56,8 @@ def _takes(states: torch.Tensor, norm: Any) -> bool:
 
 
 def _operands(*linears: Any) -> list[Operands] | None:
+    from megarl.model.layers.kernels import through_gradients  # here, since Triton may not be installed
+
     found = [operands(linear) for linear in linears]
-    fits = [one for one in found if one is not None and one.matrix.shape[0] <= MOST]
+    fits = [one for one in found if one is not None and through_gradients.takes(one.matrix)]
     return fits if len(fits) == len(found) else None
