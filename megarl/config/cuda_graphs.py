@@ -27,17 +27,26 @@ def check_graphs(config: TrainerConfig, shape: Mapping[str, Any]) -> None:
     refused = {
         f"parallel.pipeline = {config.parallel.pipeline}": config.parallel.pipeline > 1,
         f"parallel.context = {config.parallel.context}": config.parallel.context > 1,
-        f"lora.lora_dropout = {config.lora.lora_dropout}": config.lora.lora_dropout > 0,
-        f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
         "train.overlap_grad_reduce = true": config.train.overlap_grad_reduce,
     }
-    _refuse(
-        refused,
-        "supported are models without pipeline or context parallelism, dropout, recompute and overlapped reduction",
-    )
+    _refuse(refused, "supported are models without pipeline or context parallelism and overlapped reduction")
+    _check_dropout(config)
     moe = moe_of(shape)
     if moe is not None:
         _check_experts(config, f"{moe.count_key(shape)} = {shape.get(moe.count_key(shape))}")
+
+
+def _check_dropout(config: TrainerConfig) -> None:
+    """Refuse dropout whose generators would have to be switched: a capture has the default one alone."""
+    dropout = config.lora.lora_dropout
+    refused = {
+        f"parallel.tensor = {config.parallel.tensor}": config.parallel.tensor > 1,
+        f"train.recompute = '{config.train.recompute}'": config.train.recompute != "none",
+    }
+    _refuse(
+        {f"lora.lora_dropout = {dropout} and {setting}": dropout > 0 and is_set for setting, is_set in refused.items()},
+        "supported is dropout without tensor parallelism and without recomputation",
+    )
 
 
 def _check_experts(config: TrainerConfig, experts: str) -> None:

@@ -6,6 +6,8 @@ be at most 1.5 times that without graphs. ``numerics: bitwise`` must give the sa
 in 16 bits only, and are routed by the tokens' places: rounding sends some tokens to other experts, and an expert of few
 tokens then has another gradient. On a CPU, without graphs, the worst matrix was off by 0.6 to 1.7 for six seeds; routed
 by places, by 0.06 to 0.08.
+
+Dropout drops the same elements with graphs as without, if packs are padded alike. So layers that are recomputed do.
 """
 
 import importlib.util
@@ -34,22 +36,26 @@ BOUND, WORSE = 1e-4, 1.5
 DTYPES = ("float32", "bfloat16")
 # ``numerics: bitwise``, on ``local``.
 BITWISE = "bitwise"
-BATCHES, LR = (5, 12, 26), 1e-3
+BATCHES, LR, BUDGET = (5, 12, 26), 1e-3, 256
 # Added to a chosen expert's logit; far more than logits differ by.
 RAISED = 20.0
 
 
 class Kind(NamedTuple):
-    """A model, the dtype that it is trained in, and a back end or ``BITWISE``."""
+    """A model, the dtype that it is trained in, a back end or ``BITWISE``, ``train.recompute``, and dropout."""
 
     family: str
     dtype: str
     backend: str
+    recompute: str = "none"
+    dropout: float = 0.0
 
 
 def train_each(folder: str, kinds: list[Kind], world: int) -> dict[Kind, tuple[float, float]]:
     """On each rank, return the largest error with graphs and its bound, for each kind."""
     from megarl.config import checks
+    from megarl.model import megatron_model
+    from megarl.model.step.graphs import token_unit
     from megarl.parallel.device import pick_device
     from megarl.parallel.groups import destroy_groups, init_groups
 
@@ -64,7 +70,10 @@ def train_each(folder: str, kinds: list[Kind], world: int) -> dict[Kind, tuple[f
         config = make_config(Path(folder) / kind.family, layout | given, kind.dtype)
         if kind.backend == BITWISE:
             config = config.model_copy(update={"model": config.model.model_copy(update={"numerics": BITWISE})})
-        return train(config, Path(folder) / f"{kind.family}-adapter", groups, graphs)
+        with pytest.MonkeyPatch.context() as patch:
+            if kind.dropout:
+                patch.setattr(megatron_model, "_multiple", lambda config: token_unit(BUDGET, world))
+            return train(config, Path(folder) / f"{kind.family}-adapter", groups, graphs, kind)
 
     found = {}
     for kind in kinds:
@@ -99,7 +108,7 @@ def worst(results: list[torch.Tensor], truth: list[torch.Tensor]) -> float:
     return max(relative_error(ours, theirs) for ours, theirs in zip(results, truth, strict=True))
 
 
-def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.Tensor]:
+def train(config: Any, adapter: Path, groups: Any, graphs: bool, kind: Kind) -> list[torch.Tensor]:
     """Return all results of a few steps on batches of different sizes."""
     from megarl.config import parse_config
     from megarl.lora import attach, load_peft_config
@@ -107,9 +116,13 @@ def train(config: Any, adapter: Path, groups: Any, graphs: bool) -> list[torch.T
     from tests.helpers.updates import updates
 
     tree = config.model_dump()
-    tree["train"] |= {"cuda_graphs": graphs, "micro_batch_tokens": 256, "adam_eps": EPSILON}
-    model = MegatronModel(parse_config(tree).trainer, groups, attach(load_peft_config(adapter)))
+    tree["train"] |= {"cuda_graphs": graphs, "micro_batch_tokens": BUDGET, "adam_eps": EPSILON}
+    tree["train"]["recompute"] = kind.recompute
+    lora = load_peft_config(adapter)
+    lora.lora_dropout = kind.dropout
+    model = MegatronModel(parse_config(tree).trainer, groups, attach(lora))
     model.load_adapter(adapter)
+    torch.cuda.manual_seed(7)
     return [tensor for found in updates(model, BATCHES, LR) for tensor in found.values()]
 
 
@@ -125,9 +138,13 @@ def test_graphs_change_nothing(tmp_path, world):
     if world == 1:
         kinds += [Kind("qwen3_moe", "bfloat16", backend) for backend in backends]
         kinds.append(Kind("qwen3", "bfloat16", BITWISE))
+        kinds += [Kind("qwen3", "float32", backend, dropout=0.1) for backend in backends]
+        kinds.append(Kind("qwen3_moe", "bfloat16", backends[-1], "full"))
+    kinds += [Kind("qwen3", *kind, recompute="full") for kind in product(DTYPES, backends)]
+    kinds.append(Kind("qwen3", "bfloat16", "local", "selective"))
     for found in run_ranks(train_each, world, str(tmp_path), kinds, world):
         assert list(found) == kinds
         for kind, (error, bound) in found.items():
-            print(f"\n{' '.join(kind)} TP{world}: worst {error:.1e} of {bound:.1e}")
+            print(f"\n{' '.join(map(str, kind))} TP{world}: worst {error:.1e} of {bound:.1e}")
         for kind, (error, bound) in found.items():
             assert error <= bound, kind

@@ -64,7 +64,8 @@ class TrainConfig(Section):
     """With ``recompute: full``: recompute only this many layers, the first ones of each (virtual) pipeline stage."""
     cuda_graphs: bool = False
     """Run forward and backward passes as CUDA graphs, captured for a few sizes; micro-batches are padded to them. This
-    pays for small models, whose kernels finish faster than they can be launched. Activations then keep their memory.
+    pays for small models, whose kernels finish faster than they can be launched, and on busy hosts. Activations then
+    keep their memory. ``lora_dropout`` fits without tensor parallelism and without ``recompute``.
     With experts: on one rank, in 16 bits, with adapters whose ranks are multiples of 8, on a Hopper GPU."""
     compile: bool = False
     """Compile the transformer layers with torch.compile, in place. Needs a C++ compiler on a CPU. The first step takes

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from megarl.config import TrainConfig
+from megarl.model.optimizer.summing_ddp import SummingDDP
 from megarl.parallel.device import cuda_names
 
 # Buckets per chunk when communication overlaps computation. mcore's default size (40 million elements) puts most
@@ -36,7 +37,7 @@ def wrap_ddp(chunks: list[Any], config: TrainConfig) -> list[DistributedDataPara
         for chunk in chunks:
             trained = sum(parameter.numel() for parameter in chunk.parameters() if parameter.requires_grad)
             settings.bucket_size = max(1, trained // BUCKETS)
-            wrapped.append(DistributedDataParallel(chunk.config, settings, chunk))
+            wrapped.append(SummingDDP(chunk.config, settings, chunk))
             for parameter in chunk.parameters():
                 parameter.reduced_early = config.overlap_grad_reduce
     if config.overlap_grad_reduce:

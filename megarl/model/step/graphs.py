@@ -7,13 +7,16 @@ everything that changes between micro-batches is copied into its inputs, and sha
 The longest sequence, which attention takes as a number, is rounded up to a power of two. In float32 attention runs
 sequence by sequence, so every packing is a shape of its own; float32 is for comparisons, not for speed.
 
-The captured backward pass differentiates with respect to aliases of the trained parameters and adds to mcore's gradient
-buffers itself. The nodes that accumulate the parameters' own gradients belong to the stream on which DDP was built, and
-a capture may not touch that stream. A second capture, without gradients, serves logprobs.
+The captured backward pass differentiates with respect to aliases of the trained parameters (``aliased``) and adds to
+mcore's gradient buffers itself. The nodes that accumulate the parameters' own gradients belong to the stream on which
+DDP was built, and a capture may not touch that stream. Layers that are recomputed run on the aliases again. A second
+capture, without gradients, serves logprobs.
+
+Dropout draws from the default generator, whose state each replay reads and advances, as an uncaptured pass does.
 """
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,22 +24,19 @@ from typing import Any
 import torch
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import random
-from torch.func import functional_call
 
 from megarl.errors import UnsupportedError
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
+from megarl.model.step.aliased import AliasedModel
 from megarl.model.step.micro_batch import MicroBatch, power_of_two
 from megarl.model.step.schedule import RunChunk
 from megarl.parallel import token_exchange
-from megarl.parallel.stacks import alias
 
 # Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2
 # Number of sizes that T may have within a token budget, and the multiple that fast kernels want T to be.
 SIZES, ALIGNED = 8, 16
-# Gradients of up to this many elements are added together in few kernels.
-SMALL = 2**20
 
 
 @dataclass
@@ -72,7 +72,7 @@ class GraphedChunk:
 
     def __init__(self, chunk: Any) -> None:
         self._model = inner_model(chunk)
-        self._trained = {name: weight for name, weight in self._model.named_parameters() if weight.requires_grad}
+        self._aliased = AliasedModel(self._model)
         self._adapted = [module for module in self._model.modules() if "adapters" in module._modules]
         self._captured: dict[Hashable, Captured] = {}
         self._pool: Any = None
@@ -81,7 +81,7 @@ class GraphedChunk:
         """Return the chunk's output ``[T, 1, hidden]``, valid until the next call."""
         key = self._key(item)
         captured = self._captured.get(key)
-        addresses = [parameter.data_ptr() for parameter in self._trained.values()]
+        addresses = [parameter.data_ptr() for parameter in self._aliased.trained]
         if captured is None or captured.addresses != addresses:
             with token_exchange.captured():
                 captured = self._captured[key] = self._capture(item, addresses)
@@ -96,11 +96,12 @@ class GraphedChunk:
         return self._model.config.params_dtype is torch.float32
 
     def _key(self, item: MicroBatch) -> Hashable:
-        """Return all that a graph fixes: the shape, whether there are gradients, each layer's active adapter."""
+        """Return all that a graph fixes: the shape, the kind of pass, each layer's active adapter."""
         shape: Hashable = item.packed.lengths
         if not self._exact:
             shape = len(item.tokens_T), len(item.inputs.bounds), _longest(item.packed)
-        return torch.is_grad_enabled(), tuple(module.active for module in self._adapted), shape
+        kind = torch.is_grad_enabled(), self._model.training
+        return *kind, tuple(module.active for module in self._adapted), shape
 
     def _capture(self, item: MicroBatch, addresses: list[int]) -> Captured:
         memory = item.inputs.memory.clone()
@@ -112,68 +113,22 @@ class GraphedChunk:
             packed = packed.bounded(bounds[: len(packed.lengths) + 1], max(packed.lengths))
         else:
             packed = packed.bounded(bounds, _longest(packed))
-        run = partial(self._run, tokens[None], positions[None], packed)
-        by_hidden = self._warm_up(run)
-        # The graphs' pool cannot use memory that the warm-up left in torch's cache.
-        torch.cuda.empty_cache()
-        forward, backward = torch.cuda.CUDAGraph(), None
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        feed = {"input_ids": tokens[None], "position_ids": positions[None], "packed_seq_params": packed}
+        run = partial(self._aliased.passes, feed)
         with _without_randomness():
-            with torch.cuda.graph(forward, pool=self._pool):
-                hidden, leaves = run()
-            if by_hidden is not None:
-                backward = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(backward, pool=self._pool):
-                    self._add_gradients(torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True))
+            by_hidden = _warm_up(run)
+            # The graphs' pool cannot use memory that the warm-up left in torch's cache.
+            torch.cuda.empty_cache()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+            hidden = run(by_hidden, *(partial(torch.cuda.graph, graph, pool=self._pool) for graph in graphs))
         kept, anchor = self._outside_the_pool(), hidden.new_zeros((), requires_grad=True)
-        return Captured(memory, forward, backward, hidden.detach(), by_hidden, addresses, kept, anchor)
-
-    def _run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, packed: PackedSequences
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Run the model on aliases of its trained parameters. Return its output, and the aliases."""
-        leaves = {name: alias(parameter) for name, parameter in self._trained.items()}
-        feed = {"input_ids": tokens, "position_ids": positions, "attention_mask": None, "packed_seq_params": packed}
-        return functional_call(self._model, leaves, kwargs=feed), list(leaves.values())
+        backward = None if by_hidden is None else graphs[1]
+        return Captured(memory, graphs[0], backward, hidden, by_hidden, addresses, kept, anchor)
 
     def _outside_the_pool(self) -> list[torch.Tensor]:
         """Return the RoPE table and mcore buffers that the graphs read; mcore drops them when they grow."""
         return [self._model.rope_table, *get_global_memory_buffer().buffer.values()]
-
-    def _warm_up(self, run: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]) -> torch.Tensor | None:
-        """Run on a side stream, as captures do. Returns zeros like the output if there are gradients."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        by_hidden = None
-        with torch.cuda.stream(stream), _without_randomness():
-            for _ in range(WARM_UP):
-                hidden, leaves = run()
-                if torch.is_grad_enabled():
-                    by_hidden = torch.zeros_like(hidden)
-                    torch.autograd.grad(hidden, leaves, by_hidden, allow_unused=True)
-                del hidden, leaves
-        torch.cuda.current_stream().wait_stream(stream)
-        return by_hidden
-
-    def _add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add the gradients to mcore's buffers, as its hooks on the parameters do in an uncaptured backward pass.
-
-        Small gradients are added in few kernels: an adapter has hundreds, and each kernel takes longer to start than to
-        run.
-        """
-        sums, small = [], []
-        for parameter, gradient in zip(self._trained.values(), gradients, strict=True):
-            if gradient is None:
-                continue
-            if gradient.numel() > SMALL:
-                parameter.main_grad.add_(gradient)
-                continue
-            sums.append(parameter.main_grad)
-            small.append(gradient.contiguous())
-        if small:
-            widened = [torch.empty_like(total) for total in sums]
-            torch._foreach_copy_(widened, small)
-            torch._foreach_add_(sums, widened)
 
 
 class _Replay(torch.autograd.Function):
@@ -191,9 +146,28 @@ class _Replay(torch.autograd.Function):
         return None, None
 
 
+def _warm_up(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Run on a side stream, as captures do. Returns zeros like the output if there are gradients.
+
+    The passes leave no trace: their gradients are zero, and random numbers are drawn again.
+    """
+    drawn, stream = torch.cuda.get_rng_state(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            hidden = run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.set_rng_state(drawn)
+    return torch.zeros_like(hidden) if torch.is_grad_enabled() else None
+
+
 @contextlib.contextmanager
 def _without_randomness() -> Iterator[None]:
-    """Disable mcore's switching of random states, which a capture cannot do. Nothing here draws random numbers."""
+    """Disable mcore's switching of random states, which a capture cannot do.
+
+    It switches for random numbers that differ between tensor-parallel ranks, which ``check_graphs`` refuses, and for
+    recomputed ones, likewise.
+    """
     kept = {name: getattr(random, name) for name in ("_get_cuda_rng_state", "_set_cuda_rng_state")}
     tracker = random.get_cuda_rng_tracker()
     states = tracker.get_states()

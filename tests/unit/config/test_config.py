@@ -261,15 +261,15 @@ def test_transformer_engine_is_refused_where_it_is_not_proven(recipe, model):
     [
         (["parallel.pipeline=2"], "parallel.pipeline = 2"),
         (["parallel.context=2"], "parallel.context = 2"),
-        (["lora.lora_dropout=0.1"], "lora.lora_dropout = 0.1"),
-        (["train.recompute=full"], "train.recompute = 'full'"),
+        (["lora.lora_dropout=0.1", "parallel.tensor=3"], "lora.lora_dropout = 0.1 and parallel.tensor = 3"),
+        (["lora.lora_dropout=0.1", "train.recompute=full"], "lora.lora_dropout = 0.1 and train.recompute = 'full'"),
         (["train.overlap_grad_reduce=true"], "train.overlap_grad_reduce = true"),
     ],
     ids=str,
 )
 def test_what_cuda_graphs_cannot_hold_is_refused(recipe, overrides, named):
-    assert load_config(recipe, ["train.cuda_graphs=true", "train.compile=true"]).train.cuda_graphs
-    assert load_config(recipe, ["train.cuda_graphs=true", "parallel.tensor=3"]).train.cuda_graphs
+    for held in ("train.compile=true", "parallel.tensor=3", "train.recompute=full", "lora.lora_dropout=0.1"):
+        assert load_config(recipe, ["train.cuda_graphs=true", held]).train.cuda_graphs
     assert named in message_of(recipe, "train.cuda_graphs=true", *overrides, error=UnsupportedError)
 
 

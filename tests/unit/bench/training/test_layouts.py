@@ -69,7 +69,7 @@ def test_phases_of_several_micro_batches_are_added_up() -> None:
         ("tiny", ["virtual_pipeline=2"], "needs parallel.pipeline > 1"),
         ("tiny", ["recompute_layers=1"], "needs train.recompute 'full'"),
         ("tiny", ["recompute=some"], "'none', 'selective' or 'full'"),
-        ("tiny", ["cuda_graphs=true", "dropout=0.1"], "lora.lora_dropout = 0.1"),
+        ("tiny", ["cuda_graphs=true", "dropout=0.1", "tensor=2"], "lora.lora_dropout = 0.1"),
         ("tiny", ["cuda_graphs=true", "context=2"], "parallel.context = 2"),
         (
             "tiny-moe",
