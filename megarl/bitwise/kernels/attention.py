@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED, aligned
+from megarl.triton_support import power_of_two
 
 ROWS, TILE = 64, 64
 WARPS, STAGES = 4, 3
@@ -84,7 +85,7 @@ def attend(
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device) if out is None else out
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     groups, sequences = pages.groups, len(starts) - 1
-    padded = triton.next_power_of_2(heads // groups)
+    padded = power_of_two(heads // groups)
     grid = (tokens // (ROWS // padded) + sequences, groups)
     if tokens:
         _attend[grid](
@@ -108,7 +109,7 @@ def attend(
             QUERIES=heads // groups,
             PADDED=padded,
             WIDTH=width,
-            BLOCK=triton.next_power_of_2(width),
+            BLOCK=power_of_two(width),
             ROWS=ROWS,
             TILE=TILE,
             num_warps=WARPS,

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED
+from megarl.triton_support import ceil_div
 
 BLOCK = 4096
 # Finite, so that a product with the distance to it is never NaN.
@@ -27,7 +28,7 @@ def divide_(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """
     rows, columns = logits.shape
     if rows:
-        _divide[(rows, triton.cdiv(columns, BLOCK))](
+        _divide[(rows, ceil_div(columns, BLOCK))](
             logits, temperatures, columns, logits.stride(0), BLOCK=BLOCK, **UNFUSED
         )
     return logits

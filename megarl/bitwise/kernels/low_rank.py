@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED, aligned
+from megarl.triton_support import ceil_div, power_of_two
 
 ROWS, COLUMNS, LEAST = 64, 128, 16
 SHRINK_ROWS, DEPTH = 32, 128
@@ -72,7 +73,7 @@ def shrink(inputs: torch.Tensor, matrices: torch.Tensor, tokens: Tokens, out: to
     """
     inputs, matrices = aligned(inputs), aligned(matrices)
     rank, depth = matrices.shape[1:]
-    grid = (triton.cdiv(len(tokens.order), SHRINK_ROWS), tokens.groups)
+    grid = (ceil_div(len(tokens.order), SHRINK_ROWS), tokens.groups)
     if grid[0]:
         _shrink[grid](
             inputs,
@@ -85,7 +86,7 @@ def shrink(inputs: torch.Tensor, matrices: torch.Tensor, tokens: Tokens, out: to
             RANK=rank,
             DEPTH=depth,
             ROWS=SHRINK_ROWS,
-            PADDED=max(LEAST, triton.next_power_of_2(rank)),
+            PADDED=max(LEAST, power_of_two(rank)),
             TILE=DEPTH,
             num_warps=4,
             num_stages=4,
@@ -114,7 +115,7 @@ def expand(
         raise ValueError(f"{features} features at {columns}; numerics=bitwise needs multiples of {LEAST}")
     tile = min(COLUMNS, columns.width & -columns.width)  # divides a run, so that a tile's columns lie side by side
     blocks = BLOCKS if len(tokens.order) >= MANY else 1
-    grid = (triton.cdiv(len(tokens.order), ROWS * blocks) * triton.cdiv(features, tile), tokens.groups)
+    grid = (ceil_div(len(tokens.order), ROWS * blocks) * ceil_div(features, tile), tokens.groups)
     if grid[0]:
         _expand[grid](
             low,
@@ -132,7 +133,7 @@ def expand(
             ROWS=ROWS,
             COLUMNS=tile,
             BLOCKS=blocks,
-            PADDED=max(LEAST, triton.next_power_of_2(rank)),
+            PADDED=max(LEAST, power_of_two(rank)),
             num_warps=4,
             num_stages=2,
             **UNFUSED,

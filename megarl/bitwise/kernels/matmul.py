@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED, aligned
+from megarl.triton_support import ceil_div
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def matmul(
     (tokens, depth), columns = inputs.shape, len(weight)
     out = torch.empty(tokens, columns, dtype=dtype or inputs.dtype, device=inputs.device)
     tiles = tiles or tiles_of(tokens)
-    grid = (triton.cdiv(tokens, tiles.rows) * triton.cdiv(columns, tiles.columns),)
+    grid = (ceil_div(tokens, tiles.rows) * ceil_div(columns, tiles.columns),)
     if tokens:
         _matmul[grid](
             inputs,

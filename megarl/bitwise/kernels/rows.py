@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.bitwise.kernels.launch import UNFUSED, aligned
+from megarl.triton_support import ceil_div, power_of_two
 
 # Elements of one program. A row's sum depends on the shape of the tile, so the tile follows from the width alone.
 NORM_ELEMENTS, FEATURES_OF_A_WARP = 2048, 512
@@ -52,10 +53,10 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, heads: Head
     tokens, width = hidden.shape[0], weight.shape[0]
     out = hidden.new_empty((tokens, width) if heads is None else (tokens, heads.number, width))
     heads = heads or Heads.of(1, width)
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     rows = max(1, NORM_ELEMENTS // block)
     if tokens:
-        _norm[(triton.cdiv(tokens * heads.number, rows),)](
+        _norm[(ceil_div(tokens * heads.number, rows),)](
             hidden,
             weight,
             out,
@@ -90,7 +91,7 @@ def rotate(states: torch.Tensor, angles: torch.Tensor, heads: Heads) -> torch.Te
     tokens, half = states.shape[0], heads.width // 2
     out = states.new_empty(tokens, heads.number, heads.width)
     if tokens:
-        _rotate[(tokens, triton.cdiv(heads.number, ROTATED_HEADS))](
+        _rotate[(tokens, ceil_div(heads.number, ROTATED_HEADS))](
             states,
             angles,
             out,
@@ -101,8 +102,8 @@ def rotate(states: torch.Tensor, angles: torch.Tensor, heads: Heads) -> torch.Te
             COUNT=heads.number,
             RUN=heads.run,
             HALF=half,
-            BLOCK=triton.next_power_of_2(half),
-            HEADS=min(ROTATED_HEADS, triton.next_power_of_2(heads.number)),
+            BLOCK=power_of_two(half),
+            HEADS=min(ROTATED_HEADS, power_of_two(heads.number)),
             num_warps=4,
             **UNFUSED,
         )
@@ -115,7 +116,7 @@ def swiglu(fused: torch.Tensor) -> torch.Tensor:
     tokens, width = fused.shape[0], fused.shape[1] // 2
     out = fused.new_empty(tokens, width)
     if tokens:
-        _swiglu[(triton.cdiv(tokens, GATE_ROWS), triton.cdiv(width, GATE_COLUMNS))](
+        _swiglu[(ceil_div(tokens, GATE_ROWS), ceil_div(width, GATE_COLUMNS))](
             fused,
             out,
             tokens,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.triton_support import ceil_div
 from megarl.triton_support.fast_math import exp
 
 SUMS_BLOCK, SUMS_WARPS, SLOPE_BLOCK = 2048, 4, 4096
@@ -56,7 +57,7 @@ def softmax_slope_(
         ``logits_CV``.
     """
     tokens, columns = logits_CV.shape
-    grid = (tokens, triton.cdiv(columns, SLOPE_BLOCK))
+    grid = (tokens, ceil_div(columns, SLOPE_BLOCK))
     _slope[grid](
         logits_CV,
         label_C,

@@ -29,9 +29,10 @@ from megarl.errors import UnsupportedError
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
 from megarl.model.step.aliased import AliasedModel
-from megarl.model.step.micro_batch import MicroBatch, power_of_two
+from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.schedule import RunChunk
 from megarl.parallel import token_exchange
+from megarl.triton_support import power_of_two
 
 # Passes before a capture. In the first ones libraries make their workspaces and compile their kernels.
 WARM_UP = 2

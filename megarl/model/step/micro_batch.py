@@ -19,6 +19,7 @@ from megarl.loss.sequences import Sequences
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.attention.zigzag import padded_length, rank_runs, rank_tokens
 from megarl.model.step.packing import PackedBatch, flat_offsets
+from megarl.triton_support import power_of_two
 from megarl.types import Sample
 
 # Fields that all samples of a micro-batch have, or none.
@@ -160,11 +161,6 @@ def _inputs(
 def sequence_room(count: int) -> int:
     """Return the number of sequences for which the bounds of ``count`` have room."""
     return max(FEWEST_SEQUENCES, power_of_two(count))
-
-
-def power_of_two(count: int) -> int:
-    """Return the least power of two that is at least ``count``."""
-    return 1 << (count - 1).bit_length()
 
 
 @cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.weights.sharded_tensor import Update
-from megarl.triton_support import program_table
+from megarl.triton_support import ceil_div, power_of_two, program_table
 
 # Rows and columns of a program's part of a weight; bytes at a time where everything is a multiple of them.
 ROWS, COLUMNS, VECTOR = 64, 128, 16
@@ -117,10 +117,10 @@ def _launch(dtypes: _Dtypes, fast: bool, jobs: list[Job]) -> _Launch:
     device = jobs[0].base.device
     columns = np.asarray([_column(job) for job in jobs], dtype=np.int64).T.copy()
     scalings = np.asarray([job.update.scaling if job.update else 0.0 for job in jobs], dtype=np.float32)
-    tiles = [triton.cdiv(job.rows, ROWS) * triton.cdiv(job.base.shape[2], COLUMNS) for job in jobs]
+    tiles = [ceil_div(job.rows, ROWS) * ceil_div(job.base.shape[2], COLUMNS) for job in jobs]
     programs = np.stack(program_table(tiles, 1))
     rank = max(job.update.matrix_a.shape[0] if job.update else 0 for job in jobs)
-    inner = min(max(triton.next_power_of_2(max(rank, 1)), INNER[0]), INNER[1])
+    inner = min(max(power_of_two(max(rank, 1)), INNER[0]), INNER[1])
     tables = (torch.from_numpy(table).to(device) for table in (columns, scalings, programs))
     return _Launch(dtypes, fast, inner, *tables)
 

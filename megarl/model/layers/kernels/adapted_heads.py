@@ -18,6 +18,7 @@ from megarl.model.layers.kernels.heads import empty_parts, gradient_of
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_product, low_rows, rank_block
 from megarl.model.layers.updates import Update, flattened, update_gradients, with_room
 from megarl.model.weights.fusion import HeadLayout
+from megarl.triton_support import ceil_div, power_of_two
 from megarl.triton_support.fast_math import cos_sin
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
@@ -77,14 +78,14 @@ def _launch(
     products: Any, keeps: bool,
 ) -> None:  # fmt: skip
     (eps, heads), tokens, half = settings, fused.shape[0], settings[1].head_dim // 2
-    ranks, rows = tuple(rank for _, rank in products), triton.cdiv(tokens, ROWS)
+    ranks, rows = tuple(rank for _, rank in products), ceil_div(tokens, ROWS)
     # Groups of one program: a divisor of all, as large as leaves enough programs.
     groups = max(n for n in range(1, heads.groups + 1) if not heads.groups % n and _enough(rows, heads.groups // n, n))
     _prepare[(rows, heads.groups // groups)](
         fused, angles, *(weights or (fused, fused)), *parts, eps, tokens, *(tuple(one) for one, _ in products),
         RANKS=ranks, SAME=len(set(ranks)) == 1, RANK_BLOCK=rank_block(max(ranks)), GROUPS=heads.groups,
         QUERIES=heads.queries, HALF=half, NORM=bool(weights), KEEPS=keeps, OWN=groups,
-        BLOCK=triton.next_power_of_2(half), ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
+        BLOCK=power_of_two(half), ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

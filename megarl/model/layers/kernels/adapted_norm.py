@@ -20,6 +20,7 @@ from megarl.model.layers.kernels.norm import by_states, normed_rows
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.updates import Update, flattened, update_gradients, with_room
+from megarl.triton_support import ceil_div
 
 # Tile of a step of a program.
 ROWS, COLUMNS, WARPS = 16, 256, 4
@@ -87,7 +88,7 @@ class AddAndNorm(torch.autograd.Function):
         stream, rows = as_rows(residual), as_rows(out)
         (tokens, width), (factors, rank) = rows.shape, factors_of(low, added, places[0], rows)
         inverse = rows.new_empty(tokens, dtype=torch.float32)
-        _add_norm[(triton.cdiv(tokens, ROWS),)](
+        _add_norm[(ceil_div(tokens, ROWS),)](
             stream, rows, total, normed, inverse, weight, eps, tokens, stream.stride(0), rows.stride(0), *factors,
             WIDTH=width, RANK=rank, BLOCK=rank_block(rank), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip

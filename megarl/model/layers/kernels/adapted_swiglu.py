@@ -22,6 +22,7 @@ from megarl.model.layers.kernels.low_rank import LEAST, factors_of, low_rank_til
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient, with_room
+from megarl.triton_support import ceil_div
 from megarl.triton_support.fast_math import sigmoid
 
 # Tile of a forward program; tile of a step of one that also projects, with a warp for 16 rows, as its products want it.
@@ -101,11 +102,11 @@ def _run_forward(
     """Write ``out [T, I]``; return its product with A, ``[T, S]``."""
     (tokens, width), rank = out.shape, 0 if matrix is None or len(matrix) > MOST else len(matrix)
     rows_of, columns, warps = (BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS) if rank else (ROWS, COLUMNS, WARPS)
-    down, across = triton.cdiv(tokens, rows_of), triton.cdiv(width, columns)
+    down, across = ceil_div(tokens, rows_of), ceil_div(width, columns)
     # Programs that project share the columns, and what they find is added up. Others have one tile.
-    own = triton.cdiv(across, min(across, triton.cdiv(BOTH_PROGRAMS, down)) if rank else across) * columns
-    found = rows.new_empty(triton.cdiv(width, own) if rank else 0, tokens * rank, dtype=torch.float32)
-    _forward[(down, triton.cdiv(width, own))](
+    own = ceil_div(across, min(across, ceil_div(BOTH_PROGRAMS, down)) if rank else across) * columns
+    found = rows.new_empty(ceil_div(width, own) if rank else 0, tokens * rank, dtype=torch.float32)
+    _forward[(down, ceil_div(width, own))](
         rows, out, out if matrix is None else matrix, found, tokens, rows.stride(0), out.stride(0),
         *(tuple(one) for one, _ in products), **_sizes(products), WIDTH=width, OWN=own, RANK=rank,
         BLOCK=rank_block(rank), ROWS=rows_of, COLUMNS=columns, num_warps=warps, num_stages=BOTH_STAGES,
@@ -124,7 +125,7 @@ def _run_backward(
     columns = STEP_COLUMNS
     while columns > LEAST and sum(sizes["BLOCKS"]) * columns > SUMS:
         columns //= 2
-    across = triton.cdiv(width, columns)
+    across = ceil_div(width, columns)
     own, chunks = share_tokens(tokens, PROGRAMS // across, STEP_ROWS)
     sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
     _backward[(chunks, across)](

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.triton_support import ceil_div
+
 # Tile of a step of one program, and where few programs have found something.
 ROWS, COLUMNS, WARPS = 32, 128, 4
 FEW_ROWS, FEW_WARPS = 8, 2
@@ -15,8 +17,8 @@ FEW_ROWS, FEW_WARPS = 8, 2
 
 def share_tokens(tokens: int, programs: int, tile: int) -> tuple[int, int]:
     """Return how many tokens one program takes, in whole tiles, and the number of programs: about ``programs``."""
-    own = triton.cdiv(triton.cdiv(tokens, max(1, programs)), tile) * tile
-    return own, triton.cdiv(tokens, own)
+    own = ceil_div(ceil_div(tokens, max(1, programs)), tile) * tile
+    return own, ceil_div(tokens, own)
 
 
 def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -24,7 +26,7 @@ def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = found.new_empty(found.shape[1], dtype=dtype)
     rows, warps = (FEW_ROWS, FEW_WARPS) if len(found) <= FEW_ROWS else (ROWS, WARPS)
     if len(out):
-        _sum[(triton.cdiv(len(out), COLUMNS),)](found, out, *found.shape, ROWS=rows, COLUMNS=COLUMNS, num_warps=warps)
+        _sum[(ceil_div(len(out), COLUMNS),)](found, out, *found.shape, ROWS=rows, COLUMNS=COLUMNS, num_warps=warps)
     return out
 
 

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.weights.fusion import HeadLayout
+from megarl.triton_support import ceil_div, power_of_two
 from megarl.triton_support.fast_math import cos_sin
 
 SLOTS = 32  # heads that one program handles
@@ -101,7 +102,7 @@ def _launch(
     heads: HeadLayout, stride: int,
 ) -> None:  # fmt: skip
     slots, half = heads.groups * (heads.queries + 2), heads.head_dim // 2
-    grid = (fused.shape[0], triton.cdiv(slots, SLOTS))
+    grid = (fused.shape[0], ceil_div(slots, SLOTS))
     kernel[grid](
         fused,
         angles,
@@ -113,7 +114,7 @@ def _launch(
         QUERIES=heads.queries,
         HALF=half,
         NORM=bool(weights),
-        BLOCK=triton.next_power_of_2(half),
+        BLOCK=power_of_two(half),
         SLOTS=SLOTS,
         num_warps=4,
     )

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.triton_support import power_of_two
+
 # Least size of a dimension of a dot product.
 LEAST = 16
 
@@ -46,7 +48,7 @@ def factors_of(low: Any, matrix: Any, place: Any, instead: torch.Tensor, along: 
 
 def rank_block(rank: int) -> int:
     """Return the size of the tile that holds all columns of ``low``; 0 for no product."""
-    return max(LEAST, triton.next_power_of_2(rank)) if rank else 0
+    return max(LEAST, power_of_two(rank)) if rank else 0
 
 
 @triton.jit

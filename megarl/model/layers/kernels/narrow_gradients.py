@@ -8,6 +8,7 @@ Shape letters: T tokens, O output features of the linear, R columns of ``low``, 
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from math import gcd
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_columns
 from megarl.model.layers.kernels.low_rank import LEAST, low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
+from megarl.triton_support import ceil_div, power_of_two
 
 # Tile of a step of one program.
 ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
@@ -70,9 +72,8 @@ def narrow_gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """Return what ``updates.update_gradients`` does; parts may share columns of ``low``. Each is rounded once."""
     rows, narrow = as_rows(by_out), as_rows(low)
-    where = _by_heads(heads) if heads is not None else _side_by_side(rows.shape[1], len(matrices))
-    ranks = [0 if matrix is None else matrix.shape[1] for matrix in matrices]
-    settings = _settings(ranks, where, [place[0] if place else 0 for place in places])
+    ranks = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
+    where, settings = _settings(rows.shape[1], ranks, tuple(place[0] if place else 0 for place in places), heads)
     # What each program has for its tokens and features, and for its features and tokens.
     (tokens, blocks), most = (len(rows), settings["FIRST"][-1]), max(ranks)
     own, programs = share_tokens(tokens, PROGRAMS // blocks, ROWS)
@@ -101,10 +102,10 @@ def _add_up(lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], by
     """
     (_, tokens, most), (programs, width) = lows.shape, sums.shape
     narrow, by_matrices = by_low.view(tokens, -1), by_low.new_empty(width)
-    columns = triton.next_power_of_2(narrow.shape[1])
+    columns = power_of_two(narrow.shape[1])
     few = max(1, LOW_TILE // columns)
-    of_low = triton.cdiv(tokens, few)
-    _sum[(of_low + triton.cdiv(width, chunk_sums.COLUMNS),)](
+    of_low = ceil_div(tokens, few)
+    _sum[(of_low + ceil_div(width, chunk_sums.COLUMNS),)](
         lows, narrow, tokens, narrow.shape[1], narrow.stride(0), sums, by_matrices, programs, width, of_low, MOST=most,
         ROWS=few, COLUMNS=columns, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS,
         num_warps=chunk_sums.WARPS, **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
@@ -124,17 +125,22 @@ def _side_by_side(width: int, count: int) -> Places:
     return Places(unit, (1,) * count, (1,) * count, width, tuple(unit * part for part in range(count)))
 
 
-def _settings(ranks: list[int], where: Places, lows: list[int]) -> dict[str, Any]:
-    """Return what the first kernel knows when it is compiled, with a number for each part.
+@cache
+def _settings(
+    width: int, ranks: tuple[int, ...], lows: tuple[int, ...], heads: HeadLayout | None
+) -> tuple[Places, dict[str, Any]]:
+    """Return the places of ``width`` features, and what the first kernel knows of the parts when it is compiled.
 
-    ``FIRST`` and ``STARTS`` have one number more: where the next part's programs and sums would begin.
+    ``FIRST`` and ``STARTS`` have a number more than there are parts: where the next one's programs and sums would
+    begin.
     """
-    columns = max(LEAST, min(COLUMNS, triton.next_power_of_2(where.unit)))
-    split, absent = triton.cdiv(where.unit, columns), [0] * (PARTS - len(ranks))
+    where = _by_heads(heads) if heads is not None else _side_by_side(width, len(ranks))
+    columns = max(LEAST, min(COLUMNS, power_of_two(where.unit)))
+    split, absent = ceil_div(where.unit, columns), [0] * (PARTS - len(ranks))
     blocks = [units * split if rank else 0 for units, rank in zip(where.units, ranks, strict=True)]
     pieces = gcd(PIECES, *blocks)
     sizes = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)]
-    return {
+    return where, {
         "RANKS": (*ranks, *absent),
         "LOWS": (*lows, *absent),
         "FIRST": tuple(accumulate([*(block // pieces for block in blocks), *absent], initial=0)),

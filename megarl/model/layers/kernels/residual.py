@@ -14,6 +14,7 @@ from megarl import progress
 from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.updates import Update, flattened, update_gradients
+from megarl.triton_support import ceil_div
 
 # Tile of one program.
 ROWS, COLUMNS, WARPS = 32, 128, 4
@@ -43,7 +44,7 @@ class AddAdapted(torch.autograd.Function):
         ctx.places = places
         stream, rows = as_rows(residual), as_rows(out)
         (tokens, width), (factors, rank) = rows.shape, factors_of(low, matrix, places[0], rows)
-        _add[(triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))](
+        _add[(ceil_div(tokens, ROWS), ceil_div(width, COLUMNS))](
             stream, rows, total, tokens, stream.stride(0), rows.stride(0), *factors, WIDTH=width, RANK=rank,
             BLOCK=rank_block(rank), ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
         )  # fmt: skip

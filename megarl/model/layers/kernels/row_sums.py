@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
+from megarl.triton_support import ceil_div
 
 COLUMNS, WARPS = 1024, 4
 
@@ -26,7 +27,7 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     rows, tokens, width = as_rows(rows), len(places), rows.shape[1]
     out = rows.new_empty(tokens, width)
     if tokens:
-        grid = (tokens, triton.cdiv(width, COLUMNS))
+        grid = (tokens, ceil_div(width, COLUMNS))
         _sum_rows[grid](
             rows, places, out, rows.stride(0), WIDTH=width, COUNT=places.shape[1], COLUMNS=COLUMNS, num_warps=WARPS
         )

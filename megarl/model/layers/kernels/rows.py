@@ -2,7 +2,8 @@
 """View tensors as rows, which are contiguous and need not be adjacent; choose how one program computes a row."""
 
 import torch
-import triton
+
+from megarl.triton_support import power_of_two
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -13,5 +14,5 @@ def as_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def row_settings(width: int, features_of_a_warp: int) -> dict[str, int]:
     """Return a kernel's ``WIDTH``, ``BLOCK`` and ``num_warps``, for a program that computes a whole row."""
-    block = triton.next_power_of_2(width)
+    block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "num_warps": min(16, max(1, block // features_of_a_warp))}

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
+from megarl.triton_support import ceil_div
 from megarl.triton_support.fast_math import sigmoid
 
 # Tile of one program: small, so that its registers leave room for other programs, which hide the memory's latency.
@@ -61,7 +62,7 @@ class _SwiGLU(torch.autograd.Function):
 
 def _launch(kernel: Any, fused: torch.Tensor, narrow: torch.Tensor, *others: torch.Tensor) -> None:
     tokens, width = narrow.shape
-    grid = (triton.cdiv(tokens, ROWS), triton.cdiv(width, COLUMNS))
+    grid = (ceil_div(tokens, ROWS), ceil_div(width, COLUMNS))
     strides = fused.stride(0), narrow.stride(0)
     kernel[grid](fused, narrow, *others, tokens, *strides, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 

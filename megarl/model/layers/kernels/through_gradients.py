@@ -15,6 +15,7 @@ import triton.language as tl
 from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
 from megarl.model.layers.kernels.low_rank import low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
+from megarl.triton_support import ceil_div
 
 # Tile of a step of one program; it has fewer columns for high ranks.
 ROWS, COLUMNS, WARPS = 64, 64, 4
@@ -50,7 +51,7 @@ def through_gradients(
     rows, narrow, (rank, width) = as_rows(hidden), as_rows(by_low), matrix.shape
     block = rank_block(rank)
     columns = min(COLUMNS, SUMS // block)
-    across = triton.cdiv(width, columns)
+    across = ceil_div(width, columns)
     own, programs = share_tokens(len(rows), PROGRAMS // across, ROWS)
     added = rows if by_hidden is None else by_hidden
     sums = rows.new_empty(programs, rank * width, dtype=torch.float32)
