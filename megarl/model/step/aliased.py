@@ -39,7 +39,7 @@ class AliasedModel(torch.nn.Module):
 
         Args:
             feed: the model's arguments.
-            by_hidden: gradient of the output; zeros if None.
+            by_hidden: gradient of the output. None for zeros, which are not added to anything.
             forward, backward: functions that make what these passes run in.
         """
         leaves = [alias(parameter) for parameter in self.trained]
@@ -61,5 +61,6 @@ class AliasedModel(torch.nn.Module):
             with backward():
                 # Not autograd.grad: mcore refuses it where layers are recomputed.
                 torch.autograd.backward(hidden, torch.zeros_like(hidden) if by_hidden is None else by_hidden)
-                add_gradients(self.trained, [leaf.grad for leaf in leaves])
+                if by_hidden is not None:
+                    add_gradients(self.trained, [leaf.grad for leaf in leaves])
         return hidden.detach()

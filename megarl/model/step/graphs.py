@@ -150,7 +150,7 @@ class _Replay(torch.autograd.Function):
 def _warm_up(run: Callable[[], torch.Tensor]) -> torch.Tensor | None:
     """Run on a side stream, as captures do. Returns zeros like the output if there are gradients.
 
-    The passes leave no trace: their gradients are zero, and random numbers are drawn again.
+    The passes leave no trace: no gradient is added, and the random numbers are drawn again.
     """
     drawn, stream = torch.cuda.get_rng_state(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
