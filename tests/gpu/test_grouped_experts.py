@@ -7,6 +7,7 @@ import torch
 from megarl.model.layers.experts.grouped import grouped_product, wants_groups
 from megarl.model.layers.experts.stacks import stacked
 from megarl.parallel.stacks import place
+from tests.helpers import grouped_kernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -47,3 +48,13 @@ def test_products_and_gradients_equal_those_of_each_expert(counts, sizes, togeth
     for actual, expected in zip(found, [true, *wanted], strict=True):
         assert (actual.double() - expected).norm() <= 2.0**-8 * expected.norm()
     assert all(not matrix.main_grad.any() for matrix, count in zip(matrices, counts, strict=True) if not count)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("shape", grouped_kernels.SHAPES.values(), ids=grouped_kernels.SHAPES)
+def test_updates_of_all_experts_round_as_products_do(counts, shape):
+    """A and B are summed over tokens in 16 bits' inputs; low and its gradient are rounded once in between."""
+    if not wants_groups(torch.empty(1, 64, device="cuda", dtype=torch.bfloat16), 64):
+        pytest.skip("experts run one by one on this GPU")
+    found = grouped_kernels.errors(counts, shape, torch.bfloat16, "cuda")
+    assert max(found.values()) <= 2.0**-7, found

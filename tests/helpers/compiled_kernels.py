@@ -73,7 +73,7 @@ def compile_writes() -> None:
 def compile_layers() -> None:
     """Compile the kernels of layers, updates and losses."""
     from megarl.loss.kernels.softmax import softmax_slope_, softmax_sums
-    from tests.helpers import heads, row_kernels, update_kernels
+    from tests.helpers import grouped_kernels, heads, row_kernels, update_kernels
 
     update_kernels.with_kernels(True)
     for measure in update_kernels.MEASURES:
@@ -87,6 +87,8 @@ def compile_layers() -> None:
     ):
         measure(384, 0, torch.bfloat16, "cpu")
     heads.errors(heads.LAYOUTS[0], True, torch.bfloat16, "cpu")
+    for grouped in grouped_kernels.SHAPES.values():
+        grouped_kernels.errors(grouped_kernels.COUNTS["even"], grouped, torch.bfloat16, "cpu")
     logits, labels = torch.zeros(3, 5000, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.int64)
     numbers = torch.zeros(3)
     softmax_sums(logits, labels, 0.7)

@@ -41,7 +41,7 @@ class _ExpertLora(ParallelLoraLinear):
 
     @staticmethod
     def together(linears: "Sequence[_ExpertLora]") -> Adapt | None:
-        """Return what adds the active adapter's part of all experts at once; None if no adapter is active.
+        """Return what computes all experts at once with the active adapter; None if no adapter is active.
 
         Raises:
             NotTogether: the experts' adapters differ too much.

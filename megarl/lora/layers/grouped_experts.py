@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megarl.lora.layers.matrices import AdapterMatrices
+from megarl.model.layers.experts.adapted import PartOfAll, adapted_product, takes
 from megarl.model.layers.experts.grouped import ALIGNED, NotTogether, grouped_product
 from megarl.model.layers.experts.stacks import stacked
 from megarl.parallel.stacks import Groups
@@ -51,18 +52,21 @@ class GroupedAdapters:
         same = self.adapters[0] is first and self.adapters[-1] is last
         return same and held[0][0] is first.lora_B[key] and held[-1][0] is last.lora_B[key]
 
-    def __call__(self, out: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' part to ``out [T, O]``, from ``tokens [T, I]``."""
+    def __call__(self, weights: torch.Tensor, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Map ``tokens [T, I]`` by the experts' weights ``[E, O, I]`` and the adapters to ``[T, O]``."""
         one = self.adapters[0]
         if one.lora_A._forward_pre_hooks:  # mcore's, which all have or none
             for adapter in self.adapters:
                 adapter.wait()
-        matrices_a, *matrices_b = self.stacks
-        low = grouped_product(tokens, stacked(matrices_a), ends)
-        parts = zip(matrices_b, one.starts, one.ranks, one.scalings, strict=True)
+        matrices_a, *matrices_b = (stacked(matrices) for matrices in self.stacks)
+        each = zip(one.places, one.starts, one.scalings, matrices_b, strict=True)
+        parts = [PartOfAll(*part) for part in each]
+        if takes(tokens, weights, matrices_a):
+            return adapted_product(tokens, weights, matrices_a, parts, len(one.parts), ends)
+        out, low = grouped_product(tokens, weights, ends), grouped_product(tokens, matrices_a, ends)
         deltas = [
-            grouped_product(low[:, start : start + rank] * scaling, stacked(matrices), ends)
-            for matrices, start, rank, scaling in parts
+            grouped_product(low[:, part.start :][:, : part.matrices.shape[2]] * part.scale, part.matrices, ends)
+            for part in parts
         ]
         return _AddParts.apply(out, len(one.parts), one.places, *deltas)
 

@@ -23,6 +23,10 @@ def test_updates_left_to_kernels_are_added() -> None:
     run_interpreted("-m", "tests.helpers.update_kernels")
 
 
+def test_updates_of_all_experts_are_added() -> None:
+    run_interpreted("-m", "tests.helpers.grouped_kernels")
+
+
 def test_kernels_compile_for_a_gpu() -> None:
     files = {name.partition(".")[0] for name in run_compiled("layers")}
     folder = Path(kernels.__file__).parent

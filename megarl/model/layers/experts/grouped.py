@@ -94,7 +94,7 @@ class GroupedLinear:
 
     Args:
         weights: ``[E, O, I]``.
-        adapt: adds the adapters' part to the output: ``(out [T, O], tokens [T, I], ends)``.
+        adapt: maps (weights, tokens ``[T, I]``, ends) to ``[T, O]``, with the adapters; None if there are none.
     """
 
     def __init__(self, weights: torch.Tensor, adapt: Adapt | None) -> None:
@@ -122,8 +122,8 @@ class GroupedLinear:
 
     def __call__(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """Map ``[T, I]`` to ``[T, O]``; ``ends`` as for ``grouped_product``."""
-        out = grouped_product(tokens, self._weights, ends)
-        return self._adapt(out, tokens, ends) if self._adapt else out
+        adapt = self._adapt
+        return grouped_product(tokens, self._weights, ends) if adapt is None else adapt(self._weights, tokens, ends)
 
 
 def weighted_swiglu(gate_and_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
