@@ -12,8 +12,8 @@ is in OUT/logs.tar.gz, which is rewritten with each printed line.
 Another megatron-core that is first on PYTHONPATH (scripts/mcore.sh) serves every stage; the first line names the
 release. Stages:
 
-    smoke, kernels, graphs, graphs4, compile, compile2, parity, parity4, experts, overlapped, weights, swaps
-                                        tests of this folder
+    smoke, kernels, graphs, graphs1, graphs4, compile, compile2, parity, parity4, experts, experts1, overlapped,
+    weights, swaps                      tests of this folder
     bench:SHAPE[:SETTING,...]           `megarl bench train`, with a profile
     sync:SHAPE[:SETTING,...]            `megarl bench sync`
     rollout:SHAPE[:SETTING,...]         `megarl bench rollout`
@@ -46,8 +46,8 @@ contender is built twice; `contenders=[te]` or `[te,local]` keeps a stage of a l
     bench:qwen3-0.6b:data=4
     bench:qwen3-30b-a3b:data=4,expert=4,layers=12,steps=3,contenders=[te,local]
 
-What CUDA graphs are refused for: `bench:qwen3-8b:dropout=0.05`, `recompute=full`, `recompute=selective`, each also with
-`compile=true`. Weight syncs: `sync:qwen3-8b:tensor=2`, `sync:qwen3-30b-a3b:layers=12,tensor=2`.
+What costs the host most: `bench:qwen3-8b:dropout=0.05`, `recompute=full`, `recompute=selective`, each also with
+`compile=true` and `cuda_graphs=true`. Weight syncs: `sync:qwen3-8b:tensor=2`, `sync:qwen3-30b-a3b:layers=12,tensor=2`.
 """
 
 import contextlib
@@ -79,11 +79,13 @@ TESTS = {
     ],
     "overlapped": ["test_overlapped.py"],
     "graphs": ["test_graphs.py"],
+    "graphs1": ["test_graphs.py", "-k", "1"],
     "graphs4": ["test_graphs.py", "-k", "2 or 4"],
     "compile": ["test_compile.py"],
     "compile2": ["test_compile.py", "-k", "2"],
     "parity": ["test_parity_cuda.py"],
     "parity4": ["test_parity_cuda.py", "-k", "(SPxCP2 or SPxEP2xETP2xDP2 or TP2xPP2) and not qwen3_moe"],
+    "experts1": ["test_grouped_experts.py"],
     "experts": ["test_parity_cuda.py", "-k", "bf16 and qwen3_moe"],
     "weights": ["test_weight_path.py"],
     "swaps": ["test_bitwise.py"],
