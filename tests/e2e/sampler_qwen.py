@@ -46,6 +46,7 @@ def qwen3(folder: Path) -> dict[str, Any]:
         again = rig.generate(prompts(100, seed=1), 3)
         results = {
             "error": rig.error(many[:10]),
+            "places": rig.places(many[:10], 1e-4),
             "error_at_temperature_1": rig.error(many[:10], temperature=1.0),
             "tokens": sum(len(prompt) for prompt in prompts(100, seed=1)) * 4,
             "same_again": np.mean([np.array_equal(a.response_ids, b.response_ids) for a, b in pairs(many, again)]),

@@ -198,14 +198,25 @@ class Rig:
     def generate(self, prompts: list[np.ndarray], version: int) -> list:
         return self.call(self.sampler.generate(prompts, version))
 
-    def error(self, mismatch_of: list, temperature: float | None = None) -> float:
+    def error(self, completions: list, temperature: float | None = None) -> float:
         """Return the largest difference between the sampler's logprobs and PEFT's over nested completions."""
+        return max(float(found.max()) for found in self._differences(completions, temperature))
+
+    def places(self, completions: list, bound: float) -> list[str]:
+        """Return where that difference is beyond a bound: each completion, and its tokens."""
+        return [
+            f"completion {number}: tokens {np.flatnonzero(found > bound).tolist()} of {len(found)}, {found.max():.1e}"
+            for number, found in enumerate(self._differences(completions))
+            if found.max() > bound
+        ]
+
+    def _differences(self, completions: list, temperature: float | None = None) -> list[np.ndarray]:
         scale = self.config.sampler.temperature if temperature is None else temperature
-        return max(
-            float(np.abs(self.trainer.logprobs(one.prompt_ids, one.response_ids, scale) - one.logprobs).max())
-            for group in mismatch_of
+        return [
+            np.abs(self.trainer.logprobs(one.prompt_ids, one.response_ids, scale) - one.logprobs)
+            for group in completions
             for one in group
-        )
+        ]
 
 
 def overlapping(scenario: Callable[[int], dict[str, Any]], overlapped: str) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def test_an_engine_killed_in_a_sync_is_an_error_at_once(scenarios: Scenarios) ->
 
 
 def test_logprobs_are_those_of_the_tempered_untruncated_distribution(qwen3: dict) -> None:
-    assert qwen3["error"] < 1e-4
+    assert qwen3["error"] < 1e-4, qwen3["places"]
     assert qwen3["error_at_temperature_1"] > 1e-2
     # generation_config.json has top_k 2; 400 first tokens of random prompts must be more than that many.
     assert qwen3["first_tokens"] > 20
