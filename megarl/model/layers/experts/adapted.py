@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compute the same linear of all experts with its adapters, whose wide products a kernel adds where they belong.
 
-That are the updates of the output, and what comes back through A in the gradient of the tokens.
+These are the updates of the output, and what comes back through A in the gradient of the tokens.
 
 Shapes: T tokens sorted by expert, E experts, I inputs, O outputs, P parts of the output, R sum of the ranks, r a
 part's rank.
