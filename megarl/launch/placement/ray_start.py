@@ -2,6 +2,7 @@
 """Start Ray, and place a run on its nodes."""
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -21,9 +22,13 @@ from megarl.launch.placement.ray_nodes import cluster_nodes, free_resources
 from megarl.launch.processes import handlers_kept, signals_ignored
 from megarl.network import LOOPBACK
 
+logger = logging.getLogger(__name__)
+
 # On a host with so many cores Ray starts while the run is prepared and its model checked. Ray gives up after 30 s
 # (2.60, fixed), which it needs on a busy host with two cores.
 MANY_CORES = 8
+# How often a local Ray is started if other work keeps it from that.
+TRIES = 2
 PLACEMENT_SECONDS = 120
 POLL_SECONDS = 1.0
 
@@ -61,7 +66,7 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
         scratch: folder for the files of a local cluster.
 
     Raises:
-        WorkerError: RAY_ADDRESS is set and no cluster answers there, or Ray did not start.
+        WorkerError: RAY_ADDRESS is set and no cluster answers there, or Ray did not start, ``TRIES`` times.
     """
     environment = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     for name, value in environment.items():
@@ -75,12 +80,26 @@ def start_ray(config: RunConfig, scratch: Path) -> None:
         # Ray opens its own folder to all users. The folder around it admits nobody else.
         options["_temp_dir"] = str(scratch / "ray")
         make_private(scratch)
-    try:
-        with handlers_kept(), contextlib.nullcontext() if address else _sockets_in(scratch):
+    with handlers_kept(), contextlib.nullcontext() if address else _sockets_in(scratch):
+        try:
+            _init(options, tries=1 if address else TRIES)
+        except Exception as error:  # Ray raises bare Exceptions too
+            problem = (
+                f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
+            )
+            raise WorkerError(f"{problem}: {error}") from error
+
+
+def _init(options: dict[str, Any], tries: int) -> None:
+    """Call ``ray.init``; again if it fails, since what it needs has then been read from the disk."""
+    for left in reversed(range(tries)):
+        try:
             ray.init(**options)
-    except Exception as error:  # Ray raises bare Exceptions too
-        problem = f"RAY_ADDRESS is '{address}', but no Ray cluster answers there" if address else "Ray did not start"
-        raise WorkerError(f"{problem}: {error}") from error
+            return
+        except Exception as error:
+            if not left:
+                raise
+            logger.warning("Ray did not start, and is started again: %s", error)
 
 
 def make_private(scratch: Path) -> None:

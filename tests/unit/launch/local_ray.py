@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start a run's Ray with one actor, as `megarl train` does; print its listening addresses; wait to be killed."""
+"""Start a run's Ray with one actor, as `megarl train` does; print its listening addresses; wait to be killed.
+
+With the argument `late` Ray's node is not there in time when it is first started.
+"""
 
 import json
+import sys
 import time
+from typing import Any
 
 import psutil
 import ray
@@ -25,7 +30,20 @@ def listening() -> list[str]:
     return sorted(addresses)
 
 
+def be_late_once() -> None:
+    """Let Ray's first start end without its node, whose processes run."""
+    services, get_node = ray._private.services, ray._private.services.get_node
+
+    def late(*given: Any) -> None:
+        services.get_node = get_node
+        raise Exception("the node is late")
+
+    services.get_node = late
+
+
 if __name__ == "__main__":
+    if "late" in sys.argv:
+        be_late_once()
     with reaper() as scratch:
         ray_start.start_ray(run(), scratch)
         actor = ray.remote(Nothing).remote()

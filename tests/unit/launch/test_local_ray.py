@@ -7,14 +7,17 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.traced import ROOT, Traced
 
 
+@pytest.mark.parametrize("first", ["in time", "late"])
 def test_it_listens_on_loopback_under_a_token_of_its_own_and_a_killed_run_leaves_nothing(
-    traced: Traced, tmp_path: Path
+    traced: Traced, tmp_path: Path, first: str
 ) -> None:
     environment = traced.environment | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "tests.unit.launch.local_ray"]
+    command = [sys.executable, "-m", "tests.unit.launch.local_ray", first]
     run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert run.stdout and run.stderr
     try:
@@ -29,7 +32,8 @@ def test_it_listens_on_loopback_under_a_token_of_its_own_and_a_killed_run_leaves
         assert said["sockets"] and scratch.stat().st_mode & 0o777 == 0o700
     finally:
         run.kill()
-        run.communicate()
+        _, logged = run.communicate()
+    assert (b"is started again: the node is late" in logged) is (first == "late")
     assert traced.wait_until_gone(20) == []
     deadline = time.monotonic() + 5
     while scratch.exists() and time.monotonic() < deadline:
