@@ -75,8 +75,7 @@ def build_with(kind: type, folder: Path, train: dict[str, Any]) -> MegatronModel
 
 def each_way(folder: str, small: int, waiting: int) -> dict[str, dict[str, bool]]:
     """Return, for each kind of recomputation, which ways give the same bits as mcore's hooks."""
-    summing_ddp.SMALL = gradient_sums.SMALL = small
-    summing_ddp.WAITING = waiting
+    gradient_sums.SMALL, summing_ddp.WAITING = small, waiting
     found = {}
     for name, train in RECOMPUTE.items():
         truth = gradients_of(build_with(DistributedDataParallel, Path(folder), train))

@@ -200,23 +200,30 @@ class Rig:
 
     def error(self, completions: list, temperature: float | None = None) -> float:
         """Return the largest difference between the sampler's logprobs and PEFT's over nested completions."""
-        return max(float(found.max()) for found in self._differences(completions, temperature))
+        return largest(self.differences(completions, temperature))
 
-    def places(self, completions: list, bound: float) -> list[str]:
-        """Return where that difference is beyond a bound: each completion, and its tokens."""
-        return [
-            f"completion {number}: tokens {np.flatnonzero(found > bound).tolist()} of {len(found)}, {found.max():.1e}"
-            for number, found in enumerate(self._differences(completions))
-            if found.max() > bound
-        ]
-
-    def _differences(self, completions: list, temperature: float | None = None) -> list[np.ndarray]:
+    def differences(self, completions: list, temperature: float | None = None) -> list[np.ndarray]:
+        """Return the difference of each token of each completion."""
         scale = self.config.sampler.temperature if temperature is None else temperature
         return [
             np.abs(self.trainer.logprobs(one.prompt_ids, one.response_ids, scale) - one.logprobs)
             for group in completions
             for one in group
         ]
+
+
+def largest(differences: list[np.ndarray]) -> float:
+    """Return the largest of all."""
+    return max(float(found.max()) for found in differences)
+
+
+def places(differences: list[np.ndarray], bound: float) -> list[str]:
+    """Return where differences are beyond a bound: each completion, and its tokens."""
+    return [
+        f"completion {number}: tokens {np.flatnonzero(found > bound).tolist()} of {len(found)}, {found.max():.1e}"
+        for number, found in enumerate(differences)
+        if found.max() > bound
+    ]
 
 
 def overlapping(scenario: Callable[[int], dict[str, Any]], overlapped: str) -> dict[str, Any]:

@@ -11,21 +11,22 @@ from megarl.model import megatron_model
 from megarl.model.layers.gpt import inner_model
 from megarl.model.step.aliased import AliasedModel
 from megarl.model.step.micro_batch import MicroBatch
+from megarl.model.step.schedule import feed
 
 
 class _Aliased(torch.autograd.Function):
     """A forward pass; when the output's gradient is there, both passes. A graph has kept the first instead."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, model: AliasedModel, feed: dict[str, Any]) -> torch.Tensor:
-        ctx.again = model, feed
-        return model.passes(feed)
+    def forward(ctx: Any, anchor: torch.Tensor, model: AliasedModel, given: dict[str, Any]) -> torch.Tensor:
+        ctx.again = model, given
+        return model.passes(given)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        model, feed = ctx.again
+        model, given = ctx.again
         with torch.enable_grad():
-            model.passes(feed, gradients[0])
+            model.passes(given, gradients[0])
         return None, None, None
 
 
@@ -36,14 +37,10 @@ def aliased() -> Iterator[None]:
 
     def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
         model = models.setdefault(id(chunk), AliasedModel(inner_model(chunk)))
-        feed = {
-            "input_ids": item.tokens_T[None],
-            "position_ids": item.positions_T[None],
-            "packed_seq_params": item.packed,
-        }
+        given = feed(item.tokens_T, item.positions_T, item.packed)
         if not torch.is_grad_enabled():
-            return model.passes(feed)
-        return _Aliased.apply(torch.zeros((), requires_grad=True), model, feed)
+            return model.passes(given)
+        return _Aliased.apply(torch.zeros((), requires_grad=True), model, given)
 
     megatron_model.run_chunk = run_chunk
     try:

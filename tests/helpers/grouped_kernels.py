@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from megarl.model.layers.experts.adapted import PartOfAll, adapted_product
+from megarl.model.layers.experts.adapted import adapted_product
+from megarl.model.layers.experts.grouped import PartOfAll
 
 # Tokens of each expert: tiles with tokens of one, of many and of the last one alone; experts without any.
 COUNTS = {"some idle": [3, 0, 0, 131, 0, 64, 1, 0], "one alone": [0, 0, 90, 0], "none": [0, 0], "even": [64, 64, 64]}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from megarl.lora.layers.matrices import AdapterMatrices
-from megarl.model.layers.experts.adapted import PartOfAll, adapted_product, takes
-from megarl.model.layers.experts.grouped import ALIGNED, NotTogether, grouped_product
+from megarl.model.layers.experts.grouped import ALIGNED, NotTogether, PartOfAll, grouped_product
 from megarl.model.layers.experts.stacks import stacked
+from megarl.model.layers.pointwise import wants_kernels
 from megarl.parallel.stacks import Groups
 
 
@@ -61,8 +61,11 @@ class GroupedAdapters:
         matrices_a, *matrices_b = (stacked(matrices) for matrices in self.stacks)
         each = zip(one.places, one.starts, one.scalings, matrices_b, strict=True)
         parts = [PartOfAll(*part) for part in each]
-        if takes(tokens, weights, matrices_a):
-            return adapted_product(tokens, weights, matrices_a, parts, len(one.parts), ends)
+        if wants_kernels(tokens):
+            from megarl.model.layers.experts import adapted  # here, since Triton may not be installed
+
+            if adapted.takes(weights, matrices_a):
+                return adapted.adapted_product(tokens, weights, matrices_a, parts, len(one.parts), ends)
         out, low = grouped_product(tokens, weights, ends), grouped_product(tokens, matrices_a, ends)
         deltas = [
             grouped_product(low[:, part.start :][:, : part.matrices.shape[2]] * part.scale, part.matrices, ends)

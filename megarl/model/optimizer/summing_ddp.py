@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mcore's DistributedDataParallel, with hooks that add small gradients together."""
+"""mcore's DistributedDataParallel, with hooks that add gradients together."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megarl.parallel.gradient_sums import SMALL, add_gradients
+from megarl.parallel.gradient_sums import add_gradients
 
-# Elements of small gradients that may wait for the end of a backward pass.
+# Elements of gradients that may wait for the end of a backward pass.
 WAITING = 2**24
 
 
 class WaitingGradients:
-    """Small gradients of a backward pass, to be added at its end."""
+    """Gradients of a backward pass, to be added at its end, or as soon as they are many."""
 
     def __init__(self) -> None:
         self._parameters: list[torch.nn.Parameter] = []
@@ -45,7 +45,7 @@ class WaitingGradients:
 
 
 class SummingDDP(DistributedDataParallel):
-    """mcore's, but for the order of the work: small gradients are added at the end of a backward pass.
+    """mcore's, but for the order of the work: gradients are added at the end of a backward pass.
 
     Where mcore reduces each bucket as soon as its gradients are there (``overlap_grad_reduce``), all is mcore's.
     """
@@ -62,7 +62,7 @@ class SummingDDP(DistributedDataParallel):
 
     def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
         """Return what runs when autograd has put a gradient into ``param.grad``."""
-        if self.ddp_config.overlap_grad_reduce or param.numel() > SMALL:
+        if self.ddp_config.overlap_grad_reduce:
             return super()._make_backward_post_hook(param)
 
         def hook(*unused: Any) -> None:

@@ -56,7 +56,7 @@ class AliasedModel(torch.nn.Module):
     ) -> torch.Tensor:
         """Run what ``passes`` runs, ``leaves`` being in the trained parameters' places."""
         with forward():
-            hidden = self.model(attention_mask=None, **feed)
+            hidden = self.model(**feed)
         if torch.is_grad_enabled():
             with backward():
                 # Not autograd.grad: mcore refuses it where layers are recomputed.

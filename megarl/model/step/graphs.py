@@ -30,7 +30,7 @@ from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import inner_model
 from megarl.model.step.aliased import AliasedModel
 from megarl.model.step.micro_batch import MicroBatch
-from megarl.model.step.schedule import RunChunk
+from megarl.model.step.schedule import RunChunk, feed
 from megarl.parallel import token_exchange
 from megarl.triton_support import power_of_two
 
@@ -114,8 +114,7 @@ class GraphedChunk:
             packed = packed.bounded(bounds[: len(packed.lengths) + 1], max(packed.lengths))
         else:
             packed = packed.bounded(bounds, _longest(packed))
-        feed = {"input_ids": tokens[None], "position_ids": positions[None], "packed_seq_params": packed}
-        run = partial(self._aliased.passes, feed)
+        run = partial(self._aliased.passes, feed(tokens, positions, packed))
         with _without_randomness():
             by_hidden = _warm_up(run)
             # The graphs' pool cannot use memory that the warm-up left in torch's cache.

@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl import progress
 from megarl.loss.logprobs import token_logprobs
+from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.gpt import PackedGPTModel, inner_model
 from megarl.model.step.micro_batch import MicroBatch
 from megarl.model.step.stepper import Stepper
@@ -19,14 +20,19 @@ from megarl.parallel.groups import Groups
 RunChunk = Callable[[Any, MicroBatch], torch.Tensor]
 
 
+def feed(tokens_T: torch.Tensor, positions_T: torch.Tensor, packed: PackedSequences) -> dict[str, Any]:
+    """Return the arguments of a chunk, from a micro-batch's tensors of these names."""
+    return {
+        "input_ids": tokens_T[None],
+        "position_ids": positions_T[None],
+        "attention_mask": None,
+        "packed_seq_params": packed,
+    }
+
+
 def run_chunk(chunk: Any, item: MicroBatch) -> torch.Tensor:
     """Return a chunk's output for a micro-batch: on the last stage, hidden states ``[T, 1, hidden]``."""
-    return chunk(
-        input_ids=item.tokens_T[None],
-        position_ids=item.positions_T[None],
-        attention_mask=None,
-        packed_seq_params=item.packed,
-    )
+    return chunk(**feed(item.tokens_T, item.positions_T, item.packed))
 
 
 def set_training(chunks: list[Any], training: bool) -> None:

@@ -4,42 +4,22 @@
 These are the updates of the output, and what comes back through A in the gradient of the tokens.
 
 Shapes: T tokens sorted by expert, E experts, I inputs, O outputs, P parts of the output, R sum of the ranks, r a
-part's rank.
+part's rank. Import this module only where Triton is installed.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megarl.model.layers.experts.grouped import grouped_product
-from megarl.model.layers.pointwise import wants_kernels
+from megarl.model.layers.experts.grouped import PartOfAll, grouped_product
+from megarl.model.layers.kernels.grouped_updates import MOST, add_grouped
 
 
-class PartOfAll(NamedTuple):
-    """The adapters of one part of the output, of all experts.
-
-    Attributes:
-        place: of the part among P.
-        start: first of its columns of the tokens' products with A, ``[T, R]``. Parts may share columns.
-        scale: factor of the product.
-        matrices: B, ``[E, O / P, r]``.
-    """
-
-    place: int
-    start: int
-    scale: float
-    matrices: torch.Tensor
-
-
-def takes(tokens: torch.Tensor, weights: torch.Tensor, matrices_a: torch.Tensor) -> bool:
-    """Return True if ``adapted_product`` is for these: kernels, frozen weights, a rank that is not too high."""
-    if not wants_kernels(tokens) or weights.requires_grad:
-        return False
-    from megarl.model.layers.kernels import grouped_updates  # here, since Triton may not be installed
-
-    return matrices_a.shape[1] <= grouped_updates.MOST
+def takes(weights: torch.Tensor, matrices_a: torch.Tensor) -> bool:
+    """Return True if ``adapted_product`` is for these: frozen weights, a rank that is not too high."""
+    return not weights.requires_grad and matrices_a.shape[1] <= MOST
 
 
 def adapted_product(
@@ -76,8 +56,7 @@ class _Lowered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        from megarl.model.layers.kernels.grouped_updates import add_grouped
-
+        """Return the gradients of the tokens ``[T, I]`` and of A ``[E, R, I]``."""
         tokens, weights, matrices_a, ends = ctx.saved_tensors
         by_out, by_low = gradients
         by_tokens = None
@@ -99,8 +78,6 @@ class _Raised(torch.autograd.Function):
         *matrices: torch.Tensor,
     ) -> torch.Tensor:
         """Add each part's update to ``out``, in its memory."""
-        from megarl.model.layers.kernels.grouped_updates import add_grouped
-
         ctx.save_for_backward(low, ends, *matrices)
         ctx.count, ctx.places = count, places
         total = out.detach()
@@ -111,6 +88,7 @@ class _Raised(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return the gradients of ``out [T, O]``, ``low [T, R]`` and each B ``[E, O / P, r]``."""
         low, ends, *matrices = ctx.saved_tensors
         by_low, by_matrices = torch.zeros_like(low), []
         pieces = gradients[0].chunk(ctx.count, dim=-1)

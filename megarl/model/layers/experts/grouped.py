@@ -10,6 +10,7 @@ features after SwiGLU.
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,22 @@ Adapt = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 class NotTogether(Exception):
     """The adapters of several experts cannot be computed together."""
+
+
+class PartOfAll(NamedTuple):
+    """The adapters of one part of the output, of all experts.
+
+    Attributes:
+        place: of the part among the output's P.
+        start: first of its columns of the tokens' products with every A. Parts may share columns.
+        scale: factor of the product.
+        matrices: B, ``[E, O / P, r]``.
+    """
+
+    place: int
+    start: int
+    scale: float
+    matrices: torch.Tensor
 
 
 # Bytes that each row of what a grouped product reads must be a multiple of.
