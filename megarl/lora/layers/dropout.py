@@ -55,11 +55,12 @@ def drop_inputs(layer: Any, probability: float, hidden: torch.Tensor) -> torch.T
     """Apply dropout to the input of an adapter of ``layer``, a ``ParallelLoraLinear``.
 
     TP ranks that hold the same tokens and features must drop the same ones. They use the default generator, which mcore
-    seeds alike on TP ranks. Ranks that hold different ones use mcore's tracker.
+    seeds alike on TP ranks. Ranks that hold different ones use mcore's tracker. A single rank uses the default one, the
+    only one that a CUDA graph can draw from.
     """
     if not (layer.training and probability > 0.0):
         return hidden
-    own = layer.splits_inputs or layer.base_layer.sequence_parallel
+    own = layer.group.size() > 1 and (layer.splits_inputs or layer.base_layer.sequence_parallel)
     if traced():
         return dropout(hidden, probability, own, layer.place)[0]
     if not own:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Test the parts of a compiled layer: attention and dropout as operators, the count of compilations, the clock."""
 
+import contextlib
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 from megarl.errors import UnsupportedError
-from megarl.lora.layers.dropout import dropout
+from megarl.lora.layers import dropout as dropping
+from megarl.lora.layers.dropout import drop_inputs, dropout
 from megarl.lora.layers.products import Layout
 from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.layers.attention.core import PackedSequences, attend_runs
@@ -55,6 +58,22 @@ def test_the_operators_are_sound():
     opcheck(
         dropout, (hidden, 0.5, False, 0), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize(("ranks", "splits", "own"), [(1, True, False), (2, True, True), (2, False, False)])
+def test_a_single_rank_draws_from_the_default_generator_alone(monkeypatch, ranks, splits, own):
+    entered = []
+
+    @contextlib.contextmanager
+    def fork():
+        entered.append(True)
+        yield
+
+    monkeypatch.setattr(dropping, "get_cuda_rng_tracker", lambda: SimpleNamespace(fork=fork))
+    group, base = SimpleNamespace(size=lambda: ranks), SimpleNamespace(sequence_parallel=False)
+    layer = SimpleNamespace(training=True, splits_inputs=splits, base_layer=base, group=group)
+    dropped = drop_inputs(layer, 0.5, torch.ones(64))
+    assert bool(entered) is own and 0 < int((dropped == 0).sum()) < 64
 
 
 def test_compiled_dropout_drops_what_uncompiled_does():
