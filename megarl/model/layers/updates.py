@@ -132,15 +132,15 @@ def input_gradient(
     """
     whole = in_one_piece(by_out, by_low)
     # The weight may have been moved or cast since the room was made.
-    held = room is not None and room.data_ptr() == weight.data_ptr() and len(room) >= len(weight) + len(matrix)
+    outputs, rank = weight.shape[0], matrix.shape[0]
+    held = room is not None and room.shape[0] >= outputs + rank and room.data_ptr() == weight.data_ptr()
     if whole is not None and room is not None and held:
-        both = room[: len(weight) + len(matrix)]
-        both[len(weight) :] = matrix
-        by_hidden = whole @ both
+        room[outputs : outputs + rank] = matrix
+        by_hidden = whole @ room[: outputs + rank]
     else:
         rows, narrow = (one.reshape(-1, one.shape[-1]) for one in (by_out, by_low))
         by_hidden = (rows @ weight).addmm_(narrow, matrix)
-    return by_hidden.view(*by_out.shape[:-1], -1)
+    return by_hidden if by_out.dim() == 2 else by_hidden.view(*by_out.shape[:-1], -1)
 
 
 def product(left: torch.Tensor, right: torch.Tensor, scale: float) -> torch.Tensor:

@@ -7,6 +7,7 @@ all of B. The backward pass is that of ``heads``.
 Shape letters: T tokens, G groups (KV heads), N query heads of a group, D head_dim.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,8 +80,7 @@ def _launch(
 ) -> None:  # fmt: skip
     (eps, heads), tokens, half = settings, fused.shape[0], settings[1].head_dim // 2
     ranks, rows = tuple(rank for _, rank in products), ceil_div(tokens, ROWS)
-    # Groups of one program: a divisor of all, as large as leaves enough programs.
-    groups = max(n for n in range(1, heads.groups + 1) if not heads.groups % n and _enough(rows, heads.groups // n, n))
+    groups = _groups_of_a_program(heads.groups, rows)
     _prepare[(rows, heads.groups // groups)](
         fused, angles, *(weights or (fused, fused)), *parts, eps, tokens, *(tuple(one) for one, _ in products),
         RANKS=ranks, SAME=len(set(ranks)) == 1, RANK_BLOCK=rank_block(max(ranks)), GROUPS=heads.groups,
@@ -89,9 +89,10 @@ def _launch(
     )  # fmt: skip
 
 
-def _enough(rows: int, programs: int, groups: int) -> bool:
-    """Return True if so many programs for each block of rows are enough, or there cannot be more."""
-    return rows * programs >= PROGRAMS or groups == 1
+@cache
+def _groups_of_a_program(groups: int, rows: int) -> int:
+    """Return a divisor of all groups, as large as leaves enough programs for so many blocks of rows."""
+    return max(n for n in range(1, groups + 1) if not groups % n and (rows * groups // n >= PROGRAMS or n == 1))
 
 
 @triton.jit

@@ -23,10 +23,11 @@ def share_tokens(tokens: int, programs: int, tile: int) -> tuple[int, int]:
 
 def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum over programs of ``found [programs, N]`` float32, contiguous, rounded once: ``[N]``."""
-    out = found.new_empty(found.shape[1], dtype=dtype)
-    rows, warps = (FEW_ROWS, FEW_WARPS) if len(found) <= FEW_ROWS else (ROWS, WARPS)
-    if len(out):
-        _sum[(ceil_div(len(out), COLUMNS),)](found, out, *found.shape, ROWS=rows, COLUMNS=COLUMNS, num_warps=warps)
+    count, width = found.shape
+    out = found.new_empty(width, dtype=dtype)
+    rows, warps = (FEW_ROWS, FEW_WARPS) if count <= FEW_ROWS else (ROWS, WARPS)
+    if width:
+        _sum[(ceil_div(width, COLUMNS),)](found, out, count, width, ROWS=rows, COLUMNS=COLUMNS, num_warps=warps)
     return out
 
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from megarl.model.layers.kernels.rows import as_rows
 from megarl.triton_support import power_of_two
 
 # Least size of a dimension of a dot product.
@@ -40,10 +41,9 @@ def factors_of(low: Any, matrix: Any, place: Any, instead: torch.Tensor, along: 
     """
     if matrix is None:
         return Factors(instead, instead, 0.0, 0), 0
-    start, scale = place
-    rows = low.reshape(-1, low.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return Factors(rows[:, start:], matrix.contiguous(), scale, rows.stride(0)), matrix.shape[along]
+    (start, scale), rows = place, as_rows(low)
+    first = rows[:, start:] if start else rows
+    return Factors(first, matrix.contiguous(), scale, rows.stride(0)), matrix.shape[along]
 
 
 def rank_block(rank: int) -> int:

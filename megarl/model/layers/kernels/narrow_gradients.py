@@ -73,20 +73,21 @@ def narrow_gradients(
     """Return what ``updates.update_gradients`` does; parts may share columns of ``low``. Each is rounded once."""
     rows, narrow = as_rows(by_out), as_rows(low)
     ranks = tuple(0 if matrix is None else matrix.shape[1] for matrix in matrices)
-    where, settings = _settings(rows.shape[1], ranks, tuple(place[0] if place else 0 for place in places), heads)
+    tokens, width = rows.shape
+    settings = _settings(width, ranks, tuple(place[0] if place else 0 for place in places), heads)
     # What each program has for its tokens and features, and for its features and tokens.
-    (tokens, blocks), most = (len(rows), settings["FIRST"][-1]), max(ranks)
+    blocks, most = settings["FIRST"][-1], settings["MOST"]
     own, programs = share_tokens(tokens, PROGRAMS // blocks, ROWS)
     lows = rows.new_empty(blocks, tokens, most, dtype=torch.float32)
     sums = rows.new_empty(programs, settings["STARTS"][-1], dtype=torch.float32)
     given = [rows if matrix is None else matrix.contiguous() for matrix in matrices] + [rows] * (PARTS - len(matrices))
     scales = [place[1] if place else 0.0 for place in places] + [0.0] * (PARTS - len(places))
     _gradients[(programs, blocks)](
-        rows, narrow, lows, sums, tokens, own, rows.stride(0), narrow.stride(0), *given, *scales, MOST=most,
-        BLOCK=rank_block(most), UNIT=where.unit, STRIDE=where.stride, ROWS=ROWS, num_warps=WARPS, num_stages=STAGES,
-        **settings,
-    )  # fmt: skip
+        rows, narrow, lows, sums, tokens, own, rows.stride(0), narrow.stride(0), *given, *scales, **settings
+    )
     by_matrices = _add_up(lows, sums, settings, into)
+    if len(ranks) == 1:
+        return into, by_matrices.view(-1, ranks[0])
     pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
     return into, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 
@@ -100,15 +101,16 @@ def _add_up(lows: torch.Tensor, sums: torch.Tensor, settings: dict[str, Any], by
         settings: see ``_settings``.
         by_low: memory for the first, ``[..., R]``.
     """
-    (_, tokens, most), (programs, width) = lows.shape, sums.shape
-    narrow, by_matrices = by_low.view(tokens, -1), by_low.new_empty(width)
-    columns = power_of_two(narrow.shape[1])
-    few = max(1, LOW_TILE // columns)
+    tokens, (programs, width) = lows.shape[1], sums.shape
+    narrow = by_low if by_low.dim() == 2 else by_low.view(tokens, -1)
+    by_matrices, columns = by_low.new_empty(width), narrow.shape[1]
+    block = power_of_two(columns)
+    few = max(1, LOW_TILE // block)
     of_low = ceil_div(tokens, few)
     _sum[(of_low + ceil_div(width, chunk_sums.COLUMNS),)](
-        lows, narrow, tokens, narrow.shape[1], narrow.stride(0), sums, by_matrices, programs, width, of_low, MOST=most,
-        ROWS=few, COLUMNS=columns, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS,
-        num_warps=chunk_sums.WARPS, **{name: settings[name] for name in ("RANKS", "LOWS", "FIRST")},
+        lows, narrow, tokens, columns, narrow.stride(0), sums, by_matrices, programs, width, of_low,
+        RANKS=settings["RANKS"], LOWS=settings["LOWS"], FIRST=settings["FIRST"], MOST=settings["MOST"], ROWS=few,
+        COLUMNS=block, CHUNK_ROWS=chunk_sums.ROWS, CHUNK_COLUMNS=chunk_sums.COLUMNS, num_warps=chunk_sums.WARPS,
     )  # fmt: skip
     return by_matrices
 
@@ -128,8 +130,8 @@ def _side_by_side(width: int, count: int) -> Places:
 @cache
 def _settings(
     width: int, ranks: tuple[int, ...], lows: tuple[int, ...], heads: HeadLayout | None
-) -> tuple[Places, dict[str, Any]]:
-    """Return the places of ``width`` features, and what the first kernel knows of the parts when it is compiled.
+) -> dict[str, Any]:
+    """Return what the first kernel knows of ``width`` features and the parts when it is compiled.
 
     ``FIRST`` and ``STARTS`` have a number more than there are parts: where the next one's programs and sums would
     begin.
@@ -139,18 +141,25 @@ def _settings(
     split, absent = ceil_div(where.unit, columns), [0] * (PARTS - len(ranks))
     blocks = [units * split if rank else 0 for units, rank in zip(where.units, ranks, strict=True)]
     pieces = gcd(PIECES, *blocks)
-    sizes = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)]
-    return where, {
+    sizes, most = [units * where.unit * rank for units, rank in zip(where.units, ranks, strict=True)], max(ranks)
+    return {
         "RANKS": (*ranks, *absent),
         "LOWS": (*lows, *absent),
         "FIRST": tuple(accumulate([*(block // pieces for block in blocks), *absent], initial=0)),
         "STARTS": tuple(accumulate([*sizes, *absent], initial=0)),
         "RUNS": (*where.runs, *[1 for _ in absent]),
         "OFFSETS": (*where.offsets, *absent),
+        "MOST": most,
+        "BLOCK": rank_block(most),
+        "UNIT": where.unit,
+        "STRIDE": where.stride,
         "SPLIT": split,
         "PIECES": pieces,
         "ALIGNED": gcd(16, *lows),
+        "ROWS": ROWS,
         "COLUMNS": columns,
+        "num_warps": WARPS,
+        "num_stages": STAGES,
     }
 
 

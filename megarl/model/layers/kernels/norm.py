@@ -75,10 +75,10 @@ def by_states(
     """Return the gradient of ``hidden``, plus ``beside``; in the memory ``into``, if that is given."""
     by_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if into is None else into
     rows, along, out = as_rows(hidden), as_rows(gradient), as_rows(by_hidden)
-    added = along if beside is None else as_rows(beside)
-    _norm_backward[(len(rows),)](
+    added, (tokens, width) = along if beside is None else as_rows(beside), rows.shape
+    _norm_backward[(tokens,)](
         rows, weight, inverse, along, out, added, rows.stride(0), along.stride(0), added.stride(0), out.stride(0),
-        BESIDE=beside is not None, **row_settings(rows.shape[1], FEATURES_OF_A_WARP),
+        BESIDE=beside is not None, **row_settings(width, FEATURES_OF_A_WARP),
     )  # fmt: skip
     return by_hidden
 
@@ -86,8 +86,8 @@ def by_states(
 def normed_rows(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the norm, and one over the root of each row, float32."""
     rows, out = as_rows(hidden), torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    inverse = rows.new_empty(len(rows), dtype=torch.float32)
     (tokens, width), normed = rows.shape, as_rows(out)
+    inverse = rows.new_empty(tokens, dtype=torch.float32)
     _norm_forward[(tokens,)](
         rows, weight, inverse, normed, eps, rows.stride(0), width, **row_settings(width, FEATURES_OF_A_WARP)
     )

@@ -49,14 +49,14 @@ def through_gradients(
         ``[R, I]``.
     """
     rows, narrow, (rank, width) = as_rows(hidden), as_rows(by_low), matrix.shape
-    block = rank_block(rank)
+    tokens, block = rows.shape[0], rank_block(rank)
     columns = min(COLUMNS, SUMS // block)
     across = ceil_div(width, columns)
-    own, programs = share_tokens(len(rows), PROGRAMS // across, ROWS)
+    own, programs = share_tokens(tokens, PROGRAMS // across, ROWS)
     added = rows if by_hidden is None else by_hidden
     sums = rows.new_empty(programs, rank * width, dtype=torch.float32)
     _through[(programs, across)](
-        added, narrow, rows, *(norm or (rows, rows)), matrix.contiguous(), sums, len(rows), own, added.stride(0),
+        added, narrow, rows, *(norm or (rows, rows)), matrix.contiguous(), sums, tokens, own, added.stride(0),
         narrow.stride(0), rows.stride(0), ADDS=by_hidden is not None, NORM=norm is not None, WIDTH=width, RANK=rank,
         BLOCK=block, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS,
         num_stages=STAGES if rank <= NARROW else FEWER_STAGES,

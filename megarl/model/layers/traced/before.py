@@ -15,6 +15,7 @@ from torch.library import custom_op
 from megarl.model.layers.kernels.adapted_heads import AdaptedHeads
 from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
 from megarl.model.layers.kernels.heads import empty_parts
+from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
 from megarl.model.layers.updates import input_gradient
@@ -44,13 +45,16 @@ def before_attention(
 
     Returns:
         Queries, keys and values, ``[T, 1, heads, D]``; ``1 / root`` of the norm's rows, float32 ``[T]``; the projection
-        with the updates of queries and keys, ``[T, 1, O]``; the norm's product with A, ``[T, 1, R]``.
+        with the updates of queries and keys, ``[T, O]``; the norm's product with A, ``[T, R]``.
     """
     inner, outer, heads = Kept(), Kept(), HeadLayout(*layout)
     places, parts = from_lists(matrices, starts, scales)
-    normed, low, _ = ProjectedNorm.forward(inner, hidden, norms[0], eps[0], matrix_a)
+    normed, low, _ = ProjectedNorm.forward(inner, as_rows(hidden), norms[0], eps[0], matrix_a)
     fused = F.linear(normed, weight)
-    query, key, value = AdaptedHeads.forward(outer, fused, angles, tuple(norms[1:]), eps[1], heads, low, places, *parts)
+    query, key, value = (
+        part.unsqueeze(1)
+        for part in AdaptedHeads.forward(outer, fused, angles, tuple(norms[1:]), eps[1], heads, low, places, *parts)
+    )
     return query, key, value, inner.saved_tensors[2], outer.saved_tensors[0], low
 
 
@@ -59,10 +63,10 @@ def _(
     hidden: Any, angles: Any, weight: Any, matrix_a: Any, matrices: Any, room: Any, norms: Any, starts: Any,
     scales: Any, eps: Any, layout: Any,
 ) -> Six:  # fmt: skip
-    fused = hidden.new_empty(*hidden.shape[:-1], weight.shape[0])
-    inverse = hidden.new_empty(hidden.shape[0] * hidden.shape[1], dtype=torch.float32)
-    low = hidden.new_empty(*hidden.shape[:-1], matrix_a.shape[0])
-    return *empty_parts(fused, HeadLayout(*layout)), inverse, fused, low
+    tokens = hidden.shape[0] * hidden.shape[1]
+    fused, low = hidden.new_empty(tokens, weight.shape[0]), hidden.new_empty(tokens, matrix_a.shape[0])
+    query, key, value = (part.unsqueeze(1) for part in empty_parts(fused, HeadLayout(*layout)))
+    return query, key, value, hidden.new_empty(tokens, dtype=torch.float32), fused, low
 
 
 @custom_op("megarl::before_attention_backward", mutates_args=())
@@ -77,13 +81,12 @@ def before_attention_backward(
     kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
     by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
     if not needs_hidden:
-        narrow = by_low.reshape(-1, by_low.shape[-1])
-        by_a = through_gradients(None, narrow, hidden, matrix_a, (inverse, norms[0]))
+        by_a = through_gradients(None, by_low, hidden, matrix_a, (inverse, norms[0]))
         return hidden.new_empty(0), by_a, joined(by_matrices)
     by_normed = input_gradient(by_fused, by_low, weight, matrix_a, unversioned(room))
-    kept = Kept(hidden, norms[0], inverse, matrix_a)
+    kept = Kept(as_rows(hidden), norms[0], inverse, matrix_a)
     by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, None)
-    return by_hidden, by_a, joined(by_matrices)
+    return by_hidden.view(hidden.shape), by_a, joined(by_matrices)
 
 
 @before_attention_backward.register_fake

@@ -16,6 +16,7 @@ from torch.library import custom_op
 from megarl.model.layers.kernels.adapted_norm import AddAndNorm
 from megarl.model.layers.kernels.adapted_swiglu import AdaptedSwiGLU
 from megarl.model.layers.kernels.residual import AddAdapted
+from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
 from megarl.model.layers.updates import input_gradient, with_room
@@ -47,30 +48,31 @@ def behind_attention(
         eps: of the norm.
 
     Returns:
-        The output ``[T, 1, H]``; of the projection the product with A ``[T, 1, P]``; the sum in front of the norm
-        ``[T, 1, H]``, and ``1 / root`` of its rows, float32 ``[T]``; of gate and up the product with A ``[T, 1, S]``
-        and with the weight ``[T, 1, 2 I]``; of the last linear the product with A ``[T, 1, U]``.
+        The output ``[T, 1, H]``; of the projection the product with A ``[T, P]``; the sum in front of the norm
+        ``[T, H]``, and ``1 / root`` of its rows, float32 ``[T]``; of gate and up the product with A ``[T, S]`` and with
+        the weight ``[T, 2 I]``; of the last linear the product with A ``[T, U]``.
     """
     places, parts = from_lists(matrices, starts, scales)
-    kept, low = Kept(), F.linear(out, matrices_a[0])
-    projected = F.linear(out, weights[0])
+    rows = as_rows(out)
+    kept, low = Kept(), F.linear(rows, matrices_a[0])
+    projected = F.linear(rows, weights[0])
     normed, low_gated, total = AddAndNorm.forward(
-        kept, residual, projected, norm, eps, matrices_a[1], low, places[:1], parts[0]
+        kept, as_rows(residual), projected, norm, eps, matrices_a[1], low, places[:1], parts[0]
     )
     fused = F.linear(normed, weights[1])
     active, low_last = AdaptedSwiGLU.forward(Kept(), fused, matrices_a[2], low_gated, places[1:3], *parts[1:3])
     last = F.linear(active, weights[2])
     output = AddAdapted.forward(Kept(), total, last, low_last, places[3:], parts[3])
-    return output, low, total, kept.saved_tensors[2], low_gated, fused, low_last
+    return output.view(residual.shape), low, total, kept.saved_tensors[2], low_gated, fused, low_last
 
 
 @behind_attention.register_fake
 def _(out: Any, residual: Any, norm: Any, weights: Any, matrices_a: Any, *others: Any) -> Seven:
-    ahead = out.shape[:-1]
-    lows = [out.new_empty(*ahead, matrix.shape[0]) for matrix in matrices_a]
-    output, total = (residual.new_empty(residual.shape) for _ in range(2))
-    inverse = out.new_empty(out.shape[0] * out.shape[1], dtype=torch.float32)
-    return output, lows[0], total, inverse, lows[1], out.new_empty(*ahead, weights[1].shape[0]), lows[2]
+    tokens = out.shape[0] * out.shape[1]
+    lows = [out.new_empty(tokens, matrix.shape[0]) for matrix in matrices_a]
+    output, total = residual.new_empty(residual.shape), residual.new_empty(tokens, residual.shape[-1])
+    inverse = out.new_empty(tokens, dtype=torch.float32)
+    return output, lows[0], total, inverse, lows[1], out.new_empty(tokens, weights[1].shape[0]), lows[2]
 
 
 @custom_op("megarl::behind_attention_backward", mutates_args=())
@@ -85,21 +87,22 @@ def behind_attention_backward(
     """
     places, parts = from_lists(matrices, starts, scales)
     low, total, inverse, low_gated, fused, low_last = kept
-    by_output = by_output.contiguous()
+    by_rows = as_rows(by_output)
 
     context = Kept(low_last, parts[3], places=places[3:])
-    _, _, by_low, _, by_last = AddAdapted.backward(context, by_output)
-    by_active = (by_output.view(-1, by_output.shape[-1]) @ weights[2]).view(*by_output.shape[:-1], -1)
+    _, _, by_low, _, by_last = AddAdapted.backward(context, by_rows)
+    by_active = by_rows @ weights[2]
     context = Kept(fused, matrices_a[2], low_gated, *parts[1:3], places=places[1:3])
     by_fused, by_a_last, by_low, _, *by_gated = AdaptedSwiGLU.backward(context, by_active, by_low)
 
     by_normed = input_gradient(by_fused, by_low, weights[1], matrices_a[1], unversioned(room_gated))
     context = Kept(total, norm, inverse, matrices_a[1], low, parts[0], places=places[:1])
-    by_total, _, _, _, by_a_gated, by_low, _, by_first = AddAndNorm.backward(context, by_normed, by_low, by_output)
+    by_total, _, _, _, by_a_gated, by_low, _, by_first = AddAndNorm.backward(context, by_normed, by_low, by_rows)
 
-    by_out = input_gradient(by_total, by_low, weights[0], matrices_a[0], unversioned(room))
-    by_a = through_gradients(None, by_low.reshape(-1, by_low.shape[-1]), out, matrices_a[0])
-    return by_out, by_total, joined([by_a, by_a_gated, by_a_last]), joined([by_first, *by_gated, by_last])
+    by_out = input_gradient(by_total, by_low, weights[0], matrices_a[0], unversioned(room)).view(out.shape)
+    by_a = through_gradients(None, by_low, out, matrices_a[0])
+    by_residual = by_total.unsqueeze(1)
+    return by_out, by_residual, joined([by_a, by_a_gated, by_a_last]), joined([by_first, *by_gated, by_last])
 
 
 @behind_attention_backward.register_fake
