@@ -128,9 +128,7 @@ def _side_by_side(width: int, count: int) -> Places:
 
 
 @cache
-def _settings(
-    width: int, ranks: tuple[int, ...], lows: tuple[int, ...], heads: HeadLayout | None
-) -> dict[str, Any]:
+def _settings(width: int, ranks: tuple[int, ...], lows: tuple[int, ...], heads: HeadLayout | None) -> dict[str, Any]:
     """Return what the first kernel knows of ``width`` features and the parts when it is compiled.
 
     ``FIRST`` and ``STARTS`` have a number more than there are parts: where the next one's programs and sums would
