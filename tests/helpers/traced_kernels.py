@@ -56,8 +56,8 @@ def check_operations() -> None:
     """Check schema, fake, autograd and traces with dynamic shapes."""
     fused, angles = torch.randn(5, 1, 2 * 5 * 16), torch.randn(5, 1, 1, 8).repeat(1, 1, 1, 2)
     for weights in ([torch.randn(16), torch.randn(16)], []):
-        opcheck(ops.prepare_heads, (fused.requires_grad_(), angles, weights, 1e-6, [2, 3, 16]))
-    opcheck(ops.swiglu, (torch.randn(7, 1, 96).requires_grad_(),))
+        opcheck(ops.prepare_heads.overload, (fused.requires_grad_(), angles, weights, 1e-6, [2, 3, 16]))
+    opcheck(ops.swiglu.overload, (torch.randn(7, 1, 96).requires_grad_(),))
     check_whole()
 
 
@@ -72,12 +72,13 @@ def check_whole() -> None:
     for hidden in (draw(5, 1, 48), torch.randn(5, 1, 48)):
         for norms in ([norm], [norm, torch.rand(32), torch.rand(32)]):
             given = hidden, angles, weight, draw(8, 48), matrices, None, norms, [0, -1, 4], [2.0, 0.0, 0.5]
-            opcheck(before.before_attention, (*given, [1e-6, 1e-6], heads_of))
+            opcheck(before.before_attention.overload, (*given, [1e-6, 1e-6], heads_of))
     weights = [torch.randn(48, 64), torch.randn(192, 48), torch.randn(48, 96)]
     matrices_a, matrices = [draw(4, 64), draw(8, 48), draw(4, 96)], [draw(48, 4), draw(96, 4), draw(96, 4), draw(48, 4)]
     places = [0, 0, 4, 0], [2.0, 2.0, 0.5, 2.0]
     out, residual = draw(5, 1, 64), draw(5, 1, 48)
-    opcheck(behind.behind_attention, (out, residual, norm, weights, matrices_a, matrices, None, None, *places, 1e-6))
+    given = out, residual, norm, weights, matrices_a, matrices, None, None, *places, 1e-6
+    opcheck(behind.behind_attention.overload, given)
 
 
 def compare(counted: dict[str, tuple[Any, str]], rank: int, layers: int) -> None:

@@ -19,7 +19,7 @@ from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of,
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
 from megarl.lora.layers.products import Layout, add_wide, parts_of, project, project_through, update_of
 from megarl.lora.layers.state import WithBaseNames
-from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
+from megarl.lora.layers.traced_linear import numbers_of
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
 from megarl.model.layers.pointwise import wants_kernels
 from megarl.model.layers.regions import (
@@ -219,8 +219,8 @@ class _LinearLora(ParallelLoraLinear):
     def _traced(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, by one operator; on one rank."""
         matrices, layout = self.matrices_b(adapter), numbers_of(self.layout(adapter))
-        out, _ = adapted_linear(hidden, self.base_layer.weight, adapter.matrix_a(), matrices, *layout)
-        return with_bias(self.base_layer, out)
+        base, matrix_a = self.base_layer, adapter.matrix_a()
+        return with_bias(base, torch.ops.megarl.adapted_linear(hidden, base.weight, matrix_a, matrices, *layout)[0])
 
     def _overlapped(self, adapter: AdapterMatrices, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what ``forward`` does, with collectives that run beside the products; under sequence parallelism."""

@@ -16,6 +16,7 @@ import torch
 from megarl.families.base import Fusion
 from megarl.lora.layers.products import Layout, add_through, assemble, b_gradients, factor, update_of
 from megarl.model.layers.pointwise import has_kernels
+from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import flattened, product, update_gradients
 from megarl.model.weights.fusion import HeadLayout
 
@@ -37,7 +38,7 @@ def _layout_of(numbers: Sequence[int], scalings: Sequence[float]) -> Layout:
     )
 
 
-@torch.library.custom_op("megarl::adapted_linear", mutates_args=())
+@operator("adapted_linear")
 def adapted_linear(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -71,7 +72,7 @@ def _(hidden: Any, weight: Any, matrix_a: Any, *parts: Any) -> tuple[torch.Tenso
     return out, hidden.new_empty(hidden.shape[0] * hidden.shape[1], matrix_a.shape[0])
 
 
-@torch.library.custom_op("megarl::adapted_linear_backward", mutates_args=())
+@operator("adapted_linear_backward")
 def adapted_linear_backward(
     gradient: torch.Tensor,
     hidden: torch.Tensor,

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # torch.compile's back end. Tests replace it by "aot_eager", which traces and differentiates but makes no kernels.
 BACKEND: str | Callable[..., Any] = "inductor"
+# Of inductor. A layer's code would check some 90 sizes and strides in each step, which takes the host 0.1 ms.
+OPTIONS = {"size_asserts": False}
 # Compilations of one function before torch gives up and runs it uncompiled: kinds of layers times kinds of passes.
 LIMIT = 64
 # Updates after which every kind of pass has run.
@@ -76,19 +78,24 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         elif sparse:
             _compile_parts(layer, ("attended",))
         else:
-            layer.compile(backend=BACKEND)
+            layer.compile(**_how())
         for module in layer.mlp.modules() if sparse else ():
             if isinstance(module, PackedExperts):
                 module.compiles, module.adapted = True, _adapted(module)
                 experts = set(module.adapted)
                 layer.adapted = [linear for linear in layer.adapted if linear not in experts]
                 for expert in module.local_experts:
-                    expert.compile(backend=BACKEND, dynamic=True)
+                    expert.compile(**_how(), dynamic=True)
 
 
 def _compile_parts(layer: PackedLayer, methods: Iterable[str]) -> None:
     for name in methods:
-        setattr(layer, name, torch.compile(getattr(layer, name), backend=BACKEND))
+        setattr(layer, name, torch.compile(getattr(layer, name), **_how()))
+
+
+def _how() -> dict[str, Any]:
+    """Return the arguments for torch.compile."""
+    return {"backend": BACKEND, "options": OPTIONS} if BACKEND == "inductor" else {"backend": BACKEND}
 
 
 def _adapted(module: torch.nn.Module) -> list[Any]:

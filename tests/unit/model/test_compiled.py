@@ -53,7 +53,7 @@ def test_the_operators_are_sound():
     matrices = [torch.randn(rows, rank, requires_grad=True) for rows, rank in ((8, 3), (4, 2))]
     given = torch.randn(16, 6), torch.randn(5, 6, requires_grad=True), matrices, *numbers_of(layout)
     for states in (hidden, hidden.detach()):
-        opcheck(adapted_linear, (states, *given))
+        opcheck(adapted_linear.overload, (states, *given))
     # Two calls draw different masks, so results cannot be compared.
     opcheck(
         dropout, (hidden, 0.5, False, 0), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")

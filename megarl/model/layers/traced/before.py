@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 
 from megarl.model.layers.kernels.adapted_heads import AdaptedHeads
 from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
@@ -18,6 +17,7 @@ from megarl.model.layers.kernels.heads import empty_parts
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
+from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import input_gradient
 from megarl.model.weights.fusion import HeadLayout
 
@@ -25,7 +25,7 @@ Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@custom_op("megarl::before_attention", mutates_args=())
+@operator("before_attention")
 def before_attention(
     hidden: torch.Tensor, angles: torch.Tensor, weight: torch.Tensor, matrix_a: torch.Tensor,
     matrices: list[torch.Tensor], room: torch.Tensor | None, norms: list[torch.Tensor], starts: list[int],
@@ -69,7 +69,7 @@ def _(
     return query, key, value, hidden.new_empty(tokens, dtype=torch.float32), fused, low
 
 
-@custom_op("megarl::before_attention_backward", mutates_args=())
+@operator("before_attention_backward")
 def before_attention_backward(
     by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, hidden: torch.Tensor, angles: torch.Tensor,
     weight: torch.Tensor, matrix_a: torch.Tensor, matrices: list[torch.Tensor], room: torch.Tensor | None,

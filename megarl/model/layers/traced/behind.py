@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.library import custom_op
 
 from megarl.model.layers.kernels.adapted_norm import AddAndNorm
 from megarl.model.layers.kernels.adapted_swiglu import AdaptedSwiGLU
@@ -19,6 +18,7 @@ from megarl.model.layers.kernels.residual import AddAdapted
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
+from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import input_gradient, with_room
 
 Seven = tuple[
@@ -27,7 +27,7 @@ Seven = tuple[
 Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@custom_op("megarl::behind_attention", mutates_args=())
+@operator("behind_attention")
 def behind_attention(
     out: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, weights: list[torch.Tensor],
     matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], room: torch.Tensor | None,
@@ -75,7 +75,7 @@ def _(out: Any, residual: Any, norm: Any, weights: Any, matrices_a: Any, *others
     return output, lows[0], total, inverse, lows[1], out.new_empty(tokens, weights[1].shape[0]), lows[2]
 
 
-@custom_op("megarl::behind_attention_backward", mutates_args=())
+@operator("behind_attention_backward")
 def behind_attention_backward(
     by_output: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, weights: list[torch.Tensor],
     matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], kept: list[torch.Tensor], room: torch.Tensor | None,

@@ -9,28 +9,28 @@ head_dim. Import this module only where Triton is installed.
 from typing import Any
 
 import torch
-from torch.library import custom_op
 
 from megarl.model.layers.kernels import heads as head_kernels
 from megarl.model.layers.kernels import swiglu as swiglu_kernels
+from megarl.model.layers.traced.operators import operator
 from megarl.model.weights.fusion import HeadLayout
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-@custom_op("megarl::swiglu", mutates_args=())
+@operator("swiglu")
 def swiglu(fused: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``, ``[..., 2 I] -> [..., I]``; see ``swiglu.swiglu``."""
     return swiglu_kernels.result_of(fused)
 
 
-@custom_op("megarl::swiglu_backward", mutates_args=())
+@operator("swiglu_backward")
 def swiglu_backward(gradient: torch.Tensor, fused: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``fused``."""
     return swiglu_kernels.gradient_of(gradient, fused)
 
 
-@custom_op("megarl::prepare_heads", mutates_args=())
+@operator("prepare_heads")
 def prepare_heads(
     fused: torch.Tensor, angles: torch.Tensor, weights: list[torch.Tensor], eps: float, layout: list[int]
 ) -> Tensors:
@@ -49,7 +49,7 @@ def prepare_heads(
     return head_kernels.result_of(fused, angles, tuple(weights), eps, HeadLayout(*layout))
 
 
-@custom_op("megarl::prepare_heads_backward", mutates_args=())
+@operator("prepare_heads_backward")
 def prepare_heads_backward(
     by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, fused: torch.Tensor, angles: torch.Tensor,
     weights: list[torch.Tensor], eps: float, layout: list[int],
