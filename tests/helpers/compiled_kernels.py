@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 from megarl.checkpoint_engine.receiver.writers.jobs import Source, Write
 from megarl.checkpoint_engine.wire import Place, Places
+from megarl.triton_support import quick_launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Shapes of ``update_kernels``: with both adapters, of a low rank too, and with the second one alone.
@@ -37,6 +38,7 @@ class _NoGpu:
 def compile_launches() -> list[str]:
     """Make launches compile only, from here on; return a list that gets the names of what was compiled."""
     driver.set_active(_NoGpu())
+    quick_launch.MOST = 0  # every launch is Triton's
     names: list[str] = []
     run = JITFunction.run
 

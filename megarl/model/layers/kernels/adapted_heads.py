@@ -21,6 +21,7 @@ from megarl.model.layers.updates import Update, flattened, update_gradients, wit
 from megarl.model.weights.fusion import HeadLayout
 from megarl.triton_support import ceil_div, power_of_two
 from megarl.triton_support.fast_math import cos_sin
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tokens of one program. It computes their angles once, and all heads of some groups.
 ROWS, WARPS, STAGES = 16, 1, 2
@@ -95,6 +96,7 @@ def _groups_of_a_program(groups: int, rows: int) -> int:
     return max(n for n in range(1, groups + 1) if not groups % n and (rows * groups // n >= PROGRAMS or n == 1))
 
 
+@QuickKernel
 @triton.jit
 def _prepare(
     fused, angles, query_weight, key_weight, query, key, value, eps, tokens, of_query, of_key, of_value,

@@ -21,6 +21,7 @@ from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.updates import Update, flattened, update_gradients, with_room
 from megarl.triton_support import ceil_div
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of a step of a program.
 ROWS, COLUMNS, WARPS = 16, 256, 4
@@ -122,6 +123,7 @@ def _gradients_of(
     return by_states(by_normed, hidden, weight, inverse, beside, into), by_matrix
 
 
+@QuickKernel
 @triton.jit
 def _add_norm(
     residual, out, total, normed, inverse, weight, eps, tokens, residual_stride, stride, low, matrix, scale,

@@ -25,6 +25,7 @@ from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.model.layers.updates import Update, flattened, low_gradient, with_room
 from megarl.triton_support import ceil_div
 from megarl.triton_support.fast_math import sigmoid
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of a forward program; tile of a step of one that also projects, with a warp for 16 rows, as its products want it.
 ROWS, COLUMNS, WARPS = 16, 128, 4
@@ -138,6 +139,7 @@ def _run_backward(
     return sum_chunks(sums, fused.dtype)
 
 
+@QuickKernel
 @triton.jit
 def _forward(
     fused, out, matrix, found, tokens, fused_stride, stride, of_gate, of_up, RANKS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -164,6 +166,7 @@ def _forward(
     _store(found, product, 1.0, row, tokens, 1, RANK, RANK, BLOCK)
 
 
+@QuickKernel
 @triton.jit
 def _backward(
     fused, by_out, by_fused, sums, tokens, own, fused_stride, stride, by_stride, of_gate, of_up, behind,

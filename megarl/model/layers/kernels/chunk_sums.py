@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from megarl.triton_support import ceil_div
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of a step of one program, and where few programs have found something.
 ROWS, COLUMNS, WARPS = 32, 128, 4
@@ -31,6 +32,7 @@ def sum_chunks(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
+@QuickKernel
 @triton.jit
 def _sum(found, out, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     sum_columns(found, out, tl.program_id(0), count, width, ROWS, COLUMNS)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from megarl.model.layers.kernels.low_rank import low_rows, matrix_columns, rank_block
 from megarl.triton_support import ceil_div, power_of_two
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of one program. Most tiles have tokens of one expert, or of two.
 ROWS, COLUMNS, WARPS = 64, 128, 4
@@ -45,6 +46,7 @@ def add_grouped(
         )  # fmt: skip
 
 
+@QuickKernel
 @triton.jit
 def _add(
     out, low, matrices, ends, scale, tokens, stride, low_stride, rank_stride, column_stride, WIDTH: tl.constexpr,

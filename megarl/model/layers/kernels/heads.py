@@ -18,6 +18,7 @@ import triton.language as tl
 from megarl.model.weights.fusion import HeadLayout
 from megarl.triton_support import ceil_div, power_of_two
 from megarl.triton_support.fast_math import cos_sin
+from megarl.triton_support.quick_launch import QuickKernel
 
 SLOTS = 32  # heads that one program handles
 
@@ -120,6 +121,7 @@ def _launch(
     )
 
 
+@QuickKernel
 @triton.jit
 def _heads_forward(
     fused, angles, query_weight, key_weight, query, key, value, eps, stride,
@@ -153,6 +155,7 @@ def _heads_forward(
     tl.store(at_value + HALF, turned_second, mask=for_value)
 
 
+@QuickKernel
 @triton.jit
 def _heads_backward(
     fused, angles, query_weight, key_weight, by_query, by_key, by_value, by_fused, eps, stride,

@@ -23,6 +23,7 @@ from megarl.model.layers.kernels.low_rank import LEAST, low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.weights.fusion import HeadLayout
 from megarl.triton_support import ceil_div, power_of_two
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of a step of one program.
 ROWS, COLUMNS, WARPS, STAGES = 64, 128, 4, 3
@@ -161,6 +162,7 @@ def _settings(width: int, ranks: tuple[int, ...], lows: tuple[int, ...], heads: 
     }
 
 
+@QuickKernel
 @triton.jit
 def _gradients(
     wide, low, lows, sums, tokens, own, stride, low_stride, first, second, third, first_scale, second_scale,
@@ -226,6 +228,7 @@ def _chosen(block, FIRST: tl.constexpr, of_first, of_second, of_third):
     return tl.where(block < FIRST[1], of_first, tl.where(block < FIRST[2], of_second, of_third))
 
 
+@QuickKernel
 @triton.jit
 def _sum(
     lows, by_low, tokens, columns, stride, sums, by_matrices, programs, width, of_low, RANKS: tl.constexpr,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows, row_settings
+from megarl.triton_support.quick_launch import QuickKernel
 
 FEATURES_OF_A_WARP = 512
 
@@ -94,6 +95,7 @@ def normed_rows(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple
     return out, inverse
 
 
+@QuickKernel
 @triton.jit
 def _norm_forward(hidden, weight, inverse, out, eps, stride, out_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
@@ -106,6 +108,7 @@ def _norm_forward(hidden, weight, inverse, out, eps, stride, out_stride, WIDTH: 
     tl.store(out + token * out_stride + column, (values * root * scale).to(out.dtype.element_ty), mask=inside)
 
 
+@QuickKernel
 @triton.jit
 def _norm_backward(
     hidden, weight, inverse, by_out, by_hidden, beside, stride, out_stride, beside_stride, by_stride,

@@ -15,6 +15,7 @@ from megarl.model.layers.kernels.low_rank import factors_of, low_rank_tile, rank
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.updates import Update, flattened, update_gradients
 from megarl.triton_support import ceil_div
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of one program.
 ROWS, COLUMNS, WARPS = 32, 128, 4
@@ -58,6 +59,7 @@ class AddAdapted(torch.autograd.Function):
         return gradient, gradient, by_low, None, by_matrix
 
 
+@QuickKernel
 @triton.jit
 def _add(
     residual, out, total, tokens, residual_stride, stride, low, matrix, scale, low_stride, WIDTH: tl.constexpr,

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.triton_support import ceil_div
+from megarl.triton_support.quick_launch import QuickKernel
 
 COLUMNS, WARPS = 1024, 4
 
@@ -34,6 +35,7 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@QuickKernel
 @triton.jit
 def _sum_rows(rows, places, out, stride, WIDTH: tl.constexpr, COUNT: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)

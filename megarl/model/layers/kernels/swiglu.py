@@ -13,6 +13,7 @@ import triton.language as tl
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.triton_support import ceil_div
 from megarl.triton_support.fast_math import sigmoid
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of one program: small, so that its registers leave room for other programs, which hide the memory's latency.
 ROWS, COLUMNS, WARPS = 32, 128, 8
@@ -67,6 +68,7 @@ def _launch(kernel: Any, fused: torch.Tensor, narrow: torch.Tensor, *others: tor
     kernel[grid](fused, narrow, *others, tokens, *strides, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
+@QuickKernel
 @triton.jit
 def _swiglu_forward(
     fused, out, tokens, fused_stride, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -76,6 +78,7 @@ def _swiglu_forward(
     tl.store(out + row[:, None] * stride + column[None, :], active.to(out.dtype.element_ty), mask=inside)
 
 
+@QuickKernel
 @triton.jit
 def _swiglu_backward(
     fused, by_out, by_fused, tokens, fused_stride, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr,

@@ -16,6 +16,7 @@ from megarl.model.layers.kernels.chunk_sums import share_tokens, sum_chunks
 from megarl.model.layers.kernels.low_rank import low_rows, rank_block
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.triton_support import ceil_div
+from megarl.triton_support.quick_launch import QuickKernel
 
 # Tile of a step of one program; it has fewer columns for high ranks.
 ROWS, COLUMNS, WARPS = 64, 64, 4
@@ -64,6 +65,7 @@ def through_gradients(
     return sum_chunks(sums, matrix.dtype).view(rank, width)
 
 
+@QuickKernel
 @triton.jit
 def _through(
     by_hidden, by_low, hidden, inverse, weight, matrix, sums, tokens, own, by_stride, low_stride, stride,

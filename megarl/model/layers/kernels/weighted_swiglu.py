@@ -13,6 +13,7 @@ import triton.language as tl
 from megarl.model.layers.kernels.rows import as_rows, row_settings
 from megarl.model.layers.kernels.swiglu import empty_result, slopes
 from megarl.triton_support.fast_math import sigmoid
+from megarl.triton_support.quick_launch import QuickKernel
 
 FEATURES_OF_A_WARP = 256
 
@@ -56,6 +57,7 @@ def _launch(
         kernel[(tokens,)](fused, weights, narrow, *others, *strides, **row_settings(width, FEATURES_OF_A_WARP))
 
 
+@QuickKernel
 @triton.jit
 def _forward(fused, weights, out, fused_stride, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     token, column, inside, gate, up, weight = _operands(fused, weights, fused_stride, WIDTH, BLOCK)
@@ -63,6 +65,7 @@ def _forward(fused, weights, out, fused_stride, stride, WIDTH: tl.constexpr, BLO
     tl.store(out + token * stride + column, active.to(out.dtype.element_ty), mask=inside)
 
 
+@QuickKernel
 @triton.jit
 def _backward(
     fused, weights, by_out, by_fused, by_weights, fused_stride, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
