@@ -108,12 +108,12 @@ def operators(rank_folder: str) -> None:
 
     dist.init_process_group(backend(pick_device("cpu")))
     name, tensor = dist.group.WORLD.group_name, torch.randn(6, 2, 3)
-    opcheck(regions.all_reduce, (tensor, name))
-    opcheck(regions.all_gather, (tensor, name, 2))
-    opcheck(regions.reduce_scatter, (tensor, name, 2))
+    opcheck(regions.all_reduce.overload, (tensor, name))
+    opcheck(regions.all_gather.overload, (tensor, name, 2))
+    opcheck(regions.reduce_scatter.overload, (tensor, name, 2))
     rows = torch.tensor([0, 7, 7, 3, 11])
-    opcheck(traced_attention.gather_rows, (tensor.requires_grad_(), rows, name, 2))
-    opcheck(traced_attention.sum_rows, (torch.randn(5, 2, 3), rows, tensor.detach(), name, 2))
+    opcheck(traced_attention.gather_rows.overload, (tensor.requires_grad_(), rows, name, 2))
+    opcheck(traced_attention.sum_rows.overload, (torch.randn(5, 2, 3), rows, tensor.detach(), name, 2))
     dist.destroy_process_group()
 
 

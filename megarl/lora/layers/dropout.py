@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megarl.model.layers.regions import traced
+from megarl.model.layers.traced.operators import operator
 
 
-@torch.library.custom_op("megarl::dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@operator("dropout", tags=(torch.Tag.nondeterministic_seeded,))
 def dropout(hidden: torch.Tensor, probability: float, tracked: bool, place: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``hidden`` with elements dropped and the rest scaled, and the mask of those kept, bool, same shape.
 
@@ -62,7 +63,7 @@ def drop_inputs(layer: Any, probability: float, hidden: torch.Tensor) -> torch.T
         return hidden
     own = layer.group.size() > 1 and (layer.splits_inputs or layer.base_layer.sequence_parallel)
     if traced():
-        return dropout(hidden, probability, own, layer.place)[0]
+        return torch.ops.megarl.dropout(hidden, probability, own, layer.place)[0]
     if not own:
         return F.dropout(hidden, probability)
     with get_cuda_rng_tracker().fork():

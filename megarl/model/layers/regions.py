@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel as mcore
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from megarl.model.layers.traced.operators import operator
+
 Group: TypeAlias = dist.ProcessGroup
 
 
@@ -23,7 +25,7 @@ def traced() -> bool:
     return torch.compiler.is_compiling()
 
 
-@torch.library.custom_op("megarl::all_reduce", mutates_args=())
+@operator("all_reduce")
 def all_reduce(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Return the sum of ``tensor`` over the ranks of the group with this name."""
     total = tensor.clone(memory_format=torch.contiguous_format)
@@ -36,7 +38,7 @@ def _(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("megarl::all_gather", mutates_args=())
+@operator("all_gather")
 def all_gather(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Concatenate the ranks' tensors ``[T, ...]``: ``[W * T, ...]``; ``size`` is W."""
     whole = tensor.new_empty(tensor.shape[0] * size, *tensor.shape[1:])
@@ -49,7 +51,7 @@ def _(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     return tensor.new_empty(tensor.shape[0] * size, *tensor.shape[1:])
 
 
-@torch.library.custom_op("megarl::reduce_scatter", mutates_args=())
+@operator("reduce_scatter")
 def reduce_scatter(tensor: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Sum the ranks' tensors ``[W * T, ...]`` and return this rank's part ``[T, ...]``; ``size`` is W."""
     local = tensor.new_empty(tensor.shape[0] // size, *tensor.shape[1:])

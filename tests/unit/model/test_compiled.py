@@ -47,7 +47,7 @@ def test_attention_as_an_operator_equals_sdpa_with_its_gradients(lengths, contex
 
 def test_the_operators_are_sound():
     packed = PackedSequences.from_lengths((3, 1, 4), CPU)
-    opcheck(attend, (*inputs(packed), packed.traced.host_bounds, 0.3, 2))
+    opcheck(attend.overload, (*inputs(packed), packed.traced.host_bounds, 0.3, 2))
     hidden, heads = torch.randn(8, 1, 6, requires_grad=True), HeadLayout(1, 2, 4)
     layout = Layout((0, 2), (3, 2), (0.5, 2.0), "qkv", heads)
     matrices = [torch.randn(rows, rank, requires_grad=True) for rows, rank in ((8, 3), (4, 2))]
@@ -56,7 +56,9 @@ def test_the_operators_are_sound():
         opcheck(adapted_linear.overload, (states, *given))
     # Two calls draw different masks, so results cannot be compared.
     opcheck(
-        dropout, (hidden, 0.5, False, 0), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        dropout.overload,
+        (hidden, 0.5, False, 0),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
 
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._dynamo import maybe_mark_dynamic
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from megarl.model.layers.traced.operators import operator
+
 
 @dataclass(frozen=True)
 class TracedPack:
@@ -54,7 +56,7 @@ class TracedPack:
         return self
 
 
-@torch.library.custom_op("megarl::attend", mutates_args=())
+@operator("attend")
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -88,7 +90,7 @@ def _(query: Any, key: Any, value: Any, bounds: Any, scale: float, window: int) 
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
-@torch.library.custom_op("megarl::attend_backward", mutates_args=())
+@operator("attend_backward")
 def attend_backward(
     gradient: torch.Tensor,
     query: torch.Tensor,
@@ -169,7 +171,7 @@ def _weights(query: torch.Tensor, key: torch.Tensor, scale: float, window: int) 
     return logits.softmax(-1), grouped
 
 
-@torch.library.custom_op("megarl::gather_rows", mutates_args=())
+@operator("gather_rows")
 def gather_rows(local: torch.Tensor, rows: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Gather all CP ranks' tokens ``[T, ...]`` and select ``rows``; ``size`` is the number of ranks."""
     whole = local.new_empty(size * local.shape[0], *local.shape[1:])
@@ -182,7 +184,7 @@ def _(local: torch.Tensor, rows: torch.Tensor, group: str, size: int) -> torch.T
     return local.new_empty(rows.shape[0], *local.shape[1:])
 
 
-@torch.library.custom_op("megarl::sum_rows", mutates_args=())
+@operator("sum_rows")
 def sum_rows(gradient: torch.Tensor, rows: torch.Tensor, like: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """Return the gradient of ``gather_rows``'s input, shaped like ``like``: each token's, summed over all ranks.
 

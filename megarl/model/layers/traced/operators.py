@@ -3,7 +3,7 @@
 
 ``torch.library.custom_op`` does the same with more around each call: it checks that results share no memory with
 arguments, which ``torch.library.opcheck`` does in the tests, and it has a kernel for autograd even where none is
-registered. A layer calls four operations in a step, each of which would take the host 5 to 15 microseconds longer.
+registered. Each of the four or more calls of a layer in a step would take the host 5 to 15 microseconds longer.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Operator:
         Args:
             name: its name in ``torch.ops.megarl``.
             function: computes it on any device; its annotations are the schema (``torch.library.infer_schema``).
-            tags: what the compiler may know of it.
+            tags: what the compiler must know of it.
         """
         self.name, self.__doc__ = f"{NAMESPACE}::{name}", function.__doc__
         torch.library.define(self.name, torch.library.infer_schema(function, mutates_args=()), tags=tags)
