@@ -17,6 +17,7 @@ from megarl.lora.layers.products import Layout
 from megarl.lora.layers.traced_linear import adapted_linear, numbers_of
 from megarl.model.layers.attention.core import PackedSequences, attend_runs
 from megarl.model.layers.attention.traced_attention import attend
+from megarl.model.layers.traced.kept import joined, parted
 from megarl.model.step import compiled
 from megarl.model.step.pass_clock import PassClock
 from megarl.model.weights.fusion import HeadLayout
@@ -60,6 +61,19 @@ def test_the_operators_are_sound():
         (hidden, 0.5, False, 0),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
+
+
+def test_gradients_that_follow_each_other_are_joined_without_a_copy():
+    memory = torch.arange(20.0)
+    first, second, third = memory[:6].view(3, 2), memory[6:12].view(2, 3), memory[12:].view(2, 4)
+    flat = joined([first, None, second, third])
+    assert torch.equal(flat, memory) and flat.data_ptr() == memory.data_ptr()
+    for others in ([first, third, second], [first, second.clone(), third], [first, second.t(), third]):
+        flat = joined(others)
+        assert torch.equal(flat, torch.cat([other.flatten() for other in others]))
+        assert flat.data_ptr() != memory.data_ptr()
+        for piece, other in zip(parted(flat, others), others, strict=True):
+            assert torch.equal(piece, other)
 
 
 @pytest.mark.parametrize(("ranks", "splits", "own"), [(1, True, False), (2, True, True), (2, False, False)])

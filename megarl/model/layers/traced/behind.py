@@ -24,7 +24,6 @@ from megarl.model.layers.updates import input_gradient, with_room
 Seven = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]  # fmt: skip
-Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @operator("behind_attention")
@@ -80,10 +79,11 @@ def behind_attention_backward(
     by_output: torch.Tensor, out: torch.Tensor, norm: torch.Tensor, weights: list[torch.Tensor],
     matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], kept: list[torch.Tensor], room: torch.Tensor | None,
     room_gated: torch.Tensor | None, starts: list[int], scales: list[float],
-) -> Four:  # fmt: skip
-    """Return the gradients of ``out``, ``residual``, and of all ``matrices_a`` and all ``matrices``, flat.
+) -> Seven:  # fmt: skip
+    """Return gradients; ``kept`` is what ``behind_attention`` returns behind its output.
 
-    ``kept`` is what ``behind_attention`` returns behind its output.
+    They are those of ``out``, ``residual``, the first two of ``matrices_a``, the first and the last of ``matrices``;
+    and of the other ``matrices`` and the last of ``matrices_a`` together, flat, as one kernel writes them.
     """
     places, parts = from_lists(matrices, starts, scales)
     low, total, inverse, low_gated, fused, low_last = kept
@@ -102,16 +102,17 @@ def behind_attention_backward(
     by_out = input_gradient(by_total, by_low, weights[0], matrices_a[0], unversioned(room)).view(out.shape)
     by_a = through_gradients(None, by_low, out, matrices_a[0])
     by_residual = by_total.unsqueeze(1)
-    return by_out, by_residual, joined([by_a, by_a_gated, by_a_last]), joined([by_first, *by_gated, by_last])
+    return by_out, by_residual, by_a, by_a_gated, by_first, by_last, joined([*by_gated, by_a_last])
 
 
 @behind_attention_backward.register_fake
 def _(
     by_output: Any, out: Any, norm: Any, weights: Any, matrices_a: Any, matrices: Any, *others: Any
-) -> Four:  # fmt: skip
+) -> Seven:  # fmt: skip
     by_residual, _ = with_room(by_output, matrices_a[0].shape[0])
-    sizes = (sum(matrix.numel() for matrix in group) for group in (matrices_a, matrices))
-    return out.new_empty(out.shape), by_residual, *(matrices_a[0].new_empty(size) for size in sizes)
+    single = (torch.empty_like(one) for one in (matrices_a[0], matrices_a[1], matrices[0], matrices[-1]))
+    together = sum(one.numel() for one in (*matrices[1:-1], matrices_a[2]))
+    return out.new_empty(out.shape), by_residual, *single, matrices_a[2].new_empty(together)
 
 
 def _save(ctx: Any, inputs: tuple, output: Seven) -> None:
@@ -126,11 +127,12 @@ def _differentiate(ctx: Any, by_output: torch.Tensor, *_: Any) -> tuple:
     kept, saved = saved[:6], saved[6:]
     weights, saved = saved[: ctx.counts[0]], saved[ctx.counts[0] :]
     matrices_a, matrices = saved[: ctx.counts[1]], saved[ctx.counts[1] :]
-    by_out, by_residual, flat_a, flat = behind_attention_backward(
+    by_out, by_residual, by_a, by_a_gated, by_first, by_last, together = behind_attention_backward(
         by_output, out, norm, weights, matrices_a, matrices, kept, *ctx.settings
     )
-    by_a, by_b = parted(flat_a, matrices_a), parted(flat, matrices)
-    return by_out, by_residual, None, [None] * len(weights), by_a, by_b, None, None, None, None, None
+    *by_gated, by_a_last = parted(together, [*matrices[1:-1], matrices_a[2]])
+    by_matrices_a, by_matrices = [by_a, by_a_gated, by_a_last], [by_first, *by_gated, by_last]
+    return by_out, by_residual, None, [None] * len(weights), by_matrices_a, by_matrices, None, None, None, None, None
 
 
 behind_attention.register_autograd(_differentiate, setup_context=_save)

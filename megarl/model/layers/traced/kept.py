@@ -2,11 +2,13 @@
 """Call autograd functions inside an operation that torch.compile does not look into, where autograd does not run."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megarl.model.layers.updates import Operands
+from megarl.parallel.stacks import follows
 
 # Arguments of an autograd function, at most.
 ARGUMENTS = 16
@@ -52,8 +54,14 @@ def from_lists(
 
 
 def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the gradients of all matrices one after the other, flat: an operation's results share no memory."""
-    return torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+    """Return the gradients of matrices one after the other, flat: an operation's results share no memory.
+
+    They are not copied if they lie so.
+    """
+    there = [gradient for gradient in gradients if gradient is not None]
+    if all(follows(*pair) for pair in pairwise(there)):
+        return there[0].as_strided((sum(gradient.numel() for gradient in there),), (1,))
+    return torch.cat([gradient.flatten() for gradient in there])
 
 
 def parted(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
