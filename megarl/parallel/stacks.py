@@ -61,13 +61,17 @@ def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return matrices of equal width one below the other: a view if they lie so in memory, else a copy."""
     if len(matrices) == 1:
         return matrices[0]
-    if torch.compiler.is_compiling() or not all(follows(*pair) for pair in pairwise(matrices)):
+    if torch.compiler.is_compiling() or not in_a_row(matrices):
         return torch.cat(list(matrices))
     return _Joined.apply(*matrices)
 
 
-def follows(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return True if a matrix begins where the one before ends, in one piece of memory."""
+def in_a_row(matrices: Sequence[torch.Tensor]) -> bool:
+    """Return True if each matrix begins where the one before ends, in one piece of memory."""
+    return all(_follows(*pair) for pair in pairwise(matrices))
+
+
+def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
     together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     contiguous = before.is_contiguous() and after.is_contiguous()
     return together and contiguous and before.data_ptr() + before.nbytes == after.data_ptr()

@@ -50,15 +50,15 @@ class QuickKernel:
             compiled[(*grid, 1, 1)[:3]](*given, *constants)
             return
         compiled = self.kernel[grid](*arguments, **settings)
-        if compiled is not None:  # as Triton's interpreter returns
+        # Triton's interpreter compiles nothing.
+        if compiled is not None and MOST:
             self._remember(place, compiled, [settings[name] for name in self._names[len(arguments) :]])
 
     def _remember(self, place: tuple, compiled: Any, constants: list[Any]) -> None:
         assert not any(isinstance(constant, torch.Tensor) for constant in constants), "tensors are not given by name"
         if len(self._known) >= MOST:
             self._known.clear()
-        if MOST:
-            self._known[place] = compiled, constants
+        self._known[place] = compiled, constants
 
 
 def _read(arguments: Sequence[Any], given: list[Any], key: list[Any]) -> int:

@@ -93,6 +93,11 @@ def _products(fused: torch.Tensor, low: Any, places: Any, matrices: Any) -> list
     return [factors_of(low, matrix, place, fused) for place, matrix in zip(places, matrices, strict=True)]
 
 
+def _sizes(products: list[Any]) -> dict[str, tuple[int, ...]]:
+    ranks = tuple(rank for _, rank in products)
+    return {"RANKS": ranks, "BLOCKS": _blocks(ranks)}
+
+
 @cache
 def _blocks(ranks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(rank_block, ranks))
@@ -103,7 +108,6 @@ def _run_forward(
 ) -> torch.Tensor | None:
     """Write ``out [T, I]``; return its product with A, ``[T, S]``."""
     (tokens, width), rank = out.shape, 0 if matrix is None or matrix.shape[0] > MOST else matrix.shape[0]
-    ranks = tuple(rank for _, rank in products)
     rows_of, columns, warps = (BOTH_ROWS, BOTH_COLUMNS, BOTH_WARPS) if rank else (ROWS, COLUMNS, WARPS)
     down, across = ceil_div(tokens, rows_of), ceil_div(width, columns)
     # Programs that project share the columns, and what they find is added up. Others have one tile.
@@ -111,7 +115,7 @@ def _run_forward(
     found = rows.new_empty(ceil_div(width, own) if rank else 0, tokens * rank, dtype=torch.float32)
     _forward[(down, ceil_div(width, own))](
         rows, out, out if matrix is None else matrix, found, tokens, rows.stride(0), out.stride(0),
-        *(tuple(one) for one, _ in products), RANKS=ranks, BLOCKS=_blocks(ranks), WIDTH=width, OWN=own, RANK=rank,
+        *(tuple(one) for one, _ in products), **_sizes(products), WIDTH=width, OWN=own, RANK=rank,
         BLOCK=rank_block(rank), ROWS=rows_of, COLUMNS=columns, num_warps=warps, num_stages=BOTH_STAGES,
     )  # fmt: skip
     if rank:
@@ -124,17 +128,17 @@ def _run_backward(
 ) -> torch.Tensor:
     """Write the gradient of ``fused``; return those of the products' matrices one after the other, flat."""
     rows, by_rows = as_rows(fused), as_rows(by_out)
-    (tokens, width), ranks = by_rows.shape, tuple(rank for _, rank in products)
-    columns, blocks = STEP_COLUMNS, _blocks(ranks)
-    while columns > LEAST and sum(blocks) * columns > SUMS:
+    (tokens, width), sizes = by_rows.shape, _sizes(products)
+    columns = STEP_COLUMNS
+    while columns > LEAST and sum(sizes["BLOCKS"]) * columns > SUMS:
         columns //= 2
     across = ceil_div(width, columns)
     own, chunks = share_tokens(tokens, PROGRAMS // across, STEP_ROWS)
-    sums = rows.new_empty(chunks, sum(ranks) * width, dtype=torch.float32)
+    sums = rows.new_empty(chunks, sum(sizes["RANKS"]) * width, dtype=torch.float32)
     _backward[(chunks, across)](
         rows, by_rows, by_fused, sums, tokens, own, rows.stride(0), by_rows.stride(0), as_rows(by_fused).stride(0),
-        *(tuple(one) for one, _ in products), RANKS=ranks, BLOCKS=blocks, WIDTH=width, ROWS=STEP_ROWS,
-        COLUMNS=columns, num_warps=STEP_WARPS,
+        *(tuple(one) for one, _ in products), **sizes, WIDTH=width, ROWS=STEP_ROWS, COLUMNS=columns,
+        num_warps=STEP_WARPS,
     )  # fmt: skip
     return sum_chunks(sums, fused.dtype)
 

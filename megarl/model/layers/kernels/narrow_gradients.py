@@ -87,8 +87,6 @@ def narrow_gradients(
         rows, narrow, lows, sums, tokens, own, rows.stride(0), narrow.stride(0), *given, *scales, **settings
     )
     by_matrices = _add_up(lows, sums, settings, into)
-    if len(ranks) == 1:
-        return into, by_matrices.view(-1, ranks[0])
     pieces = by_matrices.tensor_split(settings["STARTS"][1 : len(ranks)])
     return into, *(piece.view(-1, rank) if rank else None for piece, rank in zip(pieces, ranks, strict=True))
 

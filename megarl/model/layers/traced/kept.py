@@ -2,13 +2,12 @@
 """Call autograd functions inside an operation that torch.compile does not look into, where autograd does not run."""
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from megarl.model.layers.updates import Operands
-from megarl.parallel.stacks import follows
+from megarl.parallel.stacks import in_a_row
 
 # Arguments of an autograd function, at most.
 ARGUMENTS = 16
@@ -59,7 +58,7 @@ def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     They are not copied if they lie so.
     """
     there = [gradient for gradient in gradients if gradient is not None]
-    if all(follows(*pair) for pair in pairwise(there)):
+    if in_a_row(there):
         return there[0].as_strided((sum(gradient.numel() for gradient in there),), (1,))
     return torch.cat([gradient.flatten() for gradient in there])
 
