@@ -31,11 +31,26 @@ class Launches:
 
 
 class _Compiled:
+    """Stands for ``triton.compiler.CompiledKernel``."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, number: int, quick: list[Any]) -> None:
         self.number, self.quick = number, quick
 
+    def run(self, x: int, y: int, z: int, stream: Any, *given: Any) -> None:
+        """Launch it; the device of these tensors is -1, the CPU."""
+        assert (stream, given[:5]) == ("stream of -1", ("function", "metadata", None, None, None))
+        self.quick.append((self.number, (x, y, z), given[5:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *given: self.quick.append((self.number, grid, given))
+        return lambda *given: self.quick.append((self.number, grid, given, "by Triton"))
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
+    active = SimpleNamespace(get_current_stream=lambda device: f"stream of {device}")
+    monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
 
 
 @pytest.fixture
@@ -72,6 +87,17 @@ def test_other_numbers_dtypes_or_settings_are_prepared_by_triton(tensors, change
     for _ in range(2):
         launch(kernel, **given | changed)
     assert len(launches.prepared) == 2 and [number for number, *_ in launches.quick] == [2]
+
+
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_triton_calls_its_hooks_where_there_are_some(tensors, monkeypatch, hook):
+    kernel = QuickKernel(launches := Launches())
+    launch(kernel, tensors.out, tensors.low)
+    monkeypatch.setattr(getattr(quick_launch.runtime, hook), "calls", [print])
+    launch(kernel, tensors.out, tensors.low)
+    monkeypatch.undo()
+    [(number, grid, _, way)] = launches.quick
+    assert (number, grid, way) == (1, (4, 2, 1), "by Triton")
 
 
 @pytest.mark.parametrize("name", ["out", "low", "part"])
