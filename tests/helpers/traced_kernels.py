@@ -71,28 +71,35 @@ def check_whole() -> None:
     weight, norm, matrices = torch.randn(192, 48), torch.rand(48), [draw(64, 4), draw(64, 4)]
     for hidden in (draw(5, 1, 48), torch.randn(5, 1, 48)):
         for norms in ([norm], [norm, torch.rand(32), torch.rand(32)]):
-            given = hidden, angles, weight, draw(8, 48), matrices, None, norms, [0, -1, 4], [2.0, 0.0, 0.5]
+            matrices_a = [draw(4, 48), draw(4, 48)]
+            given = hidden, angles, weight, matrices_a, matrices, None, norms, [0, -1, 4], [2.0, 0.0, 0.5]
             opcheck(before.before_attention.overload, (*given, [1e-6, 1e-6], heads_of))
     weights = [torch.randn(48, 64), torch.randn(192, 48), torch.randn(48, 96)]
-    matrices_a, matrices = [draw(4, 64), draw(8, 48), draw(4, 96)], [draw(48, 4), draw(96, 4), draw(96, 4), draw(48, 4)]
-    places = [0, 0, 4, 0], [2.0, 2.0, 0.5, 2.0]
+    matrices_a = [draw(4, 64), draw(4, 48), draw(4, 48), draw(4, 96)]
+    matrices = [draw(48, 4), draw(96, 4), draw(96, 4), draw(48, 4)]
+    places = [1, 2, 1], [0, 0, 4, 0], [2.0, 2.0, 0.5, 2.0]
     out, residual = draw(5, 1, 64), draw(5, 1, 48)
     given = out, residual, norm, weights, matrices_a, matrices, None, None, *places, 1e-6
     opcheck(behind.behind_attention.overload, given)
 
 
-def compare(counted: dict[str, tuple[Any, str]], rank: int, layers: int) -> None:
-    """Compare logprobs and gradients with those of uncompiled layers without kernels."""
+def compare(counted: dict[str, tuple[Any, str]], rank: int, layers: int, *, direct: bool = False) -> None:
+    """Compare logprobs and gradients with those of uncompiled layers without kernels.
+
+    ``direct``: the operations are called directly, so that nothing is compiled.
+    """
     for config in configs(SMALL | {"vocab_size": 160, "num_hidden_layers": layers}).values():
         with tempfile.TemporaryDirectory() as scratch:
             folder = write_random(config, Path(scratch) / "model")
             plain, plain_gradients, _ = results(folder, "fast", rank)
             # As on a GPU in 16 bits.
-            pointwise.has_kernels = self_attention.has_kernels = lambda tensor: pointwise.traced()
+            pointwise.has_kernels = self_attention.has_kernels = lambda tensor: direct or pointwise.traced()
             traced_linear.has_kernels = products.wants_kernels = parallel_linear.wants_kernels = lambda tensor: True
             calls = count_calls(counted)
             torch._dynamo.reset()
+            before = compiled._compiled()
             ours, gradients, _ = results(folder, "fast", rank, compile=True)
+            assert (compiled._compiled() == before) is direct
             for module, name in SWITCHES:
                 setattr(module, name, lambda tensor: False)
         assert all(calls.values()), calls
@@ -109,6 +116,7 @@ def main() -> None:
     require_pieces()
     # There is room behind the weights for such ranks. The first layer's input has no gradient.
     compare(WHOLE, rank=8, layers=2)
+    compare(WHOLE, rank=8, layers=2, direct=True)
     transformer_layer.before = transformer_layer.behind = lambda *given: None
     compare(PARTS, rank=4, layers=1)
 

@@ -33,7 +33,7 @@ def write_graph(chunks: Sequence[PackedGPTModel], step: Callable[[], None], file
     kept, compiled.BACKEND = compiled.BACKEND, aot_autograd(fw_compiler=_run, bw_compiler=_run, partition_fn=partition)
     torch._dynamo.reset()
     try:
-        compiled.compile_layers(chunks, next(chunks[0].parameters()).device)
+        compiled.compile_layers(chunks, next(chunks[0].parameters()).device, direct=False)
         step()
     finally:
         compiled.BACKEND = kept

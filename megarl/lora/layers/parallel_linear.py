@@ -188,12 +188,12 @@ class _LinearLora(ParallelLoraLinear):
         return None if self.training and adapter.dropout > 0.0 else adapter.matrix_a()
 
     def operands(self) -> Operands | None:
-        """Return what an operation needs that computes this linear with what lies behind it; None if it cannot."""
-        adapter = self.current() if self._takes_kernels() and self.base_layer.bias is None else None
+        """Return what an operation of a compiled layer, which has waited for the adapter, needs; None if it cannot."""
+        adapter = self.adapters[self.active] if self._takes_kernels() and self.base_layer.bias is None else None
         if adapter is None or (self.training and adapter.dropout > 0.0):
             return None
         parts = parts_of(self.matrices_b(adapter), self.layout(adapter))
-        return Operands(self.base_layer.weight, adapter.matrix_a(), parts, self.room)
+        return Operands(self.base_layer.weight, adapter.read_together(), parts, self.room)
 
     def _leaves(self) -> bool:
         """Return True if a kernel outside traces can add the update."""

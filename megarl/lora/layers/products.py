@@ -173,7 +173,7 @@ def add_through(
     if wants_kernels(by_low):
         from megarl.model.layers.kernels import through_gradients as kernel
 
-        if kernel.takes(matrix):
+        if kernel.takes(matrix.shape[0]):
             return kernel.through_gradients(by_hidden, by_low, hidden, matrix)
     if by_hidden is not None:
         by_hidden.addmm_(by_low, matrix)

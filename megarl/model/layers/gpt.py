@@ -50,7 +50,7 @@ class RMSNorm(torch.nn.Module):
             return self(hidden), hidden, None
         from megarl.model.layers.kernels import adapted_norm, norm, through_gradients
 
-        if matrix is None or not through_gradients.takes(matrix):
+        if matrix is None or not through_gradients.takes(matrix.shape[0]):
             return *norm.rms_norm_beside(hidden, self.weight, self.eps), None
         normed, low, hidden = adapted_norm.rms_norm_projected(hidden, self.weight, self.eps, matrix)
         return normed, hidden, low
@@ -62,7 +62,7 @@ class RMSNorm(torch.nn.Module):
         from megarl.model.layers.kernels import adapted_norm, through_gradients
         from megarl.model.layers.kernels.residual import add_adapted
 
-        if self.weight.requires_grad or matrix is None or not through_gradients.takes(matrix):
+        if self.weight.requires_grad or matrix is None or not through_gradients.takes(matrix.shape[0]):
             return self.beside(add_adapted(residual, states, update), matrix)
         normed, low, hidden = adapted_norm.add_and_norm(residual, states, update, self.weight, self.eps, matrix)
         return normed, hidden, low

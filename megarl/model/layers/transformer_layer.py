@@ -12,7 +12,7 @@ from megarl import progress
 from megarl.model.layers.attention.core import PackedSequences
 from megarl.model.layers.linears import wait_for_adapters
 from megarl.model.layers.regions import traced
-from megarl.model.layers.traced.layer import before, behind
+from megarl.model.layers.traced.layer import before, behind, directly
 from megarl.model.layers.updates import Outcome, Update
 
 
@@ -23,9 +23,10 @@ class PackedLayer(TransformerLayer):
         compiles: True if the forward pass is the one for torch.compile; set by ``megarl.model.step.compiled``.
         in_parts: True if attention cannot be traced: it runs between two parts that are compiled each; likewise.
         adapted: the layer's linears that have adapters, without experts; likewise.
+        direct: True if nothing is compiled of a layer that megarl's operations compute; likewise.
     """
 
-    compiles = in_parts = False
+    compiles = in_parts = direct = False
     adapted: Sequence[Any] = ()
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -41,12 +42,15 @@ class PackedLayer(TransformerLayer):
             return super().__call__(hidden_states, *args, **kwargs)
         packed: PackedSequences = kwargs["packed_seq_params"]
         angles = kwargs["rotary_pos_emb"]
+        wait_for_adapters(self.adapted)
+        found = directly(self, hidden_states, angles, packed) if self.direct else None
+        if found is not None:
+            return found, None
         width = hidden_states.shape[-1]
         if hidden_states.stride() != (width, width, 1):  # The embedding's output: same memory, other strides.
             hidden_states = hidden_states.as_strided(hidden_states.shape, (width, width, 1))
         maybe_mark_dynamic(hidden_states, 0)
         maybe_mark_dynamic(angles, 0)
-        wait_for_adapters(self.adapted)
         progress.made()
         if self.in_parts:
             output = self._around_attention(hidden_states, angles, packed), None

@@ -49,13 +49,13 @@ class Operands(NamedTuple):
 
     Attributes:
         weight: the base's, ``[O, I]``.
-        matrix: every A, ``[R, I]``.
+        matrices: every A, ``[R of it, I]``.
         parts: as in ``Update``.
-        room: memory that begins with the weight, with room for the rows of ``matrix`` behind it; None if there is none.
+        room: memory that begins with the weight, with room for the rows of ``matrices`` behind it, or None.
     """
 
     weight: torch.Tensor
-    matrix: torch.Tensor
+    matrices: Sequence[torch.Tensor]
     parts: tuple[Part | None, ...]
     room: torch.Tensor | None
 
@@ -128,7 +128,8 @@ def input_gradient(
 
     Args:
         by_out, by_low: ``[..., O]`` and ``[..., R]``. One product forms the result if ``with_room`` made them.
-        weight, matrix, room: see ``Operands``. The rows behind the weight are overwritten.
+        weight, room: see ``Operands``. The rows behind the weight are overwritten.
+        matrix: every A, ``[R, I]``.
     """
     whole = in_one_piece(by_out, by_low)
     # The weight may have been moved or cast since the room was made.

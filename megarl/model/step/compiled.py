@@ -12,6 +12,9 @@ how many tokens an expert gets is known only while the layer runs. So do experts
 (``experts.grouped``); where they are not, an expert's MLP is one compilation that all experts share.
 
 Transformer Engine's attention cannot be traced. What is before it and what is behind it are a compilation each then.
+
+Where megarl's operations compute a layer whole, on one GPU (``layers.traced.layer.directly``), the compiler would get
+nothing but them. They are called without it then, and only passes without adapter are compiled.
 """
 
 import contextlib
@@ -44,12 +47,13 @@ LIMIT = 64
 WARM_UP = 2
 
 
-def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> None:
+def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device, *, direct: bool = True) -> None:
     """Compile the layers of a model's chunks in place; they compile when they first run.
 
     Args:
         chunks: this rank's chunks, with their adapters.
         device: their device.
+        direct: False to compile layers too that megarl's operations compute whole.
 
     Raises:
         UnsupportedError: the device's compiler is missing.
@@ -67,7 +71,7 @@ def compile_layers(chunks: Iterable[PackedGPTModel], device: torch.device) -> No
         callback_handler.register_start_callback(_made)
         callback_handler.register_end_callback(_made)
     for layer in _layers(chunks):
-        layer.compiles = True
+        layer.compiles, layer.direct = True, direct
         layer.adapted = _adapted(layer)
         for place, linear in enumerate(layer.adapted):
             linear.place = place

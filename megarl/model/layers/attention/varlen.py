@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from megarl.model.layers.regions import traced
+
 # What this release of torch can do. Looked up here, because torch.compile cannot trace it.
 _SETTINGS = frozenset(inspect.signature(varlen_attn).parameters)
 HAS_WINDOWS, HAS_GROUPS = "window_size" in _SETTINGS, "enable_gqa" in _SETTINGS
@@ -49,8 +51,10 @@ def attend_varlen(
     # change the logits; zeros added to the values stay zeros in the output and are cut off.
     width, scale = value.shape[-1], query.shape[-1] ** -0.5 if scale is None else scale
     head_dim = -(-query.shape[-1] // 8) * 8
-    query, key, value = (_pad_last(tensor, head_dim) for tensor in (query, key, value))
+    query, key, value = (_pad_last(tensor, head_dim).contiguous() for tensor in (query, key, value))
     before = -1 if window is None else window - 1
+    if not traced() and _shares_keys():
+        return _attend_flash(query, key, value, packed, scale, before)[..., :width]
     options: dict[str, Any] = {"window_size": (before, 0)} if HAS_WINDOWS else {"is_causal": True}
     if _shares_keys():
         # torch's flash attention reads shared keys and values; torch 2.11 has no setting for it.
@@ -59,9 +63,9 @@ def attend_varlen(
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     result = varlen_attn(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
+        query,
+        key,
+        value,
         packed.query_bounds,
         packed.key_bounds,
         packed.longest_query,
@@ -70,6 +74,16 @@ def attend_varlen(
         **options,
     )
     return (result[0] if isinstance(result, tuple) else result)[..., :width]
+
+
+def _attend_flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Bounds, scale: float, before: int
+) -> torch.Tensor:
+    """Call the kernel that ``varlen_attn`` calls, with autograd in C++; around its operator torch runs Python twice."""
+    bounds = packed.query_bounds, packed.key_bounds, packed.longest_query, packed.longest_key
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, *bounds, 0.0, before < 0, False, scale=scale, window_size_left=before, window_size_right=0
+    )[0]
 
 
 @torch.compiler.assume_constant_result

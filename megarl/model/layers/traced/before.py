@@ -16,10 +16,11 @@ from megarl.model.layers.kernels.adapted_norm import ProjectedNorm
 from megarl.model.layers.kernels.heads import empty_parts
 from megarl.model.layers.kernels.rows import as_rows
 from megarl.model.layers.kernels.through_gradients import through_gradients
-from megarl.model.layers.traced.kept import Kept, from_lists, joined, parted, unversioned
+from megarl.model.layers.traced.kept import Kept, cut, from_lists, joined, parted, rows_of, unversioned
 from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import input_gradient
 from megarl.model.weights.fusion import HeadLayout
+from megarl.parallel.stacks import rows_in, together
 
 Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -27,7 +28,7 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @operator("before_attention")
 def before_attention(
-    hidden: torch.Tensor, angles: torch.Tensor, weight: torch.Tensor, matrix_a: torch.Tensor,
+    hidden: torch.Tensor, angles: torch.Tensor, weight: torch.Tensor, matrices_a: list[torch.Tensor],
     matrices: list[torch.Tensor], room: torch.Tensor | None, norms: list[torch.Tensor], starts: list[int],
     scales: list[float], eps: list[float], layout: list[int],
 ) -> Six:  # fmt: skip
@@ -36,7 +37,7 @@ def before_attention(
     Args:
         hidden: ``[T, 1, H]``, 16-bit.
         angles: ``[T, 1, 1, D]`` float32, radians.
-        weight, matrix_a, room: of the projection; see ``updates.Operands``. The weight gets no gradient.
+        weight, matrices_a, room: of the projection; see ``updates.Operands``. The weight gets no gradient.
         matrices: B of each part that has one, ``[O of the part, r]``.
         norms: frozen weights of the norm of hidden states, and of queries and keys if there are such.
         starts, scales: of ``kept.as_lists``, for queries, keys and values.
@@ -49,7 +50,7 @@ def before_attention(
     """
     inner, outer, heads = Kept(), Kept(), HeadLayout(*layout)
     places, parts = from_lists(matrices, starts, scales)
-    normed, low, _ = ProjectedNorm.forward(inner, as_rows(hidden), norms[0], eps[0], matrix_a)
+    normed, low, _ = ProjectedNorm.forward(inner, as_rows(hidden), norms[0], eps[0], together(matrices_a))
     fused = F.linear(normed, weight)
     query, key, value = (
         part.unsqueeze(1)
@@ -60,11 +61,11 @@ def before_attention(
 
 @before_attention.register_fake
 def _(
-    hidden: Any, angles: Any, weight: Any, matrix_a: Any, matrices: Any, room: Any, norms: Any, starts: Any,
+    hidden: Any, angles: Any, weight: Any, matrices_a: Any, matrices: Any, room: Any, norms: Any, starts: Any,
     scales: Any, eps: Any, layout: Any,
 ) -> Six:  # fmt: skip
     tokens = hidden.shape[0] * hidden.shape[1]
-    fused, low = hidden.new_empty(tokens, weight.shape[0]), hidden.new_empty(tokens, matrix_a.shape[0])
+    fused, low = hidden.new_empty(tokens, weight.shape[0]), hidden.new_empty(tokens, rows_in(matrices_a))
     query, key, value = (part.unsqueeze(1) for part in empty_parts(fused, HeadLayout(*layout)))
     return query, key, value, hidden.new_empty(tokens, dtype=torch.float32), fused, low
 
@@ -72,12 +73,12 @@ def _(
 @operator("before_attention_backward")
 def before_attention_backward(
     by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, hidden: torch.Tensor, angles: torch.Tensor,
-    weight: torch.Tensor, matrix_a: torch.Tensor, matrices: list[torch.Tensor], room: torch.Tensor | None,
+    weight: torch.Tensor, matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], room: torch.Tensor | None,
     norms: list[torch.Tensor], inverse: torch.Tensor, fused: torch.Tensor, low: torch.Tensor, starts: list[int],
     scales: list[float], eps: list[float], layout: list[int], needs_hidden: bool,
 ) -> Three:  # fmt: skip
-    """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of ``matrix_a``, and all B's, flat."""
-    places, parts = from_lists(matrices, starts, scales)
+    """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of every A, and of every B, flat."""
+    (places, parts), matrix_a = from_lists(matrices, starts, scales), together(matrices_a)
     kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
     by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
     if not needs_hidden:
@@ -91,29 +92,31 @@ def before_attention_backward(
 
 @before_attention_backward.register_fake
 def _(
-    by_query: Any, by_key: Any, by_value: Any, hidden: Any, angles: Any, weight: Any, matrix_a: Any, matrices: Any,
+    by_query: Any, by_key: Any, by_value: Any, hidden: Any, angles: Any, weight: Any, matrices_a: Any, matrices: Any,
     *others: Any,
 ) -> Three:  # fmt: skip
-    flat, needs_hidden = matrix_a.new_empty(sum(matrix.numel() for matrix in matrices)), others[-1]
-    return hidden.new_empty(hidden.shape if needs_hidden else 0), matrix_a.new_empty(matrix_a.shape), flat
+    flat, needs_hidden = hidden.new_empty(sum(matrix.numel() for matrix in matrices)), others[-1]
+    by_a = hidden.new_empty(rows_in(matrices_a), hidden.shape[-1])
+    return hidden.new_empty(hidden.shape if needs_hidden else 0), by_a, flat
 
 
 def _save(ctx: Any, inputs: tuple, output: Six) -> None:
-    hidden, angles, weight, matrix_a, matrices, ctx.room, norms, *ctx.settings = inputs
-    ctx.counts = len(matrices), len(norms)
-    ctx.save_for_backward(hidden, angles, weight, matrix_a, *output[3:], *matrices, *norms)
+    hidden, angles, weight, matrices_a, matrices, ctx.room, norms, *ctx.settings = inputs
+    ctx.counts = len(matrices_a), len(matrices)
+    ctx.save_for_backward(hidden, angles, weight, *output[3:], *matrices_a, *matrices, *norms)
     ctx.mark_non_differentiable(*output[3:])
 
 
 def _differentiate(ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, *_: Any) -> tuple:
-    hidden, angles, weight, matrix_a, inverse, fused, low, *lists = ctx.saved_tensors
-    matrices, norms, needs_hidden = lists[: ctx.counts[0]], lists[ctx.counts[0] :], ctx.needs_input_grad[0]
-    by_hidden, by_a, flat = before_attention_backward(
-        by_query, by_key, by_value, hidden, angles, weight, matrix_a, matrices, ctx.room, norms, inverse, fused, low,
+    hidden, angles, weight, inverse, fused, low, *lists = ctx.saved_tensors
+    (matrices_a, matrices, norms), needs_hidden = cut(lists, *ctx.counts), ctx.needs_input_grad[0]
+    by_hidden, by_a, flat = before_attention_backward.called_by(ctx)(
+        by_query, by_key, by_value, hidden, angles, weight, matrices_a, matrices, ctx.room, norms, inverse, fused, low,
         *ctx.settings, needs_hidden,
     )  # fmt: skip
-    by_hidden = by_hidden if needs_hidden else None
-    return by_hidden, None, None, by_a, parted(flat, matrices), None, [None] * len(norms), None, None, None, None
+    by_hidden, by_matrices_a = by_hidden if needs_hidden else None, rows_of(by_a, matrices_a)
+    by_matrices = parted(flat, matrices)
+    return by_hidden, None, None, by_matrices_a, by_matrices, None, [None] * len(norms), None, None, None, None
 
 
 before_attention.register_autograd(_differentiate, setup_context=_save)

@@ -52,6 +52,15 @@ def from_lists(
     return places, [None if place is None else next(left) for place in places]
 
 
+def cut(items: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
+    """Return the first so many items, the next so many, and so on; last those that are left."""
+    groups = []
+    for count in counts:
+        groups.append(items[:count])
+        items = items[count:]
+    return [*groups, items]
+
+
 def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Return the gradients of matrices one after the other, flat: an operation's results share no memory.
 
@@ -65,8 +74,13 @@ def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 def parted(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return what ``joined`` has joined, shaped like these matrices; torch.compile can trace it."""
-    pieces = flat.split([matrix.numel() for matrix in like])
+    pieces = flat.split_with_sizes([matrix.numel() for matrix in like])
     return [piece.view(matrix.shape) for piece, matrix in zip(pieces, like, strict=True)]
+
+
+def rows_of(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the rows of each of these matrices, which lie one below the other; torch.compile can trace it."""
+    return list(flat.split_with_sizes([matrix.shape[0] for matrix in like]))
 
 
 def unversioned(room: torch.Tensor | None) -> torch.Tensor | None:

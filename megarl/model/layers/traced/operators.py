@@ -28,7 +28,7 @@ class Operator:
             function: computes it on any device; its annotations are the schema (``torch.library.infer_schema``).
             tags: what the compiler must know of it.
         """
-        self.name, self.__doc__ = f"{NAMESPACE}::{name}", function.__doc__
+        self.name, self.function, self.__doc__ = f"{NAMESPACE}::{name}", function, function.__doc__
         torch.library.define(self.name, torch.library.infer_schema(function, mutates_args=()), tags=tags)
         torch.library.impl(self.name, "CompositeExplicitAutograd", function)
         self.overload = getattr(getattr(torch.ops, NAMESPACE), name).default
@@ -44,6 +44,53 @@ class Operator:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
         """Register the backward pass and what is kept for it, as ``torch.library.register_autograd`` takes them."""
         torch.library.register_autograd(self.name, backward, setup_context=setup_context)
+        self.backward, self.setup_context = backward, setup_context
+
+    def direct(self, *args: Any) -> Any:
+        """Compute the operation outside traces, with autograd: the same, without what calls in a trace need."""
+        counts = tuple(_tensors_in(arg) for arg in args)
+        flat: list[Any] = []
+        for arg, count in zip(args, counts, strict=True):
+            if count is None:
+                flat.append(arg)
+            elif count:
+                flat += arg
+        return _Direct.apply(*flat, self, counts, args)
+
+    def called_by(self, ctx: Any) -> Callable[..., Any]:
+        """Return what a backward pass with this context calls."""
+        return self.function if getattr(ctx, "direct", False) else self.overload
+
+
+class _Direct(torch.autograd.Function):
+    """An operation as autograd takes it: the tensors of its arguments one after the other, others in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Any:
+        """Compute the operation of ``given[-3]``; see ``Operator.direct``."""
+        operation, ctx.lengths, args = given[-3:]
+        ctx.operation, ctx.direct = operation, True
+        output = operation.function(*args)
+        operation.setup_context(ctx, args, output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Return the gradients of all that ``forward`` got."""
+        flat: list[Any] = []
+        for count, gradient in zip(ctx.lengths, ctx.operation.backward(ctx, *gradients), strict=True):
+            if count is None:
+                flat.append(gradient)
+            else:
+                flat += gradient if gradient is not None else [None] * count
+        return *flat, None, None, None
+
+
+def _tensors_in(arg: Any) -> int | None:
+    """Return the length of a list of tensors, 0 for another list, None for anything else."""
+    if not isinstance(arg, list):
+        return None
+    return len(arg) if arg and isinstance(arg[0], torch.Tensor) else 0
 
 
 def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..., Any]], Operator]:
