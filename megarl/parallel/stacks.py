@@ -70,10 +70,7 @@ def together(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what ``joined`` does, where autograd does not run."""
     if len(matrices) == 1:
         return matrices[0]
-    if not in_a_row(matrices):
-        return torch.cat(list(matrices))
-    first = matrices[0].detach()
-    return first.as_strided((rows_in(matrices), first.shape[1]), first.stride())
+    return _view_of(matrices) if in_a_row(matrices) else torch.cat(list(matrices))
 
 
 def rows_in(matrices: Sequence[torch.Tensor]) -> int:
@@ -92,11 +89,16 @@ def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
     return together and contiguous and before.data_ptr() + before.nbytes == after.data_ptr()
 
 
+def _view_of(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = matrices[0].detach()
+    return first.as_strided((rows_in(matrices), first.shape[1]), first.stride())
+
+
 class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(first), *map(len, others)]
-        return together([first, *others])
+        return _view_of([first, *others])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

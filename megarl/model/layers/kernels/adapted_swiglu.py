@@ -82,7 +82,7 @@ class AdaptedSwiGLU(torch.autograd.Function):
         by_fused, narrow = with_room(fused, 0 if low is None else low.shape[-1])
         sums = _run_backward(fused, by_out, products, by_fused)
         width, ranks = by_out.shape[-1], [rank for _, rank in products]
-        of_gate, of_up, of_behind = sums.split([width * rank for rank in ranks])
+        of_gate, of_up, of_behind = sums.split_with_sizes([width * rank for rank in ranks])
         by_b = (of.view(width, rank) if rank else None for of, rank in zip((of_gate, of_up), ranks, strict=False))
         by_a = None if matrix is None else of_behind.view(matrix.shape)
         by_low = None if low is None else low_gradient(by_fused, ctx.places, matrices, narrow)
