@@ -84,9 +84,9 @@ def in_a_row(matrices: Sequence[torch.Tensor]) -> bool:
 
 
 def _follows(before: torch.Tensor, after: torch.Tensor) -> bool:
-    together = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
+    same = before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     contiguous = before.is_contiguous() and after.is_contiguous()
-    return together and contiguous and before.data_ptr() + before.nbytes == after.data_ptr()
+    return same and contiguous and before.data_ptr() + before.nbytes == after.data_ptr()
 
 
 def _view_of(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
