@@ -70,6 +70,7 @@ class AdapterMatrices(torch.nn.Module):
         places, keys, ranks, scalings: of the adapted parts, in order: index in ``parts``, ``PartPlan.key``, rank,
             scaling.
         starts: first column of each adapted part in the output of ``lower``. Parts that share A have the same.
+        columns, factors: of each part of the layer, its start and scaling; -1 and 0 for a part that is not adapted.
         dropout: dropout probability of the adapter's input.
         lora_A, lora_B: maps ``PartPlan.key`` to the matrix.
     """
@@ -83,6 +84,9 @@ class AdapterMatrices(torch.nn.Module):
         self.ranks = tuple(part.rank for _, part in adapted)
         self.scalings = tuple(part.scaling for _, part in adapted)
         self.starts = _starts([part for _, part in adapted])
+        known = dict(zip(self.places, zip(self.starts, self.scalings, strict=True), strict=True))
+        self.columns = tuple(known.get(place, (-1, 0.0))[0] for place in range(len(parts)))
+        self.factors = tuple(known.get(place, (-1, 0.0))[1] for place in range(len(parts)))
         self.lora_A = _Matrices()
         self.lora_B = _Matrices()
 

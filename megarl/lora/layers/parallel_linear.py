@@ -17,7 +17,7 @@ from megarl.lora.layers.beside import linear_beside, with_bias, with_rows_behind
 from megarl.lora.layers.dropout import drop_inputs
 from megarl.lora.layers.matrices import AdapterMatrices, PartPlan, generator_of, mark_parameter
 from megarl.lora.layers.overlapped import can_overlap, column_linear, row_linear
-from megarl.lora.layers.products import Layout, add_wide, parts_of, project, project_through, update_of
+from megarl.lora.layers.products import Layout, add_wide, project, project_through, update_of
 from megarl.lora.layers.state import WithBaseNames
 from megarl.lora.layers.traced_linear import numbers_of
 from megarl.model.layers.linears import ColumnParallelLinear, RowParallelLinear
@@ -192,8 +192,8 @@ class _LinearLora(ParallelLoraLinear):
         adapter = self.adapters[self.active] if self._takes_kernels() and self.base_layer.bias is None else None
         if adapter is None or (self.training and adapter.dropout > 0.0):
             return None
-        parts = parts_of(self.matrices_b(adapter), self.layout(adapter))
-        return Operands(self.base_layer.weight, adapter.read_together(), parts, self.room)
+        matrices, weight = (adapter.read_together(), self.matrices_b(adapter)), self.base_layer.weight
+        return Operands(weight, *matrices, adapter.columns, adapter.factors, self.room)
 
     def _leaves(self) -> bool:
         """Return True if a kernel outside traces can add the update."""

@@ -49,14 +49,17 @@ class Operands(NamedTuple):
 
     Attributes:
         weight: the base's, ``[O, I]``.
-        matrices: every A, ``[R of it, I]``.
-        parts: as in ``Update``.
-        room: memory that begins with the weight, with room for the rows of ``matrices`` behind it, or None.
+        matrices_a: every A, ``[R of it, I]``.
+        matrices: B of each part that has one, ``[O of the part, r]``.
+        starts, scales: of each part, as ``Part`` has them; -1 and 0 for a part without an adapter.
+        room: memory that begins with the weight, with room for the rows of ``matrices_a`` behind it, or None.
     """
 
     weight: torch.Tensor
+    matrices_a: Sequence[torch.Tensor]
     matrices: Sequence[torch.Tensor]
-    parts: tuple[Part | None, ...]
+    starts: Sequence[int]
+    scales: Sequence[float]
     room: torch.Tensor | None
 
 

@@ -34,13 +34,14 @@ class Kept:
 
 def as_lists(*linears: Operands) -> tuple[list[torch.Tensor], list[int], list[float]]:
     """Return what ``from_lists`` takes: every B there is, and of each part its first column (-1 for none) and scale."""
-    parts = [part for linear in linears for part in linear.parts]
-    matrices = [part.matrix for part in parts if part is not None]
-    return (
-        matrices,
-        [-1 if part is None else part.start for part in parts],
-        [part.scale if part else 0.0 for part in parts],
-    )
+    matrices: list[torch.Tensor] = []
+    starts: list[int] = []
+    scales: list[float] = []
+    for linear in linears:
+        matrices += linear.matrices
+        starts += linear.starts
+        scales += linear.scales
+    return matrices, starts, scales
 
 
 def from_lists(

@@ -69,7 +69,7 @@ def _before(layer: Any, hidden: torch.Tensor) -> tuple[Any, ...] | None:
     eps, norms = [norm.eps, attention.config.layernorm_epsilon], [norm.weight, *attention.norms()]
     layout = [heads.groups, heads.queries, heads.head_dim]
     matrices, starts, scales = as_lists(linear)
-    return linear.weight, list(linear.matrices), matrices, linear.room, norms, starts, scales, eps, layout
+    return linear.weight, list(linear.matrices_a), matrices, linear.room, norms, starts, scales, eps, layout
 
 
 def _behind(layer: Any, residual: torch.Tensor) -> tuple[Any, ...] | None:
@@ -80,8 +80,8 @@ def _behind(layer: Any, residual: torch.Tensor) -> tuple[Any, ...] | None:
     linears = _operands(attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
     if linears is None:
         return None
-    weights, counts = [linear.weight for linear in linears], [len(linear.matrices) for linear in linears]
-    matrices_a = [matrix for linear in linears for matrix in linear.matrices]
+    weights, counts = [linear.weight for linear in linears], [len(linear.matrices_a) for linear in linears]
+    matrices_a = [matrix for linear in linears for matrix in linear.matrices_a]
     matrices, starts, scales = as_lists(*linears)
     rooms = linears[0].room, linears[1].room
     return norm.weight, weights, matrices_a, matrices, *rooms, counts, starts, scales, norm.eps
@@ -97,7 +97,7 @@ def _operands(*linears: Any) -> list[Operands] | None:
     found = []
     for linear in linears:
         one = operands(linear)
-        if one is None or not through_gradients.takes(rows_in(one.matrices)):
+        if one is None or not through_gradients.takes(rows_in(one.matrices_a)):
             return None
         found.append(one)
     return found
