@@ -63,7 +63,10 @@ class Operator:
 
 
 class _Direct(torch.autograd.Function):
-    """An operation as autograd takes it: the tensors of its arguments one after the other, others in their order."""
+    """An operation as autograd takes it: the arguments one after the other, and the items of lists that get gradients.
+
+    Of a list either all tensors get gradients, or none.
+    """
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
@@ -82,15 +85,15 @@ class _Direct(torch.autograd.Function):
             if count is None:
                 flat.append(gradient)
             else:
-                flat += gradient if gradient is not None else [None] * count
+                flat += gradient[:count] if gradient is not None else [None] * count
         return *flat, None, None, None
 
 
 def _tensors_in(arg: Any) -> int | None:
-    """Return the length of a list of tensors, 0 for another list, None for anything else."""
+    """Return the length of a list of tensors that get gradients, 0 for another list, None for anything else."""
     if not isinstance(arg, list):
         return None
-    return len(arg) if arg and isinstance(arg[0], torch.Tensor) else 0
+    return len(arg) if arg and isinstance(arg[0], torch.Tensor) and arg[0].requires_grad else 0
 
 
 def operator(name: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable[..., Any]], Operator]:
