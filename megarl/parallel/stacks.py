@@ -63,14 +63,7 @@ def joined(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         return matrices[0]
     if torch.compiler.is_compiling() or not in_a_row(matrices):
         return torch.cat(list(matrices))
-    return _Joined.apply(*matrices)
-
-
-def together(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return what ``joined`` does, where autograd does not run."""
-    if len(matrices) == 1:
-        return matrices[0]
-    return _view_of(matrices) if in_a_row(matrices) else torch.cat(list(matrices))
+    return _Joined.apply(*matrices) if torch.is_grad_enabled() else _view_of(matrices)
 
 
 def rows_in(matrices: Sequence[torch.Tensor]) -> int:

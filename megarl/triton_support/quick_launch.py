@@ -38,6 +38,7 @@ class QuickKernel:
         """Return the function that launches ``grid`` programs."""
 
         def launch(*arguments: Any, **settings: Any) -> None:
+            """Launch the kernel with these arguments, and with its constants and Triton's settings by name."""
             given: list[Any] = []
             key: list[Any] = [grid, device := arguments[0].get_device(), *settings, *settings.values()]
             addresses = _read(arguments, given, key)

@@ -84,9 +84,9 @@ class AdapterMatrices(torch.nn.Module):
         self.ranks = tuple(part.rank for _, part in adapted)
         self.scalings = tuple(part.scaling for _, part in adapted)
         self.starts = _starts([part for _, part in adapted])
-        known = dict(zip(self.places, zip(self.starts, self.scalings, strict=True), strict=True))
-        self.columns = tuple(known.get(place, (-1, 0.0))[0] for place in range(len(parts)))
-        self.factors = tuple(known.get(place, (-1, 0.0))[1] for place in range(len(parts)))
+        columns, factors = (dict(zip(self.places, values, strict=True)) for values in (self.starts, self.scalings))
+        self.columns = tuple(columns.get(place, -1) for place in range(len(parts)))
+        self.factors = tuple(factors.get(place, 0.0) for place in range(len(parts)))
         self.lora_A = _Matrices()
         self.lora_B = _Matrices()
 

@@ -20,7 +20,7 @@ from megarl.model.layers.traced.kept import Kept, cut, from_lists, joined, parte
 from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import input_gradient
 from megarl.model.weights.fusion import HeadLayout
-from megarl.parallel.stacks import rows_in, together
+from megarl.parallel import stacks
 
 Six = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -50,7 +50,7 @@ def before_attention(
     """
     inner, outer, heads = Kept(), Kept(), HeadLayout(*layout)
     places, parts = from_lists(matrices, starts, scales)
-    normed, low, _ = ProjectedNorm.forward(inner, as_rows(hidden), norms[0], eps[0], together(matrices_a))
+    normed, low, _ = ProjectedNorm.forward(inner, as_rows(hidden), norms[0], eps[0], stacks.joined(matrices_a))
     fused = F.linear(normed, weight)
     query, key, value = (
         part.unsqueeze(1)
@@ -65,7 +65,7 @@ def _(
     scales: Any, eps: Any, layout: Any,
 ) -> Six:  # fmt: skip
     tokens = hidden.shape[0] * hidden.shape[1]
-    fused, low = hidden.new_empty(tokens, weight.shape[0]), hidden.new_empty(tokens, rows_in(matrices_a))
+    fused, low = hidden.new_empty(tokens, weight.shape[0]), hidden.new_empty(tokens, stacks.rows_in(matrices_a))
     query, key, value = (part.unsqueeze(1) for part in empty_parts(fused, HeadLayout(*layout)))
     return query, key, value, hidden.new_empty(tokens, dtype=torch.float32), fused, low
 
@@ -78,7 +78,7 @@ def before_attention_backward(
     scales: list[float], eps: list[float], layout: list[int], needs_hidden: bool,
 ) -> Three:  # fmt: skip
     """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of every A, and of every B, flat."""
-    (places, parts), matrix_a = from_lists(matrices, starts, scales), together(matrices_a)
+    (places, parts), matrix_a = from_lists(matrices, starts, scales), stacks.joined(matrices_a)
     kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
     by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
     if not needs_hidden:
@@ -96,7 +96,7 @@ def _(
     *others: Any,
 ) -> Three:  # fmt: skip
     flat, needs_hidden = hidden.new_empty(sum(matrix.numel() for matrix in matrices)), others[-1]
-    by_a = hidden.new_empty(rows_in(matrices_a), hidden.shape[-1])
+    by_a = hidden.new_empty(stacks.rows_in(matrices_a), hidden.shape[-1])
     return hidden.new_empty(hidden.shape if needs_hidden else 0), by_a, flat
 
 

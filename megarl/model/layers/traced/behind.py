@@ -20,7 +20,7 @@ from megarl.model.layers.kernels.through_gradients import through_gradients
 from megarl.model.layers.traced.kept import Kept, cut, from_lists, joined, parted, rows_of, unversioned
 from megarl.model.layers.traced.operators import operator
 from megarl.model.layers.updates import input_gradient, with_room
-from megarl.parallel.stacks import rows_in, together
+from megarl.parallel import stacks
 
 Seven = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -73,7 +73,7 @@ def _(
     counts: Any, *others: Any,
 ) -> Seven:  # fmt: skip
     tokens = out.shape[0] * out.shape[1]
-    lows = [out.new_empty(tokens, rows_in(group)) for group in cut(matrices_a, *counts[:2])]
+    lows = [out.new_empty(tokens, stacks.rows_in(group)) for group in cut(matrices_a, *counts[:2])]
     output, total = residual.new_empty(residual.shape), residual.new_empty(tokens, residual.shape[-1])
     inverse = out.new_empty(tokens, dtype=torch.float32)
     return output, lows[0], total, inverse, lows[1], out.new_empty(tokens, weights[1].shape[0]), lows[2]
@@ -117,7 +117,7 @@ def _(
     room_gated: Any, counts: Any, *others: Any,
 ) -> Seven:  # fmt: skip
     first, gated, last = cut(matrices_a, *counts[:2])
-    by_a, by_a_gated = (group[0].new_empty(rows_in(group), group[0].shape[1]) for group in (first, gated))
+    by_a, by_a_gated = (group[0].new_empty(stacks.rows_in(group), group[0].shape[1]) for group in (first, gated))
     by_residual, _ = with_room(by_output, len(by_a))
     by_first, by_last = torch.empty_like(matrices[0]), torch.empty_like(matrices[-1])
     flat = out.new_empty(sum(one.numel() for one in (*matrices[1:-1], *last)))
@@ -146,7 +146,7 @@ def _differentiate(ctx: Any, by_output: torch.Tensor, *_: Any) -> tuple:
 
 def _stacked(matrices_a: list[torch.Tensor], counts: list[int]) -> list[torch.Tensor]:
     """Return every A of each linear, one below the other."""
-    return [together(group) for group in cut(matrices_a, *counts[:2])]
+    return [stacks.joined(group) for group in cut(matrices_a, *counts[:2])]
 
 
 behind_attention.register_autograd(_differentiate, setup_context=_save)

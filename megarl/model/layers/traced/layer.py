@@ -2,8 +2,8 @@
 """Compute what is before and behind a layer's attention by one operation each, where megarl's kernels can.
 
 That is on CUDA in 16 bits, on one rank, with adapters of every linear and without dropout of their inputs. A layer that
-has nothing but these operations and attention leaves nothing to torch.compile. It is called without it (``directly``):
-what torch.compile does around a layer takes the host as long as half of its operations.
+has nothing but these operations and attention leaves nothing to torch.compile. It is called without it (``directly``),
+since what torch.compile does around a layer takes the host time.
 """
 
 from typing import Any

@@ -59,7 +59,7 @@ class Operator:
 
     def called_by(self, ctx: Any) -> Callable[..., Any]:
         """Return what a backward pass with this context calls."""
-        return self.function if getattr(ctx, "direct", False) else self.overload
+        return self.function if hasattr(ctx, "operation") else self.overload
 
 
 class _Direct(torch.autograd.Function):
@@ -71,10 +71,9 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Any:
         """Compute the operation of ``given[-3]``; see ``Operator.direct``."""
-        operation, ctx.lengths, args = given[-3:]
-        ctx.operation, ctx.direct = operation, True
-        output = operation.function(*args)
-        operation.setup_context(ctx, args, output)
+        ctx.operation, ctx.lengths, args = given[-3:]
+        output = ctx.operation.function(*args)
+        ctx.operation.setup_context(ctx, args, output)
         return output
 
     @staticmethod
