@@ -75,9 +75,12 @@ def before_attention_backward(
     by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, hidden: torch.Tensor, angles: torch.Tensor,
     weight: torch.Tensor, matrices_a: list[torch.Tensor], matrices: list[torch.Tensor], room: torch.Tensor | None,
     norms: list[torch.Tensor], inverse: torch.Tensor, fused: torch.Tensor, low: torch.Tensor, starts: list[int],
-    scales: list[float], eps: list[float], layout: list[int], needs_hidden: bool,
+    scales: list[float], eps: list[float], layout: list[int], by_residual: torch.Tensor | None, needs_hidden: bool,
 ) -> Three:  # fmt: skip
-    """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of every A, and of every B, flat."""
+    """Return the gradients of ``hidden`` (no elements unless ``needs_hidden``), of every A, and of every B, flat.
+
+    ``by_residual`` is the gradient of ``hidden`` by what reads it behind the operation; None if autograd adds it.
+    """
     (places, parts), matrix_a = from_lists(matrices, starts, scales), stacks.joined(matrices_a)
     kept = Kept(fused, angles, low, *parts, *norms[1:], settings=(eps[1], HeadLayout(*layout)), places=places)
     by_fused, _, _, _, _, by_low, _, *by_matrices = AdaptedHeads.backward(kept, by_query, by_key, by_value)
@@ -86,7 +89,8 @@ def before_attention_backward(
         return hidden.new_empty(0), by_a, joined(by_matrices)
     by_normed = input_gradient(by_fused, by_low, weight, matrix_a, unversioned(room))
     kept = Kept(as_rows(hidden), norms[0], inverse, matrix_a)
-    by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, None)
+    beside = None if by_residual is None else as_rows(by_residual)
+    by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, beside)
     return by_hidden.view(hidden.shape), by_a, joined(by_matrices)
 
 
@@ -107,16 +111,17 @@ def _save(ctx: Any, inputs: tuple, output: Six) -> None:
     ctx.mark_non_differentiable(*output[3:])
 
 
-def _differentiate(ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, *_: Any) -> tuple:
+def _differentiate(ctx: Any, by_query: torch.Tensor, by_key: torch.Tensor, by_value: torch.Tensor, *by: Any) -> tuple:
     hidden, angles, weight, inverse, fused, low, *lists = ctx.saved_tensors
     (matrices_a, matrices, norms), needs_hidden = cut(lists, *ctx.counts), ctx.needs_input_grad[0]
+    by_residual = by[3] if len(by) > 3 else None  # by[:3] are of what the backward pass reads
     by_hidden, by_a, flat = before_attention_backward.called_by(ctx)(
         by_query, by_key, by_value, hidden, angles, weight, matrices_a, matrices, ctx.room, norms, inverse, fused, low,
-        *ctx.settings, needs_hidden,
+        *ctx.settings, by_residual, needs_hidden,
     )  # fmt: skip
     by_hidden, by_matrices_a = by_hidden if needs_hidden else None, rows_of(by_a, matrices_a)
     by_matrices = parted(flat, matrices)
     return by_hidden, None, None, by_matrices_a, by_matrices, None, [None] * len(norms), None, None, None, None
 
 
-before_attention.register_autograd(_differentiate, setup_context=_save)
+before_attention.register_autograd(_differentiate, setup_context=_save, passes=0)

@@ -51,9 +51,9 @@ def directly(layer: Any, hidden: torch.Tensor, angles: torch.Tensor, packed: Any
     from megarl.model.layers.traced.before import before_attention  # here, since Triton may not be installed
     from megarl.model.layers.traced.behind import behind_attention
 
-    query, key, value, *_ = before_attention.direct(hidden, angles, *first)
+    query, key, value, *_, residual = before_attention.direct(hidden, angles, *first)
     out = layer.self_attention.attend((query, key, value), packed)
-    output, *_ = behind_attention.direct(out, hidden, *second)
+    output, *_ = behind_attention.direct(out, residual, *second)
     return output
 
 
