@@ -89,8 +89,7 @@ def before_attention_backward(
         return hidden.new_empty(0), by_a, joined(by_matrices)
     by_normed = input_gradient(by_fused, by_low, weight, matrix_a, unversioned(room))
     kept = Kept(as_rows(hidden), norms[0], inverse, matrix_a)
-    beside = None if by_residual is None else as_rows(by_residual)
-    by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, beside)
+    by_hidden, _, _, by_a = ProjectedNorm.backward(kept, by_normed, by_low, by_residual)
     return by_hidden.view(hidden.shape), by_a, joined(by_matrices)
 
 

@@ -47,7 +47,7 @@ class Operator:
         """Register the backward pass and what is kept for it, as ``torch.library.register_autograd`` takes them.
 
         Args:
-            backward, setup_context: see there. What only the backward pass reads gets None for a gradient or zeros.
+            backward, setup_context: see there. Gradients of results that only ``backward`` reads are None or zeros.
             passes: position of a tensor that ``direct`` also returns, last, for those who read it behind the operation.
                 ``backward`` gets its gradient last then, and adds it to its own: autograd would by a kernel of its own.
         """
@@ -85,7 +85,8 @@ class _Direct(torch.autograd.Function):
         """Compute the operation of ``given[-3]``; see ``Operator.direct``."""
         operation, ctx.lengths, args = given[-3:]
         ctx.operation = operation
-        ctx.set_materialize_grads(False)  # zeros for what only the backward pass reads: 0.2 ms of a layer of 8B
+        # Else autograd makes zeros for results that only the backward pass reads: 0.2 ms in a layer of 8B.
+        ctx.set_materialize_grads(False)
         output = operation.function(*args)
         operation.setup_context(ctx, args, output)
         return output if operation.passes is None else (*output, args[operation.passes].detach())
