@@ -71,7 +71,10 @@ def verify_matrix(
     layouts, refused = allowed_layouts(config, ranks)
     # Experts have an adapter for each linear here; transformers stacks them.
     if config.model.backend == "local" and not _names(config).num_experts:
-        layouts |= transformers_layouts(config, ranks)
+        more, not_these = transformers_layouts(config, ranks)
+        layouts |= more
+        for reason, labels in not_these.items():
+            refused.setdefault(reason, []).extend(labels)
     if not layouts:
         raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
     layouts, refused = chosen_layouts(layouts, refused, names)

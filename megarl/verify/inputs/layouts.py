@@ -40,26 +40,31 @@ def place_name(config: RunConfig | TrainerConfig) -> str:
     return f"{TRANSFORMERS}{f' {name}' if name else ''}{'+shards' if config.train.shard_base else ''}"
 
 
-def transformers_layouts(config: RunConfig, ranks: int) -> dict[str, RunConfig]:
-    """Return ``name -> config`` of the layouts of ``model.backend: transformers``, one rank first.
+def transformers_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
+    """Sort the layouts of ``model.backend: transformers`` into allowed and refused, as ``allowed_layouts`` does.
 
     Args:
         config: a config of a dense model.
         ranks: largest number of ranks.
     """
     tree = config.model_dump()
-    found = {}
+    allowed: dict[str, RunConfig] = {}
+    refused: dict[str, list[str]] = {}
     for data, shards in ((1, False), (2, False), (2, True)):
-        if data <= ranks:
-            changes = {
-                "model": tree["model"] | {"backend": TRANSFORMERS},
-                "parallel": ParallelConfig(data=data).model_dump(),
-                "train": tree["train"] | {"shard_base": shards},
-            }
-            moved = parse_config(tree | changes)
+        if data > ranks:
+            continue
+        changes = {
+            "model": tree["model"] | {"backend": TRANSFORMERS},
+            "parallel": ParallelConfig(data=data).model_dump(),
+            "train": tree["train"] | {"shard_base": shards},
+        }
+        moved = parse_config(tree | changes)
+        try:
             check_run(moved)
-            found[place_name(moved)] = moved
-    return found
+            allowed[place_name(moved)] = moved
+        except UnsupportedError as error:
+            refused.setdefault(str(error), []).append(place_name(moved))
+    return allowed, refused
 
 
 def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:

@@ -15,6 +15,7 @@ from megarl.verify.inputs.layouts import (
     describe_refused,
     label,
     other_layout,
+    transformers_layouts,
 )
 from megarl.verify.inputs.settings import verify_config
 from tests.unit.verify.test_settings import SHAPE
@@ -64,6 +65,17 @@ def test_what_is_not_proven_is_refused_with_its_reason(tmp_path):
     assert "TP2" in labels and not allowed.keys() & set(labels)
     [line] = describe_refused(refused)
     assert line.startswith("TP2, ") and line.endswith(f": {reason}")
+
+
+def test_layouts_of_transformers_are_refused_with_what_only_megatron_has(tmp_path):
+    plain = config_of(tmp_path / "dense", SHAPE)
+    allowed, refused = transformers_layouts(plain, 2)
+    assert list(allowed) == ["transformers", "transformers DP2", "transformers DP2+shards"] and refused == {}
+    compiled = plain.model_copy(update={"train": plain.train.model_copy(update={"compile": True})})
+    allowed, refused = transformers_layouts(compiled, 2)
+    [(reason, labels)] = refused.items()
+    assert allowed == {} and labels == ["transformers", "transformers DP2", "transformers DP2+shards"]
+    assert "train.compile = True" in reason
 
 
 def test_layouts_are_chosen_by_name(tmp_path):
