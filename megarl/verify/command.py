@@ -68,6 +68,22 @@ def verify_matrix(
     Raises:
         ConfigError, MegarlError: as in ``verify_model``; also if no layout has one of the names.
     """
+    layouts, refused = matrix_layouts(config, ranks)
+    layouts, refused = chosen_layouts(layouts, refused, names)
+    check_gpus(max(layout.parallel.world_size for layout in layouts.values()))
+    return _verify(config, layouts, report), refused
+
+
+def matrix_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
+    """Return ``(name -> config, reason -> names refused for it)`` of all layouts of a tiny model, on both back ends.
+
+    Args:
+        config: config of the tiny model.
+        ranks: largest number of ranks of a layout.
+
+    Raises:
+        ConfigError: no layout is allowed.
+    """
     layouts, refused = allowed_layouts(config, ranks)
     # Experts have an adapter for each linear here; transformers stacks them.
     if config.model.backend == "local" and not _names(config).num_experts:
@@ -77,9 +93,7 @@ def verify_matrix(
             refused.setdefault(reason, []).extend(labels)
     if not layouts:
         raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
-    layouts, refused = chosen_layouts(layouts, refused, names)
-    check_gpus(max(layout.parallel.world_size for layout in layouts.values()))
-    return _verify(config, layouts, report), refused
+    return layouts, refused
 
 
 def tiny_config(config: RunConfig, folder: Path) -> RunConfig:
