@@ -60,9 +60,9 @@ COMMANDS = sorted(set(commands()))
 
 
 def folder_of(path: str, root: Path) -> str:
-    """Return a folder with a config.json of the family that a path is named after, else of Qwen3."""
-    family = next((name for name in sorted(FAMILIES, key=len, reverse=True) if Path(path).name == name), "qwen3")
-    family = "qwen3_moe" if Path(path).name == "small-moe" else family
+    """Make a folder with a config.json of the family that a path is named after, else of Qwen3; return it."""
+    name = Path(path).name
+    family = "qwen3_moe" if name == "small-moe" else name if name in FAMILIES else "qwen3"
     folder = root / family
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"model_type": family, **SHAPE, **LONG, **FAMILIES[family]}))
