@@ -127,10 +127,12 @@ def weigh_by_the_neighbour():
 
 def forget_clipping():
     """Updates use the unclipped gradient."""
-    from megarl.model.optimizer import adapter_optimizer
+    from megarl.model.optimizer import flat_part, fused_adamw, tensor_part
 
-    original = adapter_optimizer.update
-    adapter_optimizer.update = lambda part, norm, lr, max_norm: original(part, norm, lr, 0.0)
+    def unclipped(adamw, norm, lr, max_norm):
+        fused_adamw.clip_and_step(adamw, norm, lr, 0.0)
+
+    flat_part.clip_and_step = tensor_part.clip_and_step = unclipped
 
 
 def forget_weight_decay():
