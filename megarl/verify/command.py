@@ -25,7 +25,6 @@ from megarl.verify.inputs.layouts import (
     chosen_layouts,
     describe_refused,
     place_name,
-    transformers_layouts,
 )
 from megarl.verify.inputs.model_facts import is_listed
 from megarl.verify.inputs.settings import check_dropout
@@ -84,13 +83,9 @@ def matrix_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig],
     Raises:
         ConfigError: no layout is allowed.
     """
-    layouts, refused = allowed_layouts(config, ranks)
     # Experts have an adapter for each linear here; transformers stacks them.
-    if config.model.backend == "local" and not _names(config).num_experts:
-        more, not_these = transformers_layouts(config, ranks)
-        layouts |= more
-        for reason, labels in not_these.items():
-            refused.setdefault(reason, []).extend(labels)
+    both = config.model.backend == "local" and not _names(config).num_experts
+    layouts, refused = allowed_layouts(config, ranks, transformers=both)
     if not layouts:
         raise ConfigError("no layout is allowed: " + "; ".join(describe_refused(refused)))
     return layouts, refused

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from megarl.config import ParallelConfig, RunConfig, TrainerConfig, check_run, parse_config
 from megarl.config.back_ends import TRANSFORMERS
@@ -36,35 +37,12 @@ def place_name(config: RunConfig | TrainerConfig) -> str:
     """Return the name of a config's layout, with the back end where it is not Megatron-Core."""
     if config.model.backend != TRANSFORMERS:
         return label(config.parallel)
-    name = label(config.parallel) if config.parallel.data > 1 else ""
-    return f"{TRANSFORMERS}{f' {name}' if name else ''}{'+shards' if config.train.shard_base else ''}"
+    return _transformers_name(config.parallel, config.train.shard_base)
 
 
-def transformers_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
-    """Sort the layouts of ``model.backend: transformers`` into allowed and refused, as ``allowed_layouts`` does.
-
-    Args:
-        config: a config of a dense model.
-        ranks: largest number of ranks.
-    """
-    tree = config.model_dump()
-    allowed: dict[str, RunConfig] = {}
-    refused: dict[str, list[str]] = {}
-    for data, shards in ((1, False), (2, False), (2, True)):
-        if data > ranks:
-            continue
-        changes = {
-            "model": tree["model"] | {"backend": TRANSFORMERS},
-            "parallel": ParallelConfig(data=data).model_dump(),
-            "train": tree["train"] | {"shard_base": shards},
-        }
-        moved = parse_config(tree | changes)
-        try:
-            check_run(moved)
-            allowed[place_name(moved)] = moved
-        except UnsupportedError as error:
-            refused.setdefault(str(error), []).append(place_name(moved))
-    return allowed, refused
+def _transformers_name(parallel: ParallelConfig, shard_base: bool) -> str:
+    name = label(parallel) if parallel.data > 1 else ""
+    return f"{TRANSFORMERS}{f' {name}' if name else ''}{'+shards' if shard_base else ''}"
 
 
 def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
@@ -74,7 +52,12 @@ def with_parallel(config: RunConfig, parallel: ParallelConfig) -> RunConfig:
         ConfigError: the layout contradicts itself or the model.
         UnsupportedError: the layout is not tested.
     """
-    moved = parse_config(config.model_dump() | {"parallel": parallel.model_dump()})
+    return _with_sections(config, {"parallel": parallel.model_dump()})
+
+
+def _with_sections(config: RunConfig, sections: Mapping[str, Any]) -> RunConfig:
+    """Return the config with other sections, checked again; raises as ``with_parallel``."""
+    moved = parse_config({**config.model_dump(), **sections})
     check_run(moved)
     return moved
 
@@ -99,23 +82,46 @@ def all_layouts(ranks: int) -> Iterator[ParallelConfig]:
             data *= 2
 
 
-def allowed_layouts(config: RunConfig, ranks: int) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
+def allowed_layouts(
+    config: RunConfig, ranks: int, *, transformers: bool = False
+) -> tuple[dict[str, RunConfig], dict[str, list[str]]]:
     """Sort ``all_layouts`` into allowed and refused by the config's own checks.
 
+    Args:
+        config: the config at any layout.
+        ranks: largest number of ranks.
+        transformers: True adds the layouts of ``model.backend: transformers``.
+
     Returns:
-        ``(label -> config, fewest ranks first; reason -> labels refused for it)``. Layouts that contradict themselves
+        ``(name -> config, fewest ranks first; reason -> names refused for it)``. Layouts that contradict themselves
         (virtual stages without a pipeline) or the model (experts of a dense one) are in neither.
     """
+    layouts = sorted(all_layouts(ranks), key=lambda p: p.world_size)
+    sections: dict[str, dict[str, Any]] = {label(parallel): {"parallel": parallel.model_dump()} for parallel in layouts}
+    if transformers:
+        sections |= _of_transformers(config, ranks)
     allowed: dict[str, RunConfig] = {}
     refused: dict[str, list[str]] = {}
-    for parallel in sorted(all_layouts(ranks), key=lambda p: p.world_size):
+    for name, changes in sections.items():
         try:
-            allowed[label(parallel)] = with_parallel(config, parallel)
+            allowed[name] = _with_sections(config, changes)
         except ConfigError:
             continue
         except UnsupportedError as error:
-            refused.setdefault(str(error), []).append(label(parallel))
+            refused.setdefault(str(error), []).append(name)
     return allowed, refused
+
+
+def _of_transformers(config: RunConfig, ranks: int) -> dict[str, dict[str, Any]]:
+    """Return ``name -> changed sections`` of the layouts of ``model.backend: transformers``, one rank first."""
+    model, train = config.model.model_dump() | {"backend": TRANSFORMERS}, config.train.model_dump()
+    found = {}
+    for data, shards in ((1, False), (2, False), (2, True)):
+        if data <= ranks:
+            parallel = ParallelConfig(data=data)
+            changes = {"model": model, "parallel": parallel.model_dump(), "train": train | {"shard_base": shards}}
+            found[_transformers_name(parallel, shards)] = changes
+    return found
 
 
 def chosen_layouts(

@@ -2,7 +2,6 @@
 """Test that `megarl` accepts the commands of the pages: their flags, settings and layouts. None is run."""
 
 import argparse
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,22 +13,16 @@ from megarl.bench.looping.settings import parse_loop_settings
 from megarl.bench.rollouts.settings import parse_rollout_settings
 from megarl.bench.syncing.settings import parse_sync_settings
 from megarl.bench.training.settings import parse_settings
+from megarl.cli.arguments import parse
 from megarl.cli.main import parser
 from megarl.cli.resume import load_run_config
 from megarl.verify.command import matrix_layouts, tiny_config
 from megarl.verify.inputs.settings import verify_config
-from tests.helpers.models import SHAPE
+from tests.gpu.models import FAMILIES, SMALL_MOE
 from tests.unit.scripts.test_docs import PAGES, ROOT
 
-# Recipes have long completions.
-LONG = {"max_position_embeddings": 8192}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-FAMILIES = {
-    "llama": {},
-    "qwen3": {},
-    "qwen3_moe": EXPERTS,
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
-}
+# What `tests.gpu.models` writes, which the pages verify.
+MODELS = FAMILIES | {"small-moe": SMALL_MOE}
 # What the pages write in place of settings.
 SETTINGS = {
     "SWITCHES": "train.distributed_optimizer=true train.overlap_grad_reduce=true train.overlap_param_gather=true",
@@ -60,13 +53,10 @@ COMMANDS = sorted(set(commands()))
 
 
 def folder_of(path: str, root: Path) -> str:
-    """Make a folder with a config.json of the family that a path is named after, else of Qwen3; return it."""
+    """Make a folder with the config.json of the model that a path is named after, else of Qwen3; return it."""
     name = Path(path).name
-    family = "qwen3_moe" if name == "small-moe" else name if name in FAMILIES else "qwen3"
-    folder = root / family
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": family, **SHAPE, **LONG, **FAMILIES[family]}))
-    return str(folder)
+    MODELS.get(name, MODELS["qwen3"]).save_pretrained(root / name)
+    return str(root / name)
 
 
 def with_settings(command: str) -> list[str]:
@@ -87,7 +77,7 @@ def test_the_pages_have_commands_of_every_kind() -> None:
 def test_a_documented_command_is_accepted(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERIFIERS_VENV", str(tmp_path))  # which examples/verifiers asks for
     words = with_settings(command)
-    arguments = parser().parse_args(words)
+    arguments = parse(parser(), words)
     if words[0] == "train":
         check_train(arguments, tmp_path)
     elif words[0] == "bench":

@@ -15,7 +15,6 @@ from megarl.verify.inputs.layouts import (
     describe_refused,
     label,
     other_layout,
-    transformers_layouts,
 )
 from megarl.verify.inputs.settings import verify_config
 from tests.unit.verify.test_settings import SHAPE
@@ -68,13 +67,15 @@ def test_what_is_not_proven_is_refused_with_its_reason(tmp_path):
 
 
 def test_layouts_of_transformers_are_refused_with_what_only_megatron_has(tmp_path):
+    names = ["transformers", "transformers DP2", "transformers DP2+shards"]
     plain = config_of(tmp_path / "dense", SHAPE)
-    allowed, refused = transformers_layouts(plain, 2)
-    assert list(allowed) == ["transformers", "transformers DP2", "transformers DP2+shards"] and refused == {}
+    ours, _ = allowed_layouts(plain, 2)
+    allowed, refused = allowed_layouts(plain, 2, transformers=True)
+    assert list(allowed) == [*ours, *names] and refused == {}
     compiled = plain.model_copy(update={"train": plain.train.model_copy(update={"compile": True})})
-    allowed, refused = transformers_layouts(compiled, 2)
+    allowed, refused = allowed_layouts(compiled, 2, transformers=True)
     [(reason, labels)] = refused.items()
-    assert allowed == {} and labels == ["transformers", "transformers DP2", "transformers DP2+shards"]
+    assert list(allowed) == list(ours) and labels == names
     assert "train.compile = True" in reason
 
 
