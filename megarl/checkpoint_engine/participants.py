@@ -70,8 +70,22 @@ class Sink(Protocol):
         ...
 
 
-def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: str) -> list[Any]:
-    """Start all calls, and wait for all of them or for the first failure. Results are in order.
+def gather(
+    calls: Mapping[str, Callable[[], Future]],
+    deadline: float,
+    phase: str,
+    enough: Callable[[Mapping[str, Any]], bool] | None = None,
+) -> list[Any]:
+    """Start all calls, and wait for all of them or for the first failure.
+
+    Args:
+        calls: by the participant's name.
+        deadline: when to give up, by ``time.monotonic``.
+        phase: for messages.
+        enough: returns True if the results so far, by name, make the others superfluous.
+
+    Returns:
+        The results, in order; None for one that was not waited for.
 
     Raises:
         WeightSyncError: names the first participant that failed, or those that did not answer in time.
@@ -84,14 +98,23 @@ def gather(calls: Mapping[str, Callable[[], Future]], deadline: float, phase: st
             futures[call()] = name
     except Exception as error:
         raise WeightSyncError(f"{name}, {phase}: {error}") from error
-    done, pending = set(futures), set[Future]()
-    if not all(one.done() for one in futures):
-        done, pending = wait_or_read(futures, max(0.0, deadline - time.monotonic()))
+
+    def has_enough() -> bool:
+        return enough is not None and enough({name: one.result() for one, name in futures.items() if _succeeded(one)})
+
+    done, pending = {one for one in futures if one.done()}, set[Future]()
+    if len(done) < len(futures) and not has_enough():
+        done, pending = wait_or_read(futures, max(0.0, deadline - time.monotonic()), has_enough)
     # The trainer knows more than "the sender is gone".
     for future in sorted(futures, key=lambda one: futures[one] != "trainer"):
         if future in done and future.exception() is not None:
             raise WeightSyncError(f"{futures[future]}, {phase}: {future.exception()}") from future.exception()
-    if pending:
+    if pending and not has_enough():
         late = ", ".join(name for future, name in futures.items() if future in pending)
         raise WeightSyncError(f"{late}: {phase} did not end within checkpoint_engine.timeout_seconds")
-    return [future.result() for future in futures]
+    return [future.result() if _succeeded(future) else None for future in futures]
+
+
+def _succeeded(future: Future) -> bool:
+    """Return True if a future is done, and has a result."""
+    return future.done() and not future.cancelled() and future.exception() is None

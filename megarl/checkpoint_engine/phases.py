@@ -4,7 +4,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -86,10 +86,12 @@ def run_sync(
         for sink, first in zip(sinks, _offsets(sink.receivers for sink in sinks), strict=True):
             calls[sink.name] = partial(sink.receive, announced, first)
         calls["trainer"] = partial(source.send, version, kind)
-        *arrived, answer = gather(calls, deadline, "transfer")
+        # Its receivers tell the trainer what they hold, if the transport stays connected. What their engines answer
+        # comes later, and says no more.
+        *arrived, answer = gather(calls, deadline, "transfer", partial(_has_all_receipts, receivers))
     with _timed("verify", seconds), _receivers_named(sinks):
         sent = Receipt.from_bytes(answer.manifest)
-        receipts = [*answer.receipts, *(receipt for part in arrived for receipt in part)]
+        receipts = [*answer.receipts, *(receipt for part in arrived for receipt in part or ())]
         stages = _verify(sent, version, kind, receipts, receivers)
     with _timed("flip", seconds):
         gather({sink.name: partial(sink.flip, version, kind, sent.checksum) for sink in sinks}, deadline, "flip")
@@ -98,6 +100,11 @@ def run_sync(
             endpoint = None
             gather({"trainer": source.finish}, deadline, "finish")
     return SyncReport(version, kind, sent.nbytes, sent.count, sent.checksum, seconds, stages), endpoint
+
+
+def _has_all_receipts(receivers: int, found: Mapping[str, Any]) -> bool:
+    """Return True if the trainer has answered, among the participants, and with the receipts of all receivers."""
+    return "trainer" in found and len(found["trainer"].receipts) == receivers
 
 
 @contextmanager

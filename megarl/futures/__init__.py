@@ -114,17 +114,20 @@ class Joined(ReadByWaiter[T]):
             _do(self, lambda: self._join([call.result() for call in ended]))
 
 
-def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[Future], set[Future]]:
+def wait_or_read(
+    futures: Iterable[Future], seconds: float | None, enough: Callable[[], bool] | None = None
+) -> tuple[set[Future], set[Future]]:
     """Wait for all futures or for the first that fails; return those that are done, and the others.
 
     Args:
         futures: of any kind; a ``ReadByWaiter`` is read.
         seconds: how long to wait at most; None is without end.
+        enough: returns True if no other one need be waited for; asked at once, and when one may be done.
     """
     waiting = set(futures)
     # One that another thread reads rings too: it may read what this one waits for.
     read = [future for future in waiting if isinstance(future, ReadByWaiter)]
-    if not read:
+    if not read and enough is None:
         found = wait(waiting, seconds, FIRST_EXCEPTION)
         return found.done, found.not_done
     until = float("inf") if seconds is None else time.monotonic() + seconds
@@ -136,7 +139,7 @@ def wait_or_read(futures: Iterable[Future], seconds: float | None) -> tuple[set[
             done = {future for future in waiting if future.done()}
             failed = any(not future.cancelled() and Future.exception(future) for future in done)
             left = until - time.monotonic()
-            if failed or done == waiting or left <= 0.0:
+            if failed or done == waiting or left <= 0.0 or (enough and enough()):
                 return done, waiting - done
             bell.wait({number for one in read if not one.done() for number in one.filenos()}, min(left, LOOK_SECONDS))
 

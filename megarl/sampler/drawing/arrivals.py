@@ -41,6 +41,9 @@ class Arrivals:
     ) -> None:
         self._requests, self._call, self._reset_cache, self._patience = requests, call, reset_cache, patience
         self._slots = slots
+        # Of the last transfer: set as soon as a flip to it may come, or it failed; and what empties the prefix cache.
+        self._begun: asyncio.Event | None = None
+        self._emptied: asyncio.Future[None] | None = None
         self._readiness = Readiness(
             lambda: self._gate, lambda *arguments: call("megarl_arm", *arguments), slots, self._leave_slot
         )
@@ -51,39 +54,50 @@ class Arrivals:
 
     async def receive(self, endpoint: bytes, first: int, check: Callable[[], None]) -> list[bytes]:
         """See ``VllmSampler.receive``; ``check`` raises if the engine cannot take weights now."""
-        with self._refusing_on_error() as gate:
+        begun = self._begun = asyncio.Event()
+        with self._refusing_on_error() as gate, _set_at_end(begun):
             announced = json.loads(endpoint)
-            version, kind = announced["version"], announced["kind"]
-            stays = kind == "adapter" and announced.get("stays")
+            version, kind, stays = announced["version"], announced["kind"], announced.get("stays")
             async with self._declining_on_error(endpoint, first):
                 check()
                 gate.check_usable()
                 gate.check_kind(kind)
-                if stays:
+                if stays and kind == "adapter":
                     await self._readiness.use(announced, first)
                 else:
                     self._readiness.forget()
                     kept = await self._make_room(version, kind)
             if stays:
                 gate.arm(version, kind, [])
-                return []
-            receiving = self._call("megarl_receive", endpoint, first, [one + 1 for one in kept])
-            if kind == "adapter":
-                answers = await receiving
-            else:
-                # Nothing is computed until the flip, so the cache stays empty.
-                emptied, answers = await asyncio.gather(self._reset_cache(), receiving)
-                if not emptied:
-                    await self._empty_prefix_cache()
+                if kind == "adapter":
+                    return []
+            calling = ("megarl_receive", endpoint, first, [one + 1 for one in kept])
+            answers = await (self._call(*calling) if kind == "adapter" else self._overwrite(begun, *calling))
             receipts = [answer for answer in answers if answer]
-            gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
+            if not stays:
+                gate.arm(version, kind, [Receipt.from_bytes(receipt) for receipt in receipts])
             return receipts
+
+    async def _overwrite(self, begun: asyncio.Event, *calling: Any) -> list[Any]:
+        """Call the workers, who replace weights, and empty the prefix cache meanwhile; it is full of the old ones'."""
+        # Nothing is computed until the flip, so the cache stays empty.
+        reset = asyncio.ensure_future(self._reset_cache())
+        receiving = asyncio.ensure_future(self._call(*calling))
+        self._emptied = emptied = asyncio.ensure_future(self._empty_prefix_cache(reset, receiving))
+        begun.set()
+        answers, _ = await asyncio.gather(receiving, emptied)
+        return answers
 
     async def flip(self, version: int, kind: Kind, checksum: str) -> None:
         """See ``VllmSampler.flip``."""
         with self._refusing_on_error():
+            # The trainer may hear from the workers that they hold the weights before ``receive`` does.
+            if self._begun is not None:
+                await self._begun.wait()
             self._gate.check_flip(version, kind, checksum)
             if kind != "adapter":
+                if self._emptied is not None:
+                    await self._emptied
                 self._gate.flip()
                 if self._gate.resident is not None:
                     self._requests.resume()
@@ -116,12 +130,19 @@ class Arrivals:
     async def _leave_slot(self) -> None:
         await self._requests.leave_slot(self._slots, self._patience)
 
-    async def _empty_prefix_cache(self) -> None:
+    async def _empty_prefix_cache(self, reset: Awaitable[bool], received: asyncio.Future[Any]) -> None:
         """Drop all cached keys and values, which are those of the weights before; no request runs any more.
+
+        Args:
+            reset: a first try, begun before the weights come.
+            received: done when they have come. The engine answers nothing else before.
 
         Raises:
             WeightSyncError: vLLM does not let go of them.
         """
+        if await reset:
+            return
+        await asyncio.wait({received})
         deadline = asyncio.get_running_loop().time() + RESET_SECONDS
         while not await self._reset_cache():
             if asyncio.get_running_loop().time() > deadline:
@@ -155,3 +176,12 @@ class Arrivals:
             gate.refuse(str(error) or repr(error))
             self._requests.resume()  # those that wait are refused
             raise
+
+
+@contextmanager
+def _set_at_end(event: asyncio.Event) -> Iterator[None]:
+    """Set an event when the block ends."""
+    try:
+        yield
+    finally:
+        event.set()
