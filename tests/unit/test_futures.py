@@ -105,6 +105,16 @@ def test_a_wait_that_reads_ends_with_the_first_failure_and_with_its_time():
     assert wait_or_read([failed], 5.0) == ({failed}, set())
 
 
+@pytest.mark.parametrize("other", [Piped, Future])
+def test_a_wait_ends_when_there_is_enough(other):
+    never, first = other(), Future[int]()
+    assert wait_or_read([first, never], 60.0, lambda: True) == (set(), {first, never})
+    threading.Timer(0.05, first.set_result, [1]).start()
+    began = time.monotonic()
+    assert wait_or_read([first, never], 60.0, first.done) == ({first}, {never})
+    assert time.monotonic() - began < 50.0
+
+
 def test_joined_futures_give_one_result_in_their_order_or_the_first_error():
     first, second, ordinary = Piped(), Piped(), Future[int]()
     joined = Joined([first, second], list)

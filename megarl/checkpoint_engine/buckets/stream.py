@@ -2,7 +2,6 @@
 """Turn tensors into buckets and back, over any transport. Both ends compute digests from the bytes themselves."""
 
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -23,30 +22,16 @@ from megarl.checkpoint_engine.buckets.filling import (
     view_of,
 )
 from megarl.checkpoint_engine.buckets.host_copies import bring_early
+from megarl.checkpoint_engine.buckets.stages import Stages
 from megarl.checkpoint_engine.records import Bucket, Manifest, Receipt
 from megarl.checkpoint_engine.wire import DIGEST, Book, Kind, Place, Places, Plan, TensorList, listed, together
 from megarl.errors import WeightSyncError
 
+# Buckets whose kernels a GPU may still be running when the next one is taken: their results are not waited for.
+BEHIND = 2
+
 # The places of a bucket, and what returns their digests as soon as the device has formed them.
 Part = tuple[Places, Callable[[], bytes]]
-
-
-class Stages:
-    """Wall seconds of the stages of one transfer. On a GPU a stage that does not wait ends in the next that does."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def begin(self) -> None:
-        """Forget all stages; the first begins."""
-        self.seconds, self._last = {}, time.perf_counter()
-
-    def end(self, stage: str) -> None:
-        """End a stage, and begin the next."""
-        now = time.perf_counter()
-        self.seconds[stage] = self.seconds.get(stage, 0.0) + now - self._last
-        self._last = now
 
 
 class Once:
@@ -162,6 +147,7 @@ class Inbox:
 
         The digests are being formed when a bucket is yielded. Those of a bucket in host memory are compared before the
         next bucket; whoever wants to know earlier calls the check. Those of one on a GPU are compared by ``finish``.
+        All that is outstanding on the current stream (``host_copies``) is on its way to the host before the next one.
 
         Args:
             begin: begins to form the digests of a bucket's bytes. It may do more with them on the way.
@@ -185,6 +171,10 @@ class Inbox:
             verify = cache(_check_of(digests, bucket.tensors, payload.is_cuda))
             yield bucket, payload, verify
             verify()
+            bring_early()
+            if len(self._parts) > BEHIND:
+                # While the next bucket is on its way; at the end all of them would take a millisecond or more.
+                self._parts[-1 - BEHIND][1]()
             self.stages.end("load")
 
     def tensors(self) -> Iterator[Named]:

@@ -80,9 +80,9 @@ class Arrivals:
 
     async def _overwrite(self, begun: asyncio.Event, *calling: Any) -> list[Any]:
         """Call the workers, who replace weights, and empty the prefix cache meanwhile; it is full of the old ones'."""
-        # Nothing is computed until the flip, so the cache stays empty.
-        reset = asyncio.ensure_future(self._reset_cache())
+        # The workers first: the sender waits for them. Nothing is computed until the flip, so the cache stays empty.
         receiving = asyncio.ensure_future(self._call(*calling))
+        reset = asyncio.ensure_future(self._reset_cache())
         self._emptied = emptied = asyncio.ensure_future(self._empty_prefix_cache(reset, receiving))
         begun.set()
         answers, _ = await asyncio.gather(receiving, emptied)
@@ -94,10 +94,10 @@ class Arrivals:
             # The trainer may hear from the workers that they hold the weights before ``receive`` does.
             if self._begun is not None:
                 await self._begun.wait()
+            if kind != "adapter" and self._emptied is not None:
+                await self._emptied
             self._gate.check_flip(version, kind, checksum)
             if kind != "adapter":
-                if self._emptied is not None:
-                    await self._emptied
                 self._gate.flip()
                 if self._gate.resident is not None:
                     self._requests.resume()
@@ -134,7 +134,7 @@ class Arrivals:
         """Drop all cached keys and values, which are those of the weights before; no request runs any more.
 
         Args:
-            reset: a first try, begun before the weights come.
+            reset: a first try, begun when the weights come.
             received: done when they have come. The engine answers nothing else before.
 
         Raises:

@@ -37,3 +37,26 @@ def test_an_error_that_names_a_receiver_tells_its_engine(said: str, told: str) -
     first = said.partition("\n")[0]
     assert f"trainer, transfer: {first}{told}" in str(caught.value)
     assert ("worker of" in str(caught.value)) is bool(told)
+
+
+class Late(Engine):
+    """An engine whose workers receive, and that answers never."""
+
+    def receive(self, endpoint: bytes, first: int) -> Future:
+        super().receive(endpoint, first)
+        return Future()
+
+
+def test_an_engine_is_not_waited_for_if_the_trainer_has_the_receipts_of_its_workers() -> None:
+    trainer, engines = Trainer(), [Engine(0, 1), Late(1, 2)]
+    manager = CheckpointEngineManager(trainer, engines, config("gloo"))
+    for version in (3, 4):
+        assert manager.sync(version, "adapter").version == version
+        assert [engine.resident for engine in engines] == [version] * 2
+    trainer.finish().result()
+
+
+def test_an_engine_that_brings_the_receipts_itself_is_waited_for() -> None:
+    manager = CheckpointEngineManager(Trainer(), [Engine(0, 1), Late(1, 2)], config("shm", timeout=3.0))
+    with pytest.raises(WeightSyncError, match="sampler 1: transfer did not end within"):
+        manager.sync(3, "adapter")

@@ -13,7 +13,6 @@ from vllm.lora.lora_model import LoRAModel
 from vllm.lora.request import LoRARequest
 
 from megarl.checkpoint_engine.buckets.digests import RepeatedDigests
-from megarl.checkpoint_engine.buckets.host_copies import bring_early
 from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.adapters.adapter_plan import SlotPlan, buffers_of, plan_slot
 from megarl.checkpoint_engine.receiver.experts import mixtures
@@ -90,8 +89,6 @@ class Slots:
             if bucket.version + 1 not in self._slot_of:
                 # What it writes may be damaged; nobody uses the slot before all is checked.
                 written.append(self._writes_of(plan, slot, number).run(payload))
-            if payload.is_cuda:
-                bring_early()
         manifest, receipt = inbox.finish()
         for found in written:
             found().refuse("adapter")

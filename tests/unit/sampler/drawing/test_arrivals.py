@@ -90,7 +90,7 @@ def test_the_prefix_cache_is_emptied_while_weights_arrive_and_again_only_if_it_w
     requests = Paused()
     arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
     asyncio.run(arrivals.receive(json.dumps({"version": 3, "kind": "merged"}).encode(), 0, lambda: None))
-    assert events == ["reset", "receive begins", "receive ends", *["reset"] * (many - 1)]
+    assert events == ["receive begins", "reset", "receive ends", *["reset"] * (many - 1)]
     asyncio.run(arrivals.flip(3, "merged", "sum"))
     assert requests.gate.resident == 3 and events.count("reset") == many
 
@@ -130,3 +130,57 @@ def test_a_transfer_that_fails_late_leaves_an_engine_alone_that_was_readmitted_m
     with pytest.raises(WeightSyncError, match="damaged"):
         first.check_usable()
     requests.gate.check_usable()
+
+
+@pytest.mark.parametrize("kind", ["base", "merged"])
+def test_a_flip_may_come_before_the_workers_have_answered_the_engine_but_not_before_its_cache_is_empty(kind):
+    """Over a transport that stays connected the trainer hears from the workers first."""
+
+    async def sync() -> list[str]:
+        events, told, emptied = [], asyncio.Event(), asyncio.Event()
+
+        async def call(method, *arguments):
+            told.set()
+            await asyncio.sleep(60)
+
+        async def reset():
+            await emptied.wait()
+            return True
+
+        requests = Paused()
+        arrivals = Arrivals(requests, call, reset, patience=1.0, slots=2)
+        endpoint = json.dumps({"version": 3, "kind": kind, "stays": True}).encode()
+        receiving = asyncio.ensure_future(arrivals.receive(endpoint, 0, lambda: None))
+        # It is called before ``receive`` has begun.
+        flipping = asyncio.ensure_future(arrivals.flip(3, kind, "sum"))
+        flipping.add_done_callback(lambda _: events.append("flipped"))
+        await told.wait()
+        await asyncio.sleep(0.01)
+        events.append("emptied")
+        emptied.set()
+        await flipping
+        assert not receiving.done() and requests.gate.resident == (3 if kind == "merged" else None)
+        receiving.cancel()
+        return events
+
+    assert asyncio.run(sync()) == ["emptied", "flipped"]
+
+
+def test_a_flip_fails_if_its_transfer_did():
+    async def sync() -> None:
+        async def call(method, *arguments):
+            raise WeightSyncError("damaged")
+
+        async def reset():
+            await asyncio.sleep(0.05)
+            return True
+
+        arrivals = Arrivals(Paused(), call, reset, patience=1.0, slots=2)
+        endpoint = json.dumps({"version": 3, "kind": "merged", "stays": True}).encode()
+        ended = asyncio.gather(
+            arrivals.receive(endpoint, 0, lambda: None), arrivals.flip(3, "merged", "sum"), return_exceptions=True
+        )
+        for error in await ended:
+            assert isinstance(error, WeightSyncError) and "damaged" in str(error)
+
+    asyncio.run(sync())
