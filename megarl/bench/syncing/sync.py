@@ -4,7 +4,6 @@
 import contextlib
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +18,12 @@ from megarl.bench.random_weights import TMPFS, model_folder
 from megarl.bench.syncing.ceilings import broadcast_rate, copy_rate
 from megarl.bench.syncing.choose import decode_rate, sampler_settings
 from megarl.bench.syncing.device_memory import DeviceMemory
+from megarl.bench.syncing.pause import measure_pause
 from megarl.bench.syncing.peers import measure_peers
 from megarl.bench.syncing.settings import SyncBenchSettings
 from megarl.bench.syncing.trainer import SyncTrainer
 from megarl.bench.training.ranks import check_gpus
 from megarl.checkpoint_engine.phases import SyncReport
-from megarl.config.sections.eval import Sampling
 from megarl.sampler.process import SamplerProcess
 from megarl.verify.launch import report_progress, run_ranks
 
@@ -32,10 +31,6 @@ from megarl.verify.launch import report_progress, run_ranks
 SCORED, REQUESTS, RESPONSE = 64, 8, 64
 # Syncs of the base after the first, which also connects, plans and compiles.
 BASES = 5
-# Syncs while requests run, and the seconds before each.
-PAUSES, REST_SECONDS = 15, 0.4
-# The longest that a request may take, seconds.
-GENERATE_SECONDS = 120.0
 
 
 def bench_sync(
@@ -188,7 +183,7 @@ def _measure(
         report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
-        row["pause_ms"] = _pause(trainer, engines[0], vocabulary, report)
+        row["pause_ms"] = measure_pause(trainer, engines[0], vocabulary, report)
     trainer.close()
     return trainer.transport, [*rows, row]
 
@@ -217,38 +212,3 @@ def _differences(trainer: SyncTrainer, engines: list[SamplerProcess], vocabulary
     expected = trainer.logprobs(tokens)
     found = np.abs([engine.score(tokens, trainer.version) - expected for engine in engines])
     return {"logprob_difference": float(found.max()), "logprob_difference_mean": float(found.mean())}
-
-
-def _pause(trainer: SyncTrainer, engine: SamplerProcess, vocabulary: int, report: Callable[[str], None]) -> float:
-    """Return by how many milliseconds a sync delays a request that runs: median over syncs of the longest delay.
-
-    Requests of one token follow each other. One that a sync or its end falls into is compared with the usual one.
-    """
-    prompt = np.random.default_rng(1).integers(0, vocabulary, 8)
-    one = Sampling(samples=1, temperature=1.0, top_p=1.0, max_tokens=1)
-    requests: list[tuple[float, float]] = []
-    syncs: list[tuple[float, float]] = []
-    enough = threading.Event()
-
-    def ask() -> None:
-        """Send requests, one after the other."""
-        while not enough.is_set():
-            began = time.perf_counter()
-            engine.turn(prompt, len(requests), None, one).result(GENERATE_SECONDS)
-            requests.append((began, time.perf_counter()))
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    for _ in range(PAUSES):
-        time.sleep(REST_SECONDS)
-        trainer.change()
-        began = time.perf_counter()
-        trainer.sync()
-        syncs.append((began, time.perf_counter()))
-    time.sleep(REST_SECONDS)
-    enough.set()
-    asking.join()
-    usual = statistics.median(end - start for start, end in requests)
-    hit = [[end - start for start, end in requests if end > began and start < ended + usual] for began, ended in syncs]
-    report(f"adapter: {len(requests)} requests of {usual * 1e3:.1f} ms; a sync hits {len(hit[0])}")
-    return statistics.median(max(times) - usual for times in hit) * 1e3
