@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from megarl.config import CheckpointEngineConfig
 from megarl.sampler.process import SamplerProcess
 from tests.e2e.sampler_rig import PeftTrainer, make_model, prompts, raised
 from tests.helpers.processes import find_engine
+from tests.sync.breaking import FAULTS, Fault, end_engine, stop_engine
 from tests.sync.sender import LORA, SEED, Sender
 
 LIMIT, TIMEOUT = 30.0, 20.0
@@ -36,25 +36,6 @@ SAMPLER = {
     "kv_cache_gib": 0.05,
     "max_num_seqs": 16,
 }
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A way to break a sync.
-
-    Attributes:
-        name: of the fault; the trainer breaks by itself what has this name there.
-        says: parts that the error must have.
-        act: what this process does in the middle of the transfer, or before the flip; None: nothing.
-        at_flip: True if it acts before the flip.
-        unseen: True if the sync need not notice: the flip of an adapter asks the engine's front end only.
-    """
-
-    name: str
-    says: tuple[str, ...]
-    act: "Callable[[Rig], None] | None" = None
-    at_flip: bool = False
-    unseen: bool = False
 
 
 class Engine(SamplerProcess):
@@ -127,7 +108,7 @@ class Rig:
         outcome: list[str] = []
         if fault.at_flip:
             self.engines[1].before_flip = lambda: fault.act(self)
-            outcome.append(raised(lambda: self.manager.sync(self.version, "adapter")))
+            outcome.append(raised(lambda: self.manager.sync(self.version, fault.kind)))
         else:
             outcome.append(self._sync_beside(fault))
         seconds = time.monotonic() - started
@@ -137,14 +118,14 @@ class Rig:
         recovery, error = time.monotonic() - started, self.error()
         if not error < AGREEMENT:
             problem = problem or f"after recovery logprobs differ by {error:.1e}"
-        return Row(self._way, fault.name, seconds, recovery, error, problem, outcome[0])
+        return Row(self._way, fault.title, seconds, recovery, error, problem, outcome[0])
 
     def _sync_beside(self, fault: Fault) -> str:
         """Sync in a thread; act when the transfer is in its middle."""
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(raised, lambda: self.manager.sync(self.version, "adapter"))
+            running = pool.submit(raised, lambda: self.manager.sync(self.version, fault.kind))
             while fault.act and not self.sender.flag.exists() and not running.done():
                 time.sleep(0.01)
             if fault.act:
@@ -212,44 +193,6 @@ def has_engine(engine: Engine) -> bool:
         return False
 
 
-def end_sender(rig: Rig) -> None:
-    """Kill the trainer's process."""
-    rig.sender.process.kill()
-
-
-def end_engine(rig: Rig) -> None:
-    """Kill the second engine's vLLM process."""
-    find_engine(psutil.Process(rig.engines[1].process.pid)).kill()
-
-
-def end_front_end(rig: Rig) -> None:
-    """Kill the second engine's own process."""
-    psutil.Process(rig.engines[1].process.pid).kill()
-
-
-def stop_engine(rig: Rig) -> None:
-    """Stop the second engine's vLLM process; recovery kills it."""
-    find_engine(psutil.Process(rig.engines[1].process.pid)).suspend()
-
-
-FAULTS = (
-    Fault("wrong_rank", ("transfer", "the model needs")),
-    Fault("wrong_name", ("transfer", "no linear module of the model takes the adapter of 'model.layers.9.")),
-    Fault("missing", ("transfer", "is missing")),
-    Fault("not_finite", ("transfer", "not finite")),
-    Fault("wrong_version", ("transfer", "asked to send policy version")),
-    Fault("flipped_bit", ("transfer", "arrived damaged")),
-    Fault("truncated", ("transfer", "does not fit its bucket")),
-    Fault("end_before_receipts", ("trainer, transfer",)),
-    Fault("sender killed in the transfer", ("trainer, transfer",), end_sender),
-    Fault("engine killed in the transfer", ("transfer",), end_engine),
-    Fault("engine's front end killed in the transfer", ("sampler 1",), end_front_end),
-    Fault("engine stopped in the transfer", ("transfer",), stop_engine),
-    Fault("engine killed before the flip", ("sampler 1, flip",), end_engine, at_flip=True, unseen=True),
-    Fault("front end killed before the flip", ("sampler 1, flip",), end_front_end, at_flip=True),
-)
-
-
 def way_of(transport: str, tensor: int) -> str:
     """Return the transport and, if it is not 1, the ranks of the second engine."""
     return transport if tensor == 1 else f"{transport} TP{tensor}"
@@ -259,7 +202,7 @@ def rows(words: Sequence[str]) -> Iterator[Row]:
     """Yield a row for each way and fault whose names have all words."""
     for transport, tensor in WAYS:
         way = way_of(transport, tensor)
-        faults = [one for one in FAULTS if all(word in f"{way}, {one.name}" for word in words)]
+        faults = [one for one in FAULTS if all(word in f"{way}, {one.title}" for word in words)]
         if not faults:
             continue
         with tempfile.TemporaryDirectory(prefix="megarl-faults-") as folder:

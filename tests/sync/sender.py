@@ -28,7 +28,7 @@ class BreakingTrainer(PeftTrainer):
     """Breaks the next sync.
 
     Attributes:
-        fault: one of ``FAULTS`` of ``tests.sync.faults``, or None.
+        fault: one of ``FAULTS`` of ``tests.sync.breaking``, or None.
         flag: file that this process makes in the middle of a transfer; it then waits until the file is gone.
     """
 
@@ -38,7 +38,7 @@ class BreakingTrainer(PeftTrainer):
 
     def export_weights(self, adapter_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
         named = list(super().export_weights(adapter_only))
-        if not adapter_only or self.fault is None:
+        if self.fault is None:
             yield from named
             return
         damage = getattr(self, f"_{self.fault}", None)
@@ -47,7 +47,7 @@ class BreakingTrainer(PeftTrainer):
         half = len(named) // 2
         self.exports += 1
         yield from named[:half]
-        if self.exports == 2:  # the first is for the plan
+        if self.exports == 1 + adapter_only:  # an adapter's first is for the plan
             self._pause()
         yield from named[half:]
 
