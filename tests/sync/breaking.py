@@ -40,22 +40,22 @@ class Fault:
         return self.name if self.kind == "adapter" else f"{self.kind}: {self.name}"
 
 
-def end_sender(rig: Rig) -> None:
+def end_sender(rig: "Rig") -> None:
     """Kill the trainer's process."""
     rig.sender.process.kill()
 
 
-def end_engine(rig: Rig) -> None:
+def end_engine(rig: "Rig") -> None:
     """Kill the second engine's vLLM process."""
     find_engine(psutil.Process(rig.engines[1].process.pid)).kill()
 
 
-def end_front_end(rig: Rig) -> None:
+def end_front_end(rig: "Rig") -> None:
     """Kill the second engine's own process."""
     psutil.Process(rig.engines[1].process.pid).kill()
 
 
-def stop_engine(rig: Rig) -> None:
+def stop_engine(rig: "Rig") -> None:
     """Stop the second engine's vLLM process; recovery kills it."""
     find_engine(psutil.Process(rig.engines[1].process.pid)).suspend()
 
