@@ -75,7 +75,7 @@ FAULTS = (
     Fault("engine stopped in the transfer", ("transfer",), stop_engine),
     Fault("engine killed before the flip", ("sampler 1, flip",), end_engine, at_flip=True, unseen=True),
     Fault("front end killed before the flip", ("sampler 1, flip",), end_front_end, at_flip=True),
-    Fault("missing", ("transfer", "did not come"), kind="base"),
+    Fault("missing", ("transfer", "no tensor reached"), kind="base"),
     Fault("not_finite", ("transfer", "not finite"), kind="base"),
     Fault("flipped_bit", ("transfer", "arrived damaged"), kind="base"),
     Fault("sender killed in the transfer", ("trainer, transfer",), end_sender, kind="base"),
