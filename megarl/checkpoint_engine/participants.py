@@ -13,6 +13,9 @@ from megarl.config import CheckpointEngineConfig
 from megarl.errors import WeightSyncError
 from megarl.futures import wait_or_read
 
+# Seconds that the trainer's own error is waited for, once a sampler's has come.
+KNOWING_SECONDS = 0.5
+
 
 class Source(Protocol):
     """The trainer, all ranks together: ``CheckpointEngineMixin`` behind remote calls."""
@@ -93,7 +96,7 @@ def gather(
     futures: dict[Future, str] = {}
     try:
         for name, call in calls.items():
-            if any(one.done() and not one.cancelled() and one.exception() for one in futures):
+            if any(map(_failed, futures)):
                 break  # a dead engine's call fails at once; what would wait for it need not begin
             futures[call()] = name
     except Exception as error:
@@ -105,9 +108,12 @@ def gather(
     done, pending = {one for one in futures if one.done()}, set[Future]()
     if len(done) < len(futures) and not has_enough():
         done, pending = wait_or_read(futures, max(0.0, deadline - time.monotonic()), has_enough)
-    # The trainer knows more than "the sender is gone".
+    # The trainer knows more than "the sender is gone", which may be heard before its own error.
+    if any(map(_failed, done)):
+        trainer = [one for one in pending if futures[one] == "trainer"]
+        wait_or_read(trainer, min(KNOWING_SECONDS, max(0.0, deadline - time.monotonic())))
     for future in sorted(futures, key=lambda one: futures[one] != "trainer"):
-        if future in done and future.exception() is not None:
+        if _failed(future):
             raise WeightSyncError(f"{futures[future]}, {phase}: {future.exception()}") from future.exception()
     if pending and not has_enough():
         late = ", ".join(name for future, name in futures.items() if future in pending)
@@ -118,3 +124,8 @@ def gather(
 def _succeeded(future: Future) -> bool:
     """Return True if a future is done, and has a result."""
     return future.done() and not future.cancelled() and future.exception() is None
+
+
+def _failed(future: Future) -> bool:
+    """Return True if a future is done, and has an error."""
+    return future.done() and not future.cancelled() and future.exception() is not None

@@ -79,7 +79,8 @@ FAULTS = (
     Fault("not_finite", ("transfer", "not finite"), kind="base"),
     Fault("flipped_bit", ("transfer", "arrived damaged"), kind="base"),
     Fault("sender killed in the transfer", ("trainer, transfer",), end_sender, kind="base"),
-    Fault("engine killed in the transfer", ("transfer",), end_engine, kind="base"),
+    # Of an engine of several ranks the flip asks the process that is killed or stopped here; its workers receive.
+    Fault("engine killed in the transfer", ("sampler 1",), end_engine, kind="base"),
     Fault("engine's front end killed in the transfer", ("sampler 1",), end_front_end, kind="base"),
-    Fault("engine stopped in the transfer", ("transfer",), stop_engine, kind="base"),
+    Fault("engine stopped in the transfer", ("sampler 1",), stop_engine, kind="base"),
 )

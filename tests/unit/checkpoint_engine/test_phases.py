@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check what an error of a sync tells whoever reads it."""
 
+import threading
 from concurrent.futures import Future
 
 import pytest
@@ -59,4 +60,22 @@ def test_an_engine_is_not_waited_for_if_the_trainer_has_the_receipts_of_its_work
 def test_an_engine_that_brings_the_receipts_itself_is_waited_for() -> None:
     manager = CheckpointEngineManager(Trainer(), [Engine(0, 1), Late(1, 2)], config("shm", timeout=3.0))
     with pytest.raises(WeightSyncError, match="sampler 1: transfer did not end within"):
+        manager.sync(3, "adapter")
+
+
+def test_the_trainer_says_more_than_an_engine_that_lost_it() -> None:
+    class Dying(Trainer):
+        def send(self, version: int, kind: Kind) -> Future:
+            sent: Future = Future()
+            threading.Timer(0.1, sent.set_exception, [WeightSyncError("its process was killed")]).start()
+            return sent
+
+    class Losing(Engine):
+        def receive(self, endpoint: bytes, first: int) -> Future:
+            received: Future = Future()
+            threading.Timer(0.05, received.set_exception, [WeightSyncError("the sender is gone")]).start()
+            return received
+
+    manager = CheckpointEngineManager(Dying(), [Losing(0, 1)], config("gloo"))
+    with pytest.raises(WeightSyncError, match="trainer, transfer: its process was killed"):
         manager.sync(3, "adapter")
