@@ -41,8 +41,9 @@ class Arrivals:
     ) -> None:
         self._requests, self._call, self._reset_cache, self._patience = requests, call, reset_cache, patience
         self._slots = slots
-        # Of the last transfer: set as soon as a flip to it may come, or it failed; and what empties the prefix cache.
-        self._begun: asyncio.Event | None = None
+        # Of the last transfer: set once a flip to it may come, or would fail; and what empties the prefix cache.
+        self._begun = asyncio.Event()
+        self._begun.set()
         self._emptied: asyncio.Future[None] | None = None
         self._readiness = Readiness(
             lambda: self._gate, lambda *arguments: call("megarl_arm", *arguments), slots, self._leave_slot
@@ -92,8 +93,7 @@ class Arrivals:
         """See ``VllmSampler.flip``."""
         with self._refusing_on_error():
             # The trainer may hear from the workers that they hold the weights before ``receive`` does.
-            if self._begun is not None:
-                await self._begun.wait()
+            await self._begun.wait()
             if kind != "adapter" and self._emptied is not None:
                 await self._emptied
             self._gate.check_flip(version, kind, checksum)

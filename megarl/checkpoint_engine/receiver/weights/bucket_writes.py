@@ -5,14 +5,13 @@ On a GPU one kernel reads the bucket once for both, wherever a run of a tensor's
 another digests the parameters (``gpu_copies``). Whatever is cut, padded or scaled is written by ``writers``.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from megarl.checkpoint_engine.buckets.digests import begin_digests
-from megarl.checkpoint_engine.buckets.stream import BEHIND, Inbox
+from megarl.checkpoint_engine.buckets.stream import Inbox
 from megarl.checkpoint_engine.receiver.writers.jobs import Begun, Found, Write, Writes
 from megarl.checkpoint_engine.receiver.writers.prepare import prepare
 from megarl.checkpoint_engine.records import Manifest, Receipt
@@ -56,21 +55,22 @@ def write_transfer(inbox: Inbox, writes_of: Callable[[Places], BucketWrites]) ->
     Raises:
         WeightSyncError: as ``Inbox.finish``; or a value is not finite, or a parameter does not hold what was written.
     """
-    # What is wrong with the buckets that are done, and what waits for that of the others.
-    done, written = list[Found](), deque[Callable[[], Found]]()
+    found: list[Found] = []
 
     def begin(payload: torch.Tensor, places: Places) -> Callable[[], bytes]:
-        digests, found = writes_of(places).run(payload)
-        written.append(found)
+        begun = writes_of(places).run(payload)
+
+        def digests() -> bytes:
+            found.append(begun.found())
+            return begun.digests()
+
         return digests
 
     for _, _, verify in inbox.buckets(begin):
         verify()
-        if len(written) > 1 + BEHIND:
-            done.append(written.popleft()())
     manifest, receipt = inbox.finish()
-    for found in (*done, *(one() for one in written)):
-        found.refuse(f"set of {manifest.kind} weights")
+    for one in found:
+        one.refuse(f"set of {manifest.kind} weights")
     return manifest, receipt
 
 
