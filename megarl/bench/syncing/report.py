@@ -73,7 +73,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     lines += verdict(report["rows"])
     lines += [
         "sync: from the end of the device's work until the new version serves; trainer/* and receiver/* overlap",
-        "pause: how much longer the longest request that a sync hits takes than the longest of as many beside it",
+        "pause: how much longer a request that runs takes if a sync begins meanwhile",
     ]
     return lines
 

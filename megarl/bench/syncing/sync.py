@@ -29,6 +29,8 @@ from megarl.verify.launch import report_progress, run_ranks
 
 # Tokens that trainer and engine both score after the syncs; sizes of an engine.
 SCORED, REQUESTS, RESPONSE = 64, 8, 64
+# vLLM's compilation of an engine whose rate is not measured.
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 # Syncs of the base after the first, which also connects, plans and compiles.
 BASES = 5
 
@@ -144,10 +146,12 @@ def _sampler(settings: SyncBenchSettings) -> dict[str, Any]:
         "max_response_tokens": RESPONSE,
         "max_num_seqs": REQUESTS,
         "kv_cache_gib": settings.kv_cache_gib,
-        "enforce_eager": True,
         "parallel": {"tensor": settings.tensor},
     }
-    return given | sampler_settings(settings) if settings.choose else given
+    if settings.choose:
+        return given | sampler_settings(settings)
+    # Decoding is replayed from graphs, as in training. Compiling would take minutes and change no sync.
+    return given | {"engine_args": {"compilation_config": GRAPHS}}
 
 
 def _measure(
@@ -183,7 +187,8 @@ def _measure(
         report(f"{content}: {row['tokens_per_second']:,.0f} tokens/s")
     if content == "adapter":
         report(f"adapter: logprobs differ by {row['logprob_difference']:.1e}; syncs while requests run")
-        row["pause_ms"] = measure_pause(trainer, engines[0], vocabulary, report)
+        tokens = settings.response_tokens if settings.choose else RESPONSE
+        row["pause_ms"] = measure_pause(trainer, engines[0], vocabulary, tokens, report)
     trainer.close()
     return trainer.transport, [*rows, row]
 

@@ -1,33 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that the delay by syncs is theirs, and not the requests' own scatter."""
+"""Check that a pause is by what syncs delay the requests that run, and nothing else."""
+
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 
-from megarl.bench.syncing.pause import delay
-
-SYNC = 0.003
+from megarl.bench.syncing.pause import FIRST, SYNCS, WHEN, measure_pause
 
 
-def _measured(added: float) -> float:
-    """Return the delay of requests of 100 ms with some scatter, if a sync makes the one that it begins in longer."""
-    rng, now = np.random.default_rng(0), 0.0
-    requests, syncs = [], []
-    for number in range(400):
-        sync = number % 10 == 5
-        length = 0.1 + 0.01 * rng.random() + added * sync
-        if sync:
-            syncs.append((now + 0.05, now + 0.05 + SYNC))
-        requests.append((now, now + length))
-        now += length
-    return delay(requests, syncs)
+class World:
+    """Trainer, engine and clock. A request of 100 ms takes longer by ``added`` if a sync begins while it runs.
+
+    As with ``in_flight: drain``, a sync ends after the request.
+    """
+
+    def __init__(self, added: float) -> None:
+        self.now, self.added = 0.0, added
+        self.request: Future | None = None
+        self.end, self.asked, self.synced_at = 0.0, 0, []
+
+    def clock(self) -> float:
+        return self.now
+
+    def turn(self, prompt, seed, version, sampling) -> Future:
+        assert (len(prompt), sampling.samples, sampling.max_tokens) == (8, 1, 64)
+        self.asked += 1
+        scatter = np.random.default_rng(self.asked).normal(0, 0.001)
+        slow = 5.0 if self.asked < FIRST else 0.0  # the engine compiles
+        self.request, self.began, self.end = _Asked(self), self.now, self.now + 0.1 + scatter + slow
+        return self.request
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def change(self) -> None:
+        assert self.request and not self.request.done()
+
+    def sync(self) -> None:
+        self.synced_at.append(self.now - self.began)
+        self.end += self.added
+        self.request.pass_by()
+        self.now += 3.0  # the rest of the sync is not the request's
 
 
-@pytest.mark.parametrize("added", [0.0, 0.05])
-def test_the_delay_is_what_the_syncs_add(added):
-    assert _measured(added) == pytest.approx(added, abs=2e-3)
+class _Asked(Future):
+    """A request, which has ended once somebody has waited for it."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def pass_by(self) -> None:
+        if not self.done():
+            self.world.now = max(self.world.now, self.world.end)
+            self.set_result(None)
+
+    def result(self, timeout=None):
+        self.pass_by()
+        return super().result(timeout)
 
 
-def test_too_few_requests_are_an_error():
-    with pytest.raises(ValueError, match="3 requests are too few beside 1 syncs"):
-        delay([(0.0, 1.0), (1.0, 2.0), (2.0, 3.0)], [(0.5, 0.6)])
+@pytest.mark.parametrize("added", [0.0, 0.004])
+def test_a_pause_is_what_a_sync_adds(added):
+    world, lines = World(added), []
+    found = measure_pause(world, world, 100, 64, lines.append, clock=world.clock, sleep=world.sleep)
+    assert found == pytest.approx(added * 1e3, abs=0.6)
+    assert len(world.synced_at) == SYNCS and world.asked == FIRST + 2 * SYNCS
+    assert world.synced_at == pytest.approx([WHEN * 0.1] * SYNCS, rel=0.05)
+    assert lines[0].startswith("adapter: requests of 64 tokens take 100.")
