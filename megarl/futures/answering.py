@@ -18,8 +18,8 @@ from megarl.errors import MegarlError, WorkerError
 
 # A reply of at most so many bytes fits into a pipe that takes any.
 SHORT = 1024
-# Seconds that the loop stays awake at most after weights were announced: a sync on a GPU is over by then.
-AWAKE_SECONDS = 5e-3
+# Seconds that the loop stays awake at most after weights were announced: on a GPU even all weights of 8B have come.
+AWAKE_SECONDS = 0.1
 
 
 class Answering:
@@ -79,7 +79,7 @@ class Answering:
         task.add_done_callback(self._tasks.discard)
 
     async def _stay_awake(self, flips: int) -> None:
-        """Do not sleep until the next flip, which comes soon: to wake takes 0.1 ms, a twentieth of a sync."""
+        """Do not sleep until the next flip, which comes soon: to wake takes 0.1 ms, and an adapter's sync 2 ms."""
         until = time.monotonic() + AWAKE_SECONDS
         while self._flips == flips and time.monotonic() < until:
             await asyncio.sleep(0)

@@ -25,7 +25,7 @@ from megarl.sampler.engine.settings import sampling_arguments
 from megarl.sampler.seeds import seed_from
 from megarl.types import Completion
 
-# Seconds between two looks at requests that are to end. One that vLLM did not know yet is aborted at the next look.
+# Seconds between two looks at requests that are to end, if none ends. One that vLLM did not know yet is aborted then.
 LOOK_SECONDS = 0.02
 # vLLM's priority of a request that begins before those that wait, whose priority is 0 or their seed.
 FIRST = -1
@@ -57,7 +57,7 @@ class Requests:
         self._movable: dict[str, int] = {}
         self._all: set[str] = set()
         self.fetched = FetchedLogprobs(name, engine, lambda: bool(self._all))
-        self._admitted = asyncio.Event()
+        self._admitted, self._one_ended = asyncio.Event(), asyncio.Event()
         self._admitted.set()
 
     async def complete(
@@ -83,9 +83,7 @@ class Requests:
         return [one.completion(prompt, self._name) for one in every]
 
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
-        """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1.
-
-        It begins before all requests that wait.
+        """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1; begin at once.
 
         Raises:
             StaleVersionError, WeightSyncError, WorkerError: as ``complete``.
@@ -193,6 +191,7 @@ class Requests:
             finally:
                 self._movable.pop(request_id, None)
                 self._all.discard(request_id)
+                self._one_ended.set()
 
     async def pause(self, timeout: float) -> None:
         """Hold new requests, and wait until none runs: they end by themselves, or are sent again after ``resume``.
@@ -279,7 +278,9 @@ class Requests:
         while busy() and clock() < deadline:
             if wanted:
                 self.gate.check_usable()
-            await asyncio.sleep(LOOK_SECONDS / 10)
+            self._one_ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._one_ended.wait(), min(LOOK_SECONDS, deadline - clock()))
         if busy() and wanted:
             raise WeightSyncError(
                 f"{self._name}: {len(self._movable)} requests did not {wanted} within half of "

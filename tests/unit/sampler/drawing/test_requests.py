@@ -110,6 +110,19 @@ def test_a_drain_that_does_not_end_names_the_setting_and_lets_new_requests_in_ag
     assert [one.versions.tolist() for one in asyncio.run(run())] == [[1], [1]]
 
 
+def test_a_drain_ends_with_the_last_request_and_not_at_a_later_look(monkeypatch):
+    monkeypatch.setattr("megarl.sampler.drawing.requests.LOOK_SECONDS", 30.0)
+
+    async def run():
+        requests, first = await begin("drain", Engine())
+        syncing = asyncio.ensure_future(sync(requests, 2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait_for(syncing, 10.0)
+
+    asyncio.run(run())
+
+
 def test_a_drain_holds_new_requests_until_the_version_is_current():
     async def run():
         engine = Engine()
