@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,17 @@ def measure_pause(
 
     def ask(meanwhile: Callable[[], Any] = lambda: None) -> float:
         """Return the seconds that a request takes; a sync that waits for its end does not count."""
-        ended: list[float] = []
+        ended = SimpleQueue[float]()
 
         def end(_: Future[Any]) -> None:
-            ended.append(clock())
+            ended.put(clock())
 
         began = clock()
         request = engine.turn(prompt, 0, None, drawn)
         request.add_done_callback(end)
         meanwhile()
         request.result(GENERATE_SECONDS)
-        return ended[0] - began
+        return ended.get() - began  # whoever waits for a result may be told before `end` is
 
     usual = [ask() for _ in range(FIRST)][-1]
 
