@@ -22,7 +22,6 @@ def sampler_settings(settings: SyncBenchSettings) -> dict[str, Any]:
         "max_prompt_tokens": PROMPT_TOKENS,
         "max_response_tokens": settings.response_tokens,
         "max_num_seqs": settings.concurrency,
-        "enforce_eager": None,
     }
 
 

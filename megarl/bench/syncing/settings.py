@@ -34,7 +34,7 @@ class SyncBenchSettings(Measured):
     kv_cache_gib: float = Field(2.0, gt=0.0)
     """``sampler.kv_cache_gib``."""
     choose: bool = False
-    """Also measure what each content costs while sampling, and say which pays. The engines then use CUDA graphs."""
+    """Also measure what each content costs while sampling, and say which pays. vLLM then compiles the engines."""
     concurrency: int = Field(256, ge=8, multiple_of=8)
     """With ``choose``: completions that each engine is asked for at once, 8 of each prompt."""
     response_tokens: int = Field(128, ge=1)

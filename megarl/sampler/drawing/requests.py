@@ -83,7 +83,7 @@ class Requests:
         return [one.completion(prompt, self._name) for one in every]
 
     async def score(self, tokens: np.ndarray, version: int) -> np.ndarray:
-        """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1; begin at once.
+        """Return vLLM's logprobs of all tokens but the first, float32 ``[T - 1]``, at temperature 1; it begins first.
 
         Raises:
             StaleVersionError, WeightSyncError, WorkerError: as ``complete``.
